@@ -38,6 +38,15 @@ def torchs_own_loaders():
             delattr(kind, f"__old{name}")
 
 
+@pytest.fixture(autouse=True)
+def no_global_seed(monkeypatch):
+    """Begin without the seed that another test has set for the whole process."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out what only a long run has, but never a test that was asked for by its name."""
     if LONG or any("::" in asked for asked in config.args):

@@ -323,7 +323,7 @@ class InlineExecutor:
         watches = OperationWatch(self._fetcher.dataset), LineWatch()
         self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, *watches)
 
-    def resize(self, workers: int) -> None:
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:
         """Do nothing: there are no workers."""
 
     def close(self) -> None:

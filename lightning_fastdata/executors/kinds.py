@@ -64,6 +64,8 @@ class ExecutorKind:
     side_processes: bool = False
     """``num_workers`` of this package fetch outside the training process. They are kept between
     epochs if that is asked for; threads and memory, which cost nothing, always are."""
+    resizes: bool = False
+    """``num_workers`` may change while an epoch is read, and changes nothing of its batches."""
     threads_per_process: int = 1
     """Threads in a side process, at most. Where there are several they share the dataset, its
     pipelines, the epoch it is in, and the global generators, which are not keyed by sample."""
@@ -136,6 +138,7 @@ KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
         what="side processes of one thread, for Python code",
         start=_start_processes,
         side_processes=True,
+        resizes=True,
         needs_shared_memory=True,
     ),
     "sidecar": ExecutorKind(
@@ -209,8 +212,11 @@ class Executor(Protocol):
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
 
-    def resize(self, workers: int) -> None:
-        """Fetch with so many side processes from now on, without losing what is under way."""
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:
+        """Fetch with so many side processes from now on, without losing what is under way.
+
+        ``look_ahead``: Batches under way at once from now on; None: as before.
+        """
 
     def close(self) -> None:
         """Stop threads and processes; batches handed out stay valid."""

@@ -230,7 +230,7 @@ class StreamExecutor:
         self._records = records
         self._crew.configure(protocol.SetStamps(records is not None))
 
-    def resize(self, workers: int) -> None:
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:  # noqa: ARG002
         """Have so many side processes from the next epoch on, as they share out the stream."""
         self._wanted = workers
 

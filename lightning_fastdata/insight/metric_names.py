@@ -145,6 +145,22 @@ FAULTS: Final = (
 )
 """What went wrong in reading so far; absent while nothing has."""
 
-METRICS: Final = (*STEPS, *WAITS, *RANKS, *MACHINE, *FAULTS)
+TUNE: Final = (
+    Metric("data_tune/workers", "side processes that read, while they are tuned", True),
+    Metric(
+        "data_tune/gain_expected_percent",
+        "of a step: what the last change of their number was to save",
+        True,
+    ),
+    Metric(
+        "data_tune/gain_seen_percent",
+        "the same as it was measured afterwards; a change that did not pay was taken back",
+        True,
+    ),
+    Metric("data_tune/spent_s", "what tuning took so far"),
+)
+"""The number of workers, where it is tuned; gains are absent while it was not changed."""
+
+METRICS: Final = (*STEPS, *WAITS, *RANKS, *MACHINE, *FAULTS, *TUNE)
 MAIN: Final = frozenset(metric.name for metric in METRICS if metric.main)
-"""What people look at: 23 at most, several of them only where there is something to measure."""
+"""What people look at: 26 at most, several of them only where there is something to measure."""

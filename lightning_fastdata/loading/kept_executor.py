@@ -117,6 +117,8 @@ class KeptExecutor:
         self.threads = math.ceil(workers / max(1, self.processes))
         self.trial = CrewTrial(self.processes * self.threads)
         self.persistent = self.settings.persistent_workers
+        self.draws_once = self.persistent
+        """The seed of side processes is drawn for the first epoch only, as torch does it."""
         # Threads of one process share a dataset, which is in one epoch at a time.
         self._arms = kind.threads_per_process == 1 or decodes_in_place(self.plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
@@ -134,7 +136,7 @@ class KeptExecutor:
         self._iterator: Executor | None = None
 
     def __iter__(self) -> EpochIterator:
-        if not self.persistent or self.base_seed is None:
+        if not self.draws_once or self.base_seed is None:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
             self.base_seed = int(drawn)
         if self._earlier_seed is not None:
@@ -223,15 +225,28 @@ class KeptExecutor:
             stream: The position in a stream; None: its beginning, or it is none.
         """
         self._in_stream = None if stream is None else StreamPosition.from_dict(stream)
-        if base_seed is not None and self.persistent:
+        if base_seed is not None and self.draws_once:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed
+
+    def resize(self, workers: int, look_ahead: int | None) -> None:
+        """Read with so many side processes from now on, and be so many batches ahead."""
+        self.processes = workers
+        self.settings = self.settings._replace(num_workers=workers)
+        self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
+        for executor in self._at_work():
+            executor.resize(workers, look_ahead)
+
+    def _at_work(self) -> list[Executor]:
+        running = None if self._running is None else self._running()
+        executors = (self._iterator, None if running is None else running.executor)
+        return list({id(each): each for each in executors if each is not None}.values())
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
         self.records = records
-        if self._iterator is not None:
-            self._iterator.record(records)
+        for executor in self._at_work():
+            executor.record(records)
 
     def finish(self, batch: Batch) -> Batch:
         """Return the batch as it is delivered."""

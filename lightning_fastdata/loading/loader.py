@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,7 @@ from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
 from lightning_fastdata.loading.resume import Resumable
 from lightning_fastdata.loading.source import Source, indices_of, open_source, reads_with_torch
+from lightning_fastdata.loading.tuned import TunedLoader, tuner_for
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import RankSampler, set_epoch
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
@@ -28,8 +28,8 @@ from lightning_fastdata.planning.options import LoaderOptions, check_loader, che
 from lightning_fastdata.planning.plan_for import plan_asked
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
+from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
 
-class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
+class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     All of torch's arguments keep their meaning and are found under the same attributes, so that
@@ -99,6 +99,9 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
             how many batches of it were taken, in place of ``epoch``.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
+        tune: With ``executor="auto"`` and no ``num_workers``: ``"auto"`` changes the number of
+            workers while the loader is read, as the steps show what pays; ``"off"`` leaves it as it
+            was planned. Or a :class:`Tuner`, for any of this package's executors.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -146,6 +149,7 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
         stall_timeout: float | Literal["auto"] = "auto",
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
+        tune: Literal["auto", "off"] | Tuner = "auto",
     ) -> None:
         check_loader(
             dataset,
@@ -153,6 +157,7 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
             page_lock=page_lock,
             transform=transform,
             stall_timeout=stall_timeout,
+            tune="auto" if isinstance(tune, Tuner) else tune,
             needs_batches=staged is not None,
             whole={
                 "batch_size": (batch_size, 1),
@@ -185,12 +190,14 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
                     batch_sampler=batch_sampler,
                     worker_init_fn=worker_init_fn,
                 ),
+                tune=tune if isinstance(tune, str) else None,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
                 multiprocessing_context=multiprocessing_context,
                 on_bad_sample=BadSamples.of(on_bad_sample).policy,
             )
+            tune = tune if isinstance(tune, Tuner) else tuner_for(plan) or "off"
             executor, num_workers = plan.executor, plan.num_workers
             worker_nice = plan.worker_nice if worker_nice is None else worker_nice
             persistent_workers = plan.persistent_workers and num_workers > 0
@@ -242,9 +249,10 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._counts_from_nothing(run)
-        self.records: deque[BatchStamps] | None = None
-        """Where the stamps of delivered batches go; None: no stamps are taken."""
-        self._ledger = Ledger()
+        self.tune = tune
+        self._records_nothing()
+        if isinstance(tune, Tuner) and tune.workers is not None:
+            self.set_workers(tune.workers)
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more workers than CPUs, unless they are this package's, which may well wait."""
@@ -275,6 +283,8 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
                 raise
             # Lightning hides what is raised before there is an iterator behind an error of its own.
             return EpochIterator(error=error)
+        if isinstance(self.tune, Tuner) and not begun.aside:
+            batches = self.tune.batches(batches, self)
         return batches if self.ahead is None else self.ahead(batches)
 
     def _own_indices(self) -> EpochIndices | None:
@@ -295,7 +305,8 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
                 settings, indices, self._epoch_cell, reported=self._reported, stamps=stamps
             )
             if isinstance(inner, KeptExecutor):
-                inner.record(self.records)
+                inner.record(self.all_records)
+                self._draw_as_before(inner)
             self._keep(inner, (settings, stamped))
         self._go_on(begun)
         if self._reported and isinstance(inner, DataLoader):
@@ -316,17 +327,6 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self).update(_inner=inner, _inner_settings=settings)
 
-    def record_stamps(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch that is delivered from now on; None: no more.
-
-        Torch's own executor begins and ends it with the next iteration. It takes no stamps of
-        iterable DataPipes.
-        """
-        # Lightning carries over what is set in a data hook if it makes the loader anew.
-        self.records = self._ledger.records = records
-        if isinstance(self._inner, KeptExecutor):
-            self._inner.record(records)
-
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""
         if isinstance(self._inner, KeptExecutor):
@@ -335,8 +335,8 @@ class FastDataLoader(Resumable, HasQuarantine, DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        own = {"_inner": None, "_inner_settings": None, "records": None, "_ledger": Ledger()}
-        own["_indices"] = None
+        gone = ("_inner", "_inner_settings", "_indices", "records", "tuning_records")
+        own = {**dict.fromkeys(gone), "_ledger": Ledger(), "tune": "off"}
         return {**self.__dict__, **own}
 
     # torch keeps persistent workers under this name and Lightning stops them through it.

@@ -90,6 +90,8 @@ class ExecutorChoice(NamedTuple):
     why: str
     alone: bool = False
     """The training process had better read for itself, where the number of workers is open."""
+    fixed: bool = False
+    """No other one is right, whatever a step takes."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
@@ -159,6 +161,7 @@ class LoaderPlan:
     on_bad_sample: BadSamplePolicy
     bad_sample_budget: float
     quarantine_file: str | None
+    tune: Literal["auto", "off"]
     probe: bool
     choices: tuple[Setting, ...]
     """One for each setting, in the order of ``LoaderOptions``."""

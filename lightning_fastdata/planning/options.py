@@ -24,6 +24,7 @@ Auto: TypeAlias = Literal["auto"]
 C = TypeVar("C", bound=type)
 
 _EXECUTORS: Final = ("auto", *KINDS)
+_TUNE: Final = ("auto", "off")
 _PAGE_LOCKS: Final = ("copy", "register")
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
 _SHARING: Final = ("auto", "file_descriptor", "file_system")
@@ -96,6 +97,7 @@ def check_loader(
     page_lock: object,
     transform: object,
     stall_timeout: object,
+    tune: object,
     needs_batches: bool,
     whole: Mapping[str, tuple[object, int]],
     orders: Mapping[str, object],
@@ -115,6 +117,7 @@ def check_loader(
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
     check_among("executor", executor, _EXECUTORS)
     check_among("page_lock", page_lock, _PAGE_LOCKS)
+    check_among("tune", tune, _TUNE)
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
     for name, (value, lowest) in whole.items():
@@ -296,6 +299,9 @@ class LoaderOptions:
             always may. More are an error that lists them.
         quarantine_file: Where bad samples are listed, one JSON object a line. None:
             ``bad_samples.jsonl`` in the trainer's log folder if they are replaced or skipped.
+        tune: ``"auto"`` changes the number of workers while the training runs, where the steps show
+            that another one pays; order and content of the batches stay. ``"off"`` leaves it as it
+            was planned, as does a ``num_workers`` of your own.
         probe: Read some samples before the workers start, and choose what suits them. False reads
             none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
 
@@ -319,6 +325,7 @@ class LoaderOptions:
     on_bad_sample: BadSamplePolicy = "raise"
     bad_sample_budget: float = 0.001
     quarantine_file: str | None = None
+    tune: Literal["auto", "off"] = "auto"
     probe: bool = True
 
     def __post_init__(self) -> None:
@@ -335,6 +342,7 @@ class LoaderOptions:
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)
         check_among("page_lock", self.page_lock, _PAGE_LOCKS)
+        check_among("tune", self.tune, _TUNE)
         BadSamples(self.on_bad_sample, self.bad_sample_budget, self.quarantine_file)
         _check_seconds("timeout_s", self.timeout_s, auto=False)
         _check_seconds("stall_timeout_s", self.stall_timeout_s, auto=True)

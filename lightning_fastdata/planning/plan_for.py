@@ -91,7 +91,7 @@ def plan_for(
     choice = TORCH
     if facts.shared_file is not None and options.num_workers == "auto":
         why = f"workers would share the position in {facts.shared_file}, which is open here"
-        choice = ExecutorChoice("inline", why)
+        choice = ExecutorChoice("inline", why, fixed=True)
     elif spec.needs_cost:
         shared_memory = shared_slots_supported()
         choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
@@ -221,12 +221,34 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
         "bad_sample_budget": (0.001, "share of the samples, where they are replaced or skipped"),
         "quarantine_file": (None, "in the trainer's log folder, where they are"),
+        "tune": _tuned(options, situation, executor),
         "probe": (True, "a few samples tell what suits them"),
     }
     limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
     return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
+
+
+def _tuned(
+    options: LoaderOptions, situation: Situation, executor: ExecutorName
+) -> tuple[Value, str]:
+    """Return whether the number of workers is changed while they read, and why."""
+    alone = KINDS[executor].caller_reads or KINDS[executor].is_torch
+    why = ""
+    if options.num_workers != "auto":
+        why = "num_workers is set by you"
+    elif situation.stage != "train":
+        why = "only the loaders of training are"
+    elif situation.iterable:
+        why = "which worker reads what of a stream rests on how many there are"
+    elif situation.choice.fixed:
+        why = situation.choice.why
+    elif not KINDS[executor].resizes and not (alone and options.executor == "auto"):
+        why = f"executor={executor!r} has no workers that come and go"
+    elif not shared_slots_supported():
+        why = "this system has no memory files for side processes"
+    return ("off", why) if why else ("auto", "the steps show which number of workers pays")
 
 
 def _overstepped(options: LoaderOptions, situation: Situation) -> Iterator[str]:

@@ -146,6 +146,20 @@ def workers_that_wait(
     """
     wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
     why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
+    bound, bound_why = most_workers(memory, ranks=ranks, forked=forked, tasks=tasks)
+    if wanted > bound:
+        return bound, f"{why}; {bound_why}"
+    return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
+
+
+def most_workers(
+    memory: HostMemory, *, ranks: int, forked: bool, tasks: int | None
+) -> tuple[int, str]:
+    """Return how many workers there may be at most, at least 1, and why no more.
+
+    ``tasks`` are the samples or batches of an epoch, whichever is handed to a worker; None: not
+    known. ``ranks`` share the host.
+    """
     each = _FORKED_BYTES if forked else _FRESH_BYTES
     bounds = [
         (_MOST_WAITING, f"no more than {_MOST_WAITING}"),
@@ -155,10 +169,8 @@ def workers_that_wait(
         bounds.append((memory.open_files_soft // (8 * ranks), "bounded by the open-file limit"))
     if tasks is not None:
         bounds.append((tasks, f"no more than there are to fetch ({tasks})"))
-    bound, bound_why = min(bounds)
-    if wanted > bound:
-        return max(1, bound), f"{why}; {bound_why}"
-    return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
+    bound, why = min(bounds)
+    return max(1, bound), why
 
 
 def count_workers(

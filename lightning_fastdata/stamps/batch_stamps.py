@@ -157,6 +157,13 @@ class TaskStamps(NamedTuple):
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
     where several threads of it read, or the task was too short to ask."""
 
+    def held_ns(self, began_ns: float, ended_ns: float) -> float:
+        """Return how much of an interval it was on a CPU, by its mean; 0 if that is not known."""
+        overlap = min(self.ended_ns, ended_ns) - max(self.began_ns, began_ns)
+        if overlap <= 0 or self.cpu_ns is None:
+            return 0.0
+        return overlap * min(1.0, self.cpu_ns / max(1, self.ended_ns - self.began_ns))
+
 
 _NOTHING: Final = OwnStamps()
 

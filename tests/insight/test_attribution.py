@@ -12,11 +12,11 @@ from insight.cut_waits import Cutter, total
 from thoroughness import max_examples
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
+from lightning_fastdata.tuning.simulate import batch_costs
 
 MS = 1_000_000
 

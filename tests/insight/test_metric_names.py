@@ -14,6 +14,7 @@ from lightning_fastdata.insight.measure.host_metrics import (
     device_scalars,
     fault_scalars,
     host_scalars,
+    tune_scalars,
 )
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
 from lightning_fastdata.insight.measure.stage import window_means
@@ -25,11 +26,14 @@ from lightning_fastdata.insight.metric_names import (
     METRICS,
     RANKS,
     STEPS,
+    TUNE,
     WAITS,
 )
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
 from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, wall_scalars
+from lightning_fastdata.tuning.moves import Move
+from lightning_fastdata.tuning.tuner import Tuner
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
 BY_THE_PLUGIN = {"data_host/pss_mib", "data_workers/busy_percent", "data_val/stall_percent"}
@@ -56,6 +60,7 @@ def short_row(metric):
         (RANKS, short_row),
         (MACHINE, full_row),
         (FAULTS, full_row),
+        (TUNE, full_row),
     ],
 )
 def test_the_page_prints_the_table(metrics, row):
@@ -80,7 +85,16 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
     memory = DeviceUsage(peak_bytes=1, never_used_bytes=1, total_bytes=2, alloc_retries=0)
     faults = FaultLog()
     faults.samples = faults.retries = faults.deaths = 1
+    tuner = Tuner(most_workers=8, cpus=2.0)
+    tuner.moves.append(
+        Move(
+            batch=53, before=2, after=6, step_before_ms=20.0, step_expected_ms=10.0, why="late",
+            step_seen_ms=12.0, outcome="kept",
+        )
+    )  # fmt: skip
+    assert tune_scalars(tuner, 6)["data_tune/gain_seen_percent"] == pytest.approx(40.0)
     measured = {
+        *tune_scalars(tuner, 6),
         *fault_scalars([faults]),
         PREDICTED_STEP,
         *window_means(columns_of([step])),
@@ -94,5 +108,5 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
     assert len(METRICS) == len({metric.name for metric in METRICS})
 
 
-def test_loggers_get_23_numbers_at_most_by_default():
-    assert len(MAIN) == 23
+def test_loggers_get_26_numbers_at_most_by_default():
+    assert len(MAIN) == 26

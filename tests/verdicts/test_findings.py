@@ -14,22 +14,22 @@ from thoroughness import max_examples
 
 import lightning_fastdata
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup, left_over
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.model.remedies import (
-    GOOD_ENOUGH,
     best_workers,
     choose,
     with_workers,
 )
-from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
 from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.stamps.batch_stamps import ReadRates
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup, left_over
+from lightning_fastdata.tuning.moves import GOOD_ENOUGH
+from lightning_fastdata.tuning.simulate import simulate
 
 MS = 1e6
 CODES = [*(f"FD3{row:02}" for row in range(1, 20)), "FD323", "FD324"]

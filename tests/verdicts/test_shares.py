@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.simulate import least_step_ms, simulate
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.verdicts.workers import working_workers
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
 from lightning_fastdata.plugin.seams.loaders import keyed
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import least_step_ms, simulate
 
 MS = 1e6
 

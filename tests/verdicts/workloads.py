@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, default_collate
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
-from lightning_fastdata.insight.model.setups import setup_of
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.tuned import setup_of
 
 CPUS = read_cpu_limit().usable_cpus
 SLEEPING = 0.05

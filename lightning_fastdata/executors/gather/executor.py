@@ -228,7 +228,7 @@ class GatherExecutor:
         """Append the stamps of each batch from now on; None: no more."""
         self._records = records
 
-    def resize(self, workers: int) -> None:
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:  # noqa: ARG002
         """Gather ahead in so many threads, 4 at most, from now on."""
         self._threads = min(workers, _MAX_THREADS)
 

@@ -45,6 +45,12 @@ class CrewTrial:
         self._since_ns: int | None = None
         self._over = hands < 2
 
+    def with_hands(self, hands: int) -> CrewTrial:
+        """Return the trial of as many hands; none if it was made already."""
+        other = CrewTrial(hands, self._clock_ns)
+        other._over = other._over or (self._over and self.hands > 1)
+        return other
+
     def delivered(self, *, late: bool) -> None:
         """Note a batch that was delivered, and begin the trial if it is time for it."""
         if self._over or self.limit is not None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -160,10 +161,15 @@ class PoolExecutor:
             self._trial.given_up()  # without stamps it would never end
         self._crew.configure(protocol.SetStamps(records is not None))
 
-    def resize(self, workers: int) -> None:
-        """Have so many side processes from now on; those too many finish their work first."""
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:
+        """Have so many side processes from now on; those too many finish their work first.
+
+        ``look_ahead``: Batches under way at once from now on; None: as before.
+        """
+        if look_ahead is not None:
+            self.plan = self._splitter.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
-        self._trial = CrewTrial(self._crew.hands)
+        self._trial = self._trial.with_hands(self._crew.hands)
 
     def set_threads(self, threads: int) -> None:
         """Have each side process work in so many threads from now on, without losing a task.
@@ -182,7 +188,7 @@ class PoolExecutor:
             )
         self._crew.threads = threads
         self._crew.configure(protocol.SetThreads(threads))
-        self._trial = CrewTrial(self._crew.hands)
+        self._trial = self._trial.with_hands(self._crew.hands)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+    from lightning_fastdata.tuning.tuner import Tuner
 
 
 _FAULT_WORDS: Final = {
@@ -177,6 +178,19 @@ def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
         "data_faults/deaths": sum(log.deaths for log in logs),
     }
     return {name: float(count) for name, count in found.items() if count}
+
+
+def tune_scalars(tuner: Tuner, workers: int) -> dict[str, float]:
+    """Return what a tuner has done to a loader, as ``metric_names.TUNE`` has it."""
+    scalars = {"data_tune/workers": float(workers), "data_tune/spent_s": tuner.spent_s}
+    if tuner.moves:
+        move = tuner.moves[-1]
+        gains_ms = {"expected": move.step_expected_ms, "seen": move.step_seen_ms}
+        for name, step_ms in gains_ms.items():
+            if step_ms is not None:
+                gain = 100.0 * (1 - step_ms / move.step_before_ms)
+                scalars[f"data_tune/gain_{name}_percent"] = gain
+    return scalars
 
 
 def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:

@@ -22,12 +22,13 @@ from lightning_fastdata.insight.model.evidence import (
     read_loader,
     stage_evidence,
 )
-from lightning_fastdata.insight.model.setups import setup_of, stage_times
-from lightning_fastdata.insight.model.simulate import least_step_ms
+from lightning_fastdata.insight.model.setups import stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.tuned import setup_of
 from lightning_fastdata.tree import held
+from lightning_fastdata.tuning.simulate import least_step_ms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

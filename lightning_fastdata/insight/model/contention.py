@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.simulate import scaled, simulate
+from lightning_fastdata.tuning.simulate import scaled, simulate
 
 RUNQUEUE_HIGH: Final = 0.20
 """Of the time of workers or of the wait: CPUs are short."""

@@ -13,14 +13,14 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model import setups
-from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.insight.model.simulate import batch_costs
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare, WaitCauses
 from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import batch_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,8 @@ class Evidence:
     """Type of what computes, e.g. ``"cuda"``."""
     settings_in: str = "LoaderOptions"
     """Where the loader's settings are written: there, or in ``FastDataLoader`` itself."""
+    tuned: bool = False
+    """The number of workers is tuned while it trains, so that no other one is recommended."""
     streamed: bool | None = None
     first_parts: WaitParts | None = None
     """Where the loader's wait for the first batch of an epoch went."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
+
+from lightning_fastdata.tuning.moves import GOOD_ENOUGH
 
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
 Kind: TypeAlias = Literal[
@@ -25,8 +27,6 @@ STALL_LOW, STALL_HIGH = 0.03, 0.10
 _BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
 EPOCH_START_HIGH = 0.05
-GOOD_ENOUGH: Final = 1.03
-"""The smallest change within 3 % of the best one is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
-from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import GOOD_ENOUGH, Gain
-from lightning_fastdata.insight.model.simulate import simulate
+from lightning_fastdata.insight.model.finding import Gain
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.moves import WORKERS, choose
+from lightning_fastdata.tuning.simulate import simulate
 
-WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of workers that are tried."""
 _BATCHES_AHEAD: Final = 2
 _LEAST_AHEAD: Final = 8
 """The loader is so many batches ahead even if a worker would be fewer."""
@@ -75,18 +74,6 @@ def with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:
     if setup.workers and setup.look_ahead > _LEAST_AHEAD:
         each = math.ceil(setup.look_ahead / setup.workers)
     return replace(setup, workers=workers, look_ahead=max(least, each * workers))
-
-
-def choose(
-    costs: Sequence[BatchCost], candidates: Iterable[LoaderSetup]
-) -> tuple[LoaderSetup, float]:
-    """Return the first setup that is within 3 % of the best, and its predicted step in ms.
-
-    Costs and candidates must not be empty; the smallest candidate comes first.
-    """
-    predicted = [(setup, simulate(costs, setup).step_ms) for setup in candidates]
-    best = min(step_ms for _, step_ms in predicted)
-    return next(each for each in predicted if each[1] <= GOOD_ENOUGH * best)
 
 
 def best_workers(evidence: Evidence, *, computing: bool = False) -> LoaderSetup | None:

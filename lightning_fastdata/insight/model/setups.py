@@ -1,4 +1,4 @@
-"""How a loader is set up, for the model, and how busy its workers were."""
+"""What the training process did, and how busy the workers of its loader were."""
 
 from __future__ import annotations
 
@@ -7,69 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torch.utils.data import IterableDataset, default_collate
-
-from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.model.events import LoaderSetup, Scheduling
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.source import makes_batches, reads_with_torch
-from lightning_fastdata.planning.worker_count import look_ahead_batches
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
-_TORCH_PREFETCH: Final = 2
-"""Torch's own default."""
 _ONE_THREAD: Final = 1.1
 _SEVERAL_THREADS: Final = 1.3
 """CPUs: up to there, what sends batches away explains it."""
-
-
-def setup_of(loader: FastDataLoader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-    """Return the setup of a loader; None for what the model does not know.
-
-    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"sidecar"``,
-    and those that read in the training process when a batch is asked for. It knows neither
-    ``"gather"``, whose caller helps its threads, nor datasets that stay on the device. It takes
-    samples to be of one shape, and memory to suffice for the whole look-ahead.
-
-    Args:
-        loader: As it is set up now; it is not iterated.
-        cpus: CPUs this process and its workers may use.
-        step_cpus: CPUs the training process uses between two requests, see
-            :class:`TrainingTimes`.
-    """
-    streamed = isinstance(loader.dataset, IterableDataset)
-    torchs = reads_with_torch(loader)
-    kind = KINDS[loader.executor]
-    if (kind.gathers and not streamed and not torchs) or loader.device_resident is not False:
-        return None
-    workers = loader.num_workers if torchs or not kind.caller_reads else 0
-    scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
-    if torchs or streamed:
-        scheduling = "batch"
-    asked, ahead = loader.asked_prefetch_factor, 1
-    if workers and scheduling == "batch":
-        ahead = workers * (asked or _TORCH_PREFETCH)
-    elif workers:
-        ahead = look_ahead_batches(
-            workers,
-            prefetch=asked,
-            batch_size=loader.batch_size or 1,
-            split=scheduling == "sample",
-        )
-    return LoaderSetup(
-        workers=workers,
-        look_ahead=ahead,
-        scheduling=scheduling,
-        in_order=loader.in_order,
-        cpus=cpus,
-        step_cpus=step_cpus,
-        worker_nice=loader.worker_nice,
-        inline=kind.caller_reads,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,17 +77,6 @@ def stage_times(
         runqueue_s=used.runqueue_s,
         loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
     )
-
-
-def splits_batches(loader: FastDataLoader) -> bool:
-    """Return whether this package's executors share out the samples of one batch among workers.
-
-    They do where samples of one form, read one at a time, are collated by default.
-    """
-    transform = loader.transform
-    drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
-    default = loader.collate_fn in (default_collate, collate_samples) and not drawn
-    return default and makes_batches(loader) and not fetches_in_batches(loader.dataset)
 
 
 def by_epoch(stamps: Sequence[BatchStamps]) -> list[list[BatchStamps]]:

@@ -20,6 +20,7 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
+from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
 
 PHASES: Final = {
@@ -68,7 +69,10 @@ def report_html(report: Mapping[str, Any]) -> str:
         chart=timeline_chart(recent),
         chart_phases=measured_phases(recent),
         ranks=report.get("ranks"),
-        notes=report.get("notes"),
+        notes=[
+            *(f"Done: {Move(**move)}." for move in report.get("moves", ())),
+            *report.get("notes", ()),
+        ],
         facts={**report.get("machine", {}), **report.get("versions", {})},
     )
 

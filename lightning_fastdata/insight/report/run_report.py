@@ -19,14 +19,15 @@ from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.report import summary_text
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.ranks import RankTiming
+from lightning_fastdata.tuning.moves import Move
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
 to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
-``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages."""
+``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages, 6 ``moves``."""
 _MOST_RECENT = 512
 
 
@@ -48,6 +49,8 @@ class RunReport:
     """False where the run went on when this was measured."""
     ranks: tuple[RankTiming, ...] = ()
     """What the training steps of each rank took, by rank; empty with one rank."""
+    moves: tuple[Move, ...] = ()
+    """Changes that the tuner made to the loaders of the first stage, the newest last."""
     wall: WallTime | None = None
     """Where the wall time of the run went; None where a loop of one's own was timed."""
     notes: tuple[str, ...] = ()
@@ -71,6 +74,7 @@ class RunReport:
             "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
             "wall": None if self.wall is None else self.wall.as_dict(),
             "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
+            "moves": [dataclasses.asdict(move) for move in self.moves],
             "notes": list(self.notes),
             "versions": dict(self.versions),
             "machine": dict(self.machine),
@@ -132,6 +136,7 @@ class RunReport:
             self.verdict,
             wall=self.wall,
             ranks=self.ranks,
+            moves=self.moves,
             notes=self.notes,
             ended=self.ended,
             width=summary_text.fitted(width),

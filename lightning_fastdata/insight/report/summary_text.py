@@ -15,9 +15,11 @@ from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line
+from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
 
 _MOST_REMEDIES = 2
+_MOST_MOVES = 3
 
 _PHASE_COLORS = {"wait": "red", "transfer": "cyan", "augment": "magenta", "compute": "green"}
 _KIND_COLORS = {
@@ -47,6 +49,7 @@ def summary_lines(
     *,
     wall: WallTime | None,
     ranks: Sequence[RankTiming],
+    moves: Sequence[Move],
     notes: Sequence[str],
     ended: bool,
     width: int,
@@ -59,6 +62,7 @@ def summary_lines(
         verdict: What limits the first stage; None: not known.
         wall: Where the wall time of the run went; None: not known.
         ranks: What the training steps of each rank took; empty with one rank.
+        moves: What the tuner has changed, the newest last.
         notes: One sentence each.
         ended: False where the run goes on.
         width: Columns.
@@ -80,6 +84,8 @@ def summary_lines(
             lines += _words("", wall_text(wall, first.stage), width, "dim")
     if verdict is not None:
         lines += _finding_lines(verdict, stages, width)
+    for label, move in _labelled("done", moves[-_MOST_MOVES:]):
+        lines += _words(label, str(move), width, "")
     for stage in stages[1:]:
         lines += _words(stage.stage, _stage_line(stage), width, "")
         lines += _words("", waits_line(stage.loaders), width, "")

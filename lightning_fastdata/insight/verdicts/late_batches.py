@@ -10,9 +10,9 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.model import contention, remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain
-from lightning_fastdata.insight.model.simulate import scaled
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
+from lightning_fastdata.tuning.simulate import scaled
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
@@ -61,11 +61,14 @@ def _more_workers(
     if wanted is None or now is None:
         return otherwise
     gain = remedies.gain_of_setup(e, wanted)
-    if wanted.workers > now.workers and gain is not None and gain.worthwhile:
+    helps = wanted.workers > now.workers and gain is not None and gain.worthwhile
+    if helps and gain is not None and not e.tuned:
         if together:
             gain = replace(gain, basis="independent")
         return replace(otherwise, remedy=remedies.options_text(now, wanted), gain=gain)
     leave = f"the number of workers: more than {now.workers} are no faster"
+    if e.tuned:
+        leave = "the number of workers, which is tuned as it trains"
     return replace(otherwise, leave_alone=leave)
 
 
@@ -201,7 +204,7 @@ def _few_cpus(e: Evidence) -> Finding | None:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
             remedy = f"{threads}in worker_init_fn); {remedy}"
-        if wanted is not None and wanted.workers < now.workers:
+        if wanted is not None and wanted.workers < now.workers and not e.tuned:
             remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
     cause = "; ".join(facts) + _where(e, blocked=False)
     leave = "more workers: they would share the same CPUs"

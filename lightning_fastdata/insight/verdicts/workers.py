@@ -10,9 +10,9 @@ from lightning_fastdata.insight.model import contention, remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain
 from lightning_fastdata.insight.model.remedies import scaled_step_ms
-from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.verdicts.late_batches import largest
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
+from lightning_fastdata.tuning.simulate import simulate
 
 _HIGH: Final = 0.20
 """Part of the wait: what takes less is no finding."""

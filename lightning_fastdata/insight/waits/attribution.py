@@ -141,7 +141,7 @@ class WaitCutter:
         worst: TaskStamps | None = None
         for task in reversed(self._threads[last.process, last.thread]):
             overlap = min(task.ended_ns, made) - max(task.began_ns, start)
-            after = held_ns(task, made, end)
+            after = task.held_ns(made, end)
             if after > 0:
                 after = min(after, handover)
                 handover -= after
@@ -209,14 +209,6 @@ class WaitCutter:
             else:
                 # One slow sample alone in its task says little about the others.
                 self._typical_ns = known * (1 + _TYPICAL_WEIGHT)
-
-
-def held_ns(task: TaskStamps, began_ns: float, ended_ns: float) -> float:
-    """Return how much of an interval a task was on a CPU, by its mean; 0 if that is not known."""
-    overlap = min(task.ended_ns, ended_ns) - max(task.began_ns, began_ns)
-    if overlap <= 0 or task.cpu_ns is None:
-        return 0.0
-    return overlap * min(1.0, task.cpu_ns / max(1, task.ended_ns - task.began_ns))
 
 
 def _overlap_ns(spans_ns: Iterable[tuple[int, int]], began_ns: float, ended_ns: float) -> float:

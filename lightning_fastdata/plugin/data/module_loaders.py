@@ -6,9 +6,11 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
+from lightning_fastdata.loading.tuned import tuner_for
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
@@ -41,12 +43,14 @@ from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer import (
     device_type,
     first_epoch,
+    print_line,
     running_stage,
 )
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
     from lightning_fastdata.loading.loader import FastDataLoader
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.placing.pipelines import Pipelines
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.plugin.placing.transfer import Prefetching
+    from lightning_fastdata.tuning.tuner import Tuner
     from lightning_fastdata.types import Stage
 
 
@@ -70,6 +75,12 @@ class ModuleLoaders:
         self.progress = TrainingProgress()
         """Where the training was that goes on."""
         self._plans: dict[str, LoaderPlan] = {}
+        self._tuners: dict[str, Tuner] = {}
+        """By name of the dataset: a loader that is made anew is as its tuner has left the last."""
+
+    def __getstate__(self) -> dict[str, object]:
+        # What was learned is of loaders and a trainer of this process.
+        return {**self.__dict__, "_tuners": {}}
 
     def of_stage(self, module: DataModule, stage: Stage) -> Any:
         """Return the loaders of a stage, in the form of its datasets.
@@ -132,6 +143,7 @@ class ModuleLoaders:
             "seed": seed,
             "epoch": first_epoch if run is None else run.epoch,
             "run": run,
+            "tune": self._tuner(name, plan, trainer) or "off",
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= self._pipelines.placing.settings(
@@ -151,6 +163,18 @@ class ModuleLoaders:
         self._pipelines.placing.opened(stage, loader)
         settle_sharing(loader, name, stage, trainer)
         return loader
+
+    def _tuner(self, name: str, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
+        """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
+        known = self._tuners.get(name)
+        if known is not None and plan.tune == "auto":
+            return known
+        tell = partial(_tell, trainer, name)
+        ranks = 1 if trainer is None else trainer.num_devices
+        tuner = tuner_for(plan, local_ranks=ranks, tell=tell)
+        if tuner is not None:
+            self._tuners[name] = tuner
+        return tuner
 
     def seed(self, module: DataModule) -> int:
         """Return the seed of order and draws; a run that goes on keeps its own if none is set."""
@@ -222,6 +246,11 @@ class ModuleLoaders:
             batch_sampler=batch_sampler,
         )
         return spec, others
+
+
+def _tell(trainer: Trainer | None, name: str, move: str) -> None:
+    if trainer is not None and trainer.is_global_zero:
+        print_line(trainer, f"fastdata: {name}: {move}")
 
 
 def _plan(

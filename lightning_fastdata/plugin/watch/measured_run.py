@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 from lightning_fastdata.augment import SwitchedTransform, leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars
+from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
-from lightning_fastdata.insight.model.simulate import simulate
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence
@@ -26,6 +25,8 @@ from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
+from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
     from lightning_fastdata.plugin.watch.recording import Recording
+    from lightning_fastdata.tuning.moves import Move
 
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -101,6 +103,7 @@ class RunJudge:
         host, ranks = self._recording.host, self.ranks
         slowest = None if val is None else costliest(val.loaders)
         ours, facts = own_datamodule(self._trainer), self.facts(train)
+        loaders = self._recording.loaders()
         evidence = self._recording.main.evidence(
             train,
             facts,
@@ -111,6 +114,7 @@ class RunJudge:
             transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
             augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
+            tuned=any(True for _ in tuned_loaders(_costliest_loader(loaders, train)[1])),
             **({} if host is None else host.evidence()),
             **({} if ranks is None else rank_evidence(ranks.so_far)),
         )
@@ -151,6 +155,13 @@ def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[st
             return key.label, loader
     labels = " or ".join(key.label for key, _ in several)
     return labels or None, next(flattened(loaders), None)
+
+
+def tuned_loaders(loaders: object) -> Iterator[tuple[FastDataLoader, Tuner]]:
+    """Yield the loaders whose workers are tuned, and what tunes them."""
+    for loader in flattened(loaders):
+        if isinstance(loader, FastDataLoader) and isinstance(loader.tune, Tuner):
+            yield loader, loader.tune
 
 
 FIRST_WORD_STEPS: Final = 50
@@ -215,7 +226,10 @@ class MeasuredRun:
         """Give those scalars to the loggers that were asked for."""
         self.step = step
         if self.logs:
-            metrics = {**metrics, **fault_scalars(self._fault_logs(self.recording.loaders()))}
+            loaders = self.recording.loaders()
+            metrics = {**metrics, **fault_scalars(self._fault_logs(loaders))}
+            for loader, tuner in tuned_loaders(loaders):
+                metrics |= tune_scalars(tuner, loader.num_workers)
             boards.log_to(self.trainer.loggers, chosen(metrics, self._ours.scalars), step)
 
     def step_ended(self, step: int) -> None:
@@ -283,6 +297,10 @@ class MeasuredRun:
     def _evaluated(self) -> object:
         return self.trainer.val_dataloaders if self.recording.fits else None
 
+    def _moves(self) -> tuple[Move, ...]:
+        loaders = self.recording.loaders()
+        return tuple(move for _, tuner in tuned_loaders(loaders) for move in tuner.moves)
+
     @staticmethod
     def _fault_logs(*several: object) -> list[FaultLog]:
         found = (loader for loaders in several for loader in flattened(loaders))
@@ -318,6 +336,7 @@ class MeasuredRun:
         return RunReport(
             ended=ended,
             run=None if run is None else run.as_dict(),
+            moves=self._moves(),
             wall=self.wall(),  # judging took its time, too
             stages=tuple(stage for stage in (main, val) if stage is not None),
             verdict=verdict,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.model.events import BatchCost, LoaderSetup, slowdowns
-from lightning_fastdata.insight.model.simulate import batch_costs, scaled, simulate
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup, slowdowns
+from lightning_fastdata.tuning.simulate import batch_costs, scaled, simulate
 
 MS = 1e6
 SCHEDULINGS = ("batch", "queue", "sample")

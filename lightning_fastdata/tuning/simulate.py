@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from lightning_fastdata.insight.model.events import BatchCost, EventModel, LoaderSetup
-from lightning_fastdata.insight.waits.attribution import held_ns
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+from lightning_fastdata.tuning.events import BatchCost, EventModel, LoaderSetup
 
 _NS_PER_MS: Final = 1e6
-_MIN_STEPS: Final = 200
 _SHORT: Final = 0.25
 """So many of a thread's pauses are no longer than it takes to get on with what is there."""
 _NEXT_TASKS: Final = 16
@@ -101,7 +99,7 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
         # A worker that computes in Python holds the interpreter that the hand-over waits for. It
         # would not if it were idle: that time is what its next batch costs.
         busy = sum(
-            held_ns(task, made, batch.delivered_ns)
+            task.held_ns(made, batch.delivered_ns)
             for task in following.get((last.process, last.thread), ())
         )
         queued = batch.own.runqueue_ns or 0
@@ -166,8 +164,13 @@ def scaled(
     return found
 
 
-def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
+def simulate(
+    costs: Sequence[BatchCost], setup: LoaderSetup, *, least_steps: int = 200
+) -> Prediction:
     """Return what a steady run of these batches, over and over, would take in this setup.
+
+    It runs for ``least_steps`` or more, after a warm-up; fewer are faster, and less exact where
+    costs differ much from batch to batch.
 
     Raises:
         ValueError: There are no costs.
@@ -176,8 +179,12 @@ def simulate(costs: Sequence[BatchCost], setup: LoaderSetup) -> Prediction:
         raise ValueError("There is nothing to simulate: no batch was recorded.")
     if setup.workers:
         # Whole rounds, in which every batch counts as often as every other.
-        steps = -(-_MIN_STEPS // len(costs)) * len(costs)
-        step, wait = EventModel(costs, setup).run(setup.look_ahead + 2 * setup.workers, steps)
+        steps = -(-least_steps // len(costs)) * len(costs)
+        # Until workers are where they would be after any number of rounds.
+        rounds = 2 * setup.workers
+        if setup.scheduling == "sample":
+            rounds = -(-rounds // min(costs[0].samples, rounds))
+        step, wait = EventModel(costs, setup).run(setup.look_ahead + rounds, steps)
     else:
         wait = statistics.fmean(each.cpu_ns + each.blocked_ns + each.collate_ns for each in costs)
         step = wait + statistics.fmean(each.step_ns for each in costs)

@@ -1,0 +1,238 @@
+"""What the tuner asks of a loader, and what it changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from lightning_fastdata.augment import StageTransform
+from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.kept_executor import KeptExecutor
+from lightning_fastdata.loading.source import makes_batches, reads_with_torch
+from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
+from lightning_fastdata.stamps.stamped import Ledger
+from lightning_fastdata.tuning.events import LoaderSetup, Scheduling
+from lightning_fastdata.tuning.tuner import Tuner, log
+
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.kept_executor import SourceSettings
+    from lightning_fastdata.loading.source import Source
+    from lightning_fastdata.planning.loader_plan import LoaderPlan
+
+_TORCH_PREFETCH: Final = 2
+"""Torch's own default."""
+
+
+class _Loader(Protocol):
+    """A FastDataLoader, or its settings."""
+
+    @property
+    def dataset(self) -> Dataset[Any]: ...
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def batch_sampler(self) -> object: ...
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def asked_prefetch_factor(self) -> int | None: ...
+    @property
+    def in_order(self) -> bool: ...
+    @property
+    def worker_nice(self) -> int: ...
+    @property
+    def transform(self) -> StageTransform | None: ...
+    @property
+    def on_device(self) -> bool: ...
+    @property
+    def executor(self) -> ExecutorName: ...
+    @property
+    def device_resident(self) -> object: ...
+
+
+def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+    """Return the setup of a loader; None for what the model does not know.
+
+    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"sidecar"``,
+    and those that read in the training process when a batch is asked for. It knows neither
+    ``"gather"``, whose caller helps its threads, nor datasets that stay on the device. It takes
+    samples to be of one shape, and memory to suffice for the whole look-ahead.
+
+    Args:
+        loader: As it is set up now; it is not iterated.
+        cpus: CPUs this process and its workers may use.
+        step_cpus: CPUs the training process uses between two requests, see
+            :class:`TrainingTimes`.
+    """
+    streamed = isinstance(loader.dataset, IterableDataset)
+    torchs = reads_with_torch(loader)
+    kind = KINDS[loader.executor]
+    if (kind.gathers and not streamed and not torchs) or loader.device_resident is not False:
+        return None
+    workers = loader.num_workers if torchs or not kind.caller_reads else 0
+    scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
+    if torchs or streamed:
+        scheduling = "batch"
+    asked, ahead = loader.asked_prefetch_factor, 1
+    if workers and scheduling == "batch":
+        ahead = workers * (asked or _TORCH_PREFETCH)
+    elif workers:
+        ahead = look_ahead_batches(
+            workers,
+            prefetch=asked,
+            batch_size=loader.batch_size or 1,
+            split=scheduling == "sample",
+        )
+    return LoaderSetup(
+        workers=workers,
+        look_ahead=ahead,
+        scheduling=scheduling,
+        in_order=loader.in_order,
+        cpus=cpus,
+        step_cpus=step_cpus,
+        worker_nice=loader.worker_nice,
+        inline=kind.caller_reads,
+    )
+
+
+def splits_batches(loader: _Loader) -> bool:
+    """Return whether this package's executors share out the samples of one batch among workers.
+
+    They do where samples of one form, read one at a time, are collated by default.
+    """
+    transform = loader.transform
+    drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
+    default = loader.collate_fn in (default_collate, collate_samples) and not drawn
+    return default and makes_batches(loader) and not fetches_in_batches(loader.dataset)
+
+
+def tuner_for(
+    plan: LoaderPlan, *, local_ranks: int = 1, tell: Callable[[str], None] = log.info
+) -> Tuner | None:
+    """Return what tunes a loader of a plan; None: there is nothing to tune."""
+    if plan.tune == "off":
+        return None
+    forked = plan.multiprocessing_context in (None, "fork")
+    most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
+    free = any(each.option == "executor" and each.by == "auto" for each in plan.choices)
+    return Tuner(
+        most_workers=most,
+        cpus=float(read_cpu_limit(local_ranks=local_ranks).usable_cpus),
+        # A start method that is not Python's own goes with workers, and is lost without.
+        leave=free and plan.multiprocessing_context is None,
+        tell=tell,
+    )
+
+
+class _Both(deque["BatchStamps"]):
+    """Appends to two others what is appended to it, and keeps nothing."""
+
+    def __init__(self, one: deque[BatchStamps], other: deque[BatchStamps]) -> None:
+        super().__init__()
+        self._others = one, other
+
+    def append(self, stamps: BatchStamps) -> None:
+        """Append the stamps to both."""
+        for each in self._others:
+            each.append(stamps)
+
+
+class TunedLoader:
+    """The part of a FastDataLoader that takes stamps, and changes its workers while it is read."""
+
+    executor: ExecutorName
+    num_workers: int
+    persistent_workers: bool
+    tune: str | Tuner
+    _inner: Source | None
+    _inner_settings: tuple[SourceSettings, bool] | None
+
+    if TYPE_CHECKING:
+
+        def _settings(self) -> SourceSettings: ...
+
+    def _records_nothing(self) -> None:
+        self.records: deque[BatchStamps] | None = None
+        """Where the stamps of delivered batches go; None: no stamps are taken."""
+        self.tuning_records: deque[BatchStamps] | None = None
+        self._ledger = Ledger()
+        self._alone: ExecutorName = "inline" if self.num_workers else self.executor
+        """Who reads without workers."""
+        self._draws_once, self._moved = self.persistent_workers, False
+        self._keeps_workers = self.persistent_workers or not self.num_workers
+
+    @property
+    def all_records(self) -> deque[BatchStamps] | None:
+        """Where all that take stamps get them."""
+        one, other = self.records, self.tuning_records
+        if one is None or other is None:
+            return one if other is None else other
+        return _Both(one, other)
+
+    def record_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch that is delivered from now on; None: no more.
+
+        Torch's own executor begins and ends it with the next iteration. It takes no stamps of
+        iterable DataPipes.
+        """
+        # Lightning carries over what is set in a data hook if it makes the loader anew.
+        self.records = self._ledger.records = records
+        if isinstance(self._inner, KeptExecutor):
+            self._inner.record(self.all_records)
+
+    def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self.tuning_records = records
+        if isinstance(self._inner, KeptExecutor):
+            self._inner.record(self.all_records)
+
+    def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+        """Return the loader with so many workers, as the model knows it; None: it does not."""
+        executor = self._executor_of(workers)
+        settings = self._settings()._replace(num_workers=workers, executor=executor)
+        return setup_of(settings, cpus=cpus, step_cpus=step_cpus)
+
+    def set_workers(self, workers: int) -> bool:
+        """Read with so many workers; return whether from now on, or from the next epoch on.
+
+        Workers come and go while an epoch is read. The training process begins to read by itself,
+        and ends it, between two epochs.
+        """
+        self._moved = True
+        inner, at_once = self._inner, workers > 0 and self.num_workers > 0
+        self.executor = self._executor_of(workers)
+        self.num_workers = workers
+        # torch refuses to change this one, as its own workers are kept by it.
+        vars(self)["persistent_workers"] = workers > 0 and self._keeps_workers
+        if not at_once or not isinstance(inner, KeptExecutor) or self._inner_settings is None:
+            return False
+        setup = self.setup_with(workers, cpus=1.0, step_cpus=1.0)
+        inner.resize(workers, None if setup is None else setup.look_ahead)
+        vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
+        return True
+
+    def _draw_as_before(self, inner: KeptExecutor) -> None:
+        """Have who reads from now on draw no more from torch's generator than who has read before.
+
+        A sampler may draw from it, too, whose order would be another one.
+        """
+        if not self._moved:
+            return
+        inner.draws_once = self._draws_once
+        if isinstance(self._inner, KeptExecutor):
+            inner.base_seed = self._inner.base_seed
+
+    def _executor_of(self, workers: int) -> ExecutorName:
+        if not workers:
+            return self._alone
+        return self.executor if self.num_workers else "workers"

@@ -1,0 +1,219 @@
+"""Which number of workers a running loader had better have, by what its batches cost: pure."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
+
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import scaled, simulate
+
+GOOD_ENOUGH: Final = 1.03
+"""The smallest change within 3 % of the best one is taken."""
+WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of workers that are tried."""
+
+_LEAST_GAIN: Final = 0.05
+"""Of the step: less is within what steps differ by anyway."""
+_LEAST_OF_ANOTHER: Final = 0.15
+"""The same for another executor, of which nothing was measured yet."""
+_MOST_TIMES: Final = 4
+"""No more times the workers in one move, as the model was not seen to be right so far away."""
+_FEWER: Final = 0.75
+"""Workers are given up if no more than this part of them is needed."""
+_SURE: Final = 1.25
+"""Fewer workers have to suffice if samples took a quarter longer, too."""
+_AS_GOOD: Final = 1.01
+_LEAST_SEEN: Final = 0.02
+"""Of the step: a gain that was seen, and not only hoped for."""
+_NOISE: Final = 0.04
+"""Of the step: by so much two windows differ where nothing has changed."""
+LITTLE: Final = 0.03
+"""Of the step, waited for batches: no more workers are needed."""
+_STEPS: Final = 48
+"""That are simulated: a fourth of what verdicts rest on, as what comes of it is measured."""
+_PAUSE: Final = 3.0
+"""A step so many times as long as a typical one was a validation, a checkpoint or the like."""
+
+Outcome = Literal["tried", "kept", "taken back"]
+
+
+class Window(NamedTuple):
+    """What some steps took; pauses of the training are left out."""
+
+    steps: int
+    step_ms: float
+    """From one request of a batch to the next, the mean."""
+    wait_ms: float
+    """Of that, the wait for the batch."""
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the step that is waited, 0 to 1."""
+        return self.wait_ms / self.step_ms if self.step_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A change that was made to a loader while it was read."""
+
+    batch: int
+    """How many batches the loader had given by then."""
+    before: int
+    """Workers; 0: the training process read by itself."""
+    after: int
+    step_before_ms: float
+    step_expected_ms: float | None
+    """None: it was not made for speed."""
+    why: str
+    step_seen_ms: float | None = None
+    """None: not known yet."""
+    outcome: Outcome = "tried"
+
+    def __str__(self) -> str:
+        """Return the move in words."""
+        change = f"num_workers {self.before} -> {self.after} at batch {self.batch}"
+        if self.step_seen_ms is not None:
+            times = f"{self.step_before_ms:.3g} -> {self.step_seen_ms:.3g} ms a step"
+            if self.step_expected_ms is not None:
+                times += f" ({self.step_expected_ms:.3g} expected)"
+            return f"{change}: {times}" + (", taken back" if self.outcome == "taken back" else "")
+        if self.step_expected_ms is None:
+            return f"{change}: {self.why}"
+        times = f"{self.step_before_ms:.3g} -> {self.step_expected_ms:.3g} ms a step expected"
+        return f"{change}: {times}, as {self.why}"
+
+
+class Proposal(NamedTuple):
+    """A number of workers that should be better than the present one."""
+
+    workers: int
+    step_ms: float | None
+    """What a step is expected to take; None: it is not made for speed."""
+    why: str
+
+
+def window_of(waits_ns: Sequence[int], own_ns: Sequence[int]) -> Window:
+    """Return the means of steps, given each wait for a batch and the time until the next request.
+
+    Pauses count as a typical step: no loader makes a validation shorter.
+    """
+    most = _PAUSE * statistics.median(own_ns)
+    own = statistics.fmean(min(each, most) for each in own_ns)
+    wait = statistics.fmean(waits_ns)
+    return Window(len(waits_ns), (wait + own) / 1e6, wait / 1e6)
+
+
+def without_pauses(costs: Sequence[BatchCost]) -> list[BatchCost]:
+    """Return the costs with pauses of the training made as long as a typical step."""
+    usual = statistics.median(each.step_ns for each in costs)
+    most = _PAUSE * usual
+    return [each if each.step_ns <= most else replace(each, step_ns=usual) for each in costs]
+
+
+def choose(
+    costs: Sequence[BatchCost], candidates: Iterable[LoaderSetup]
+) -> tuple[LoaderSetup, float]:
+    """Return the first setup that is within 3 % of the best, and its predicted step in ms.
+
+    Costs and candidates must not be empty; the smallest candidate comes first.
+    """
+    predicted = [(setup, simulate(costs, setup).step_ms) for setup in candidates]
+    best = min(step_ms for _, step_ms in predicted)
+    return next(each for each in predicted if each[1] <= GOOD_ENOUGH * best)
+
+
+def numbers_to_try(now: int, *, most: int, leave: bool) -> list[int]:
+    """Return the numbers of workers that a loader may have next, the smallest first.
+
+    Args:
+        now: Workers; 0: the training process reads by itself.
+        most: As memory and open files allow.
+        leave: It may change between workers and reading in the training process.
+    """
+    if not now and not leave:
+        return []
+    bound = min(most, _MOST_TIMES * max(1, now))
+    return [0] * leave + [number for number in WORKERS if number <= bound and number != now]
+
+
+def propose(
+    window: Window,
+    costs: Sequence[BatchCost],
+    setup_with: Callable[[int], LoaderSetup | None],
+    now: int,
+    numbers: Sequence[int],
+) -> Proposal | None:
+    """Return the number of workers that pays; None: the present one is good.
+
+    More workers, or another executor, have to make a step shorter. Fewer have to leave it as it is,
+    also if samples came to take a quarter longer. Each number takes the model milliseconds, so that
+    no more are looked at than it takes.
+
+    Args:
+        window: The steps that were measured.
+        costs: Of their batches.
+        setup_with: Returns the loader with so many workers, as the model knows it.
+        now: Its workers now.
+        numbers: Others that may be proposed, the smallest first.
+    """
+    if not costs or setup_with(now) is None:
+        return None
+
+    def simulated_ms(number: int, these: Sequence[BatchCost]) -> float:
+        setup = setup_with(number)
+        return math.inf if setup is None else simulate(these, setup, least_steps=_STEPS).step_ms
+
+    @functools.cache
+    def step_ms(number: int) -> float:
+        return simulated_ms(number, costs)
+
+    now_ms = step_ms(now)
+    ratio = window.step_ms / now_ms
+    late = f"batches are late by {window.wait_ms:.3g} of {window.step_ms:.3g} ms a step"
+    if window.wait_share >= LITTLE:
+        best, best_ms = now, now_ms
+        for number in (each for each in numbers if each > now):
+            if GOOD_ENOUGH * step_ms(number) > best_ms:
+                break
+            best, best_ms = number, step_ms(number)
+        least = _LEAST_GAIN if now else _LEAST_OF_ANOTHER
+        if now and 0 in numbers:
+            alone_ms = step_ms(0)
+            if alone_ms <= GOOD_ENOUGH * best_ms:
+                best, best_ms, least = 0, alone_ms, _LEAST_OF_ANOTHER
+        if best_ms <= (1 - least) * now_ms:
+            return Proposal(best, ratio * best_ms, late)
+    fewer = [number for number in numbers if 0 < number <= _FEWER * now]
+    slower = scaled(costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
+    limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)
+
+    def suffices(number: int) -> bool:
+        return step_ms(number) <= limit_ms and simulated_ms(number, slower) <= slower_limit_ms
+
+    found = bisect_left(fewer, True, key=suffices)
+    if found == len(fewer):
+        return None
+    return Proposal(
+        fewer[found], ratio * step_ms(fewer[found]), "fewer workers make the batches in time"
+    )
+
+
+def paid(move: Move, after: Window) -> bool:
+    """Return whether a move is kept, by the steps after it.
+
+    More workers have to bring a third of what was expected, and more than noise; with fewer, steps
+    must not have become longer.
+    """
+    if move.step_expected_ms is None:
+        return True
+    gained_ms = move.step_before_ms - after.step_ms
+    if 0 < move.after < move.before:
+        return gained_ms >= -_NOISE * move.step_before_ms
+    expected_ms = move.step_before_ms - move.step_expected_ms
+    return gained_ms >= max(_LEAST_SEEN * move.step_before_ms, expected_ms / 3)

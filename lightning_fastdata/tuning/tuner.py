@@ -1,0 +1,472 @@
+"""Watches the batches of a loader while it is read, and changes its workers where that pays.
+
+It measures a few dozen steps, asks the model (:mod:`.simulate`) for a better number of workers,
+changes it, and compares the steps that follow with those before. What did not pay is taken back. In
+between it looks at two times a step, the wait and the rest, and measures again when these change.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from lightning_fastdata.host.cpu import CpuThrottling, read_cpu_throttling
+from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.stamps.batch_stamps import ThreadSchedule
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.moves import (
+    LITTLE,
+    Move,
+    Outcome,
+    Proposal,
+    Window,
+    numbers_to_try,
+    paid,
+    propose,
+    window_of,
+    without_pauses,
+)
+from lightning_fastdata.tuning.simulate import batch_costs
+
+if TYPE_CHECKING:
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+    from lightning_fastdata.types import Batch
+
+log: Final = logging.getLogger("lightning_fastdata.tuning")
+
+FIRST_STEPS: Final = 50
+"""After so many steps the plan is compared with what was measured."""
+_WATCHED: Final = 16
+"""Steps of a window in which only two times are taken."""
+_MEASURED: Final = 24
+"""Steps whose batches are measured before a decision, later in the run."""
+_VERIFIED: Final = 24
+"""Steps that show what a move has brought."""
+_COLD: Final = 2
+"""Steps at the start of an epoch that are not counted: workers start, or begin anew."""
+_MUCH: Final = 0.10
+"""Of the step, waited: a change is believed at once, and not in the next window only."""
+_CHANGED: Final = 0.2
+"""Part by which steps differ from those of the last decision if the work has become another."""
+_REST: Final = 100
+"""Windows in which nothing was to be gained are followed by so many steps without another try, at
+first; each time twice as many."""
+_LONGEST_REST: Final = 10_000
+_MOST_OF_RUN: Final = 0.02
+"""Of the time so far, what may be spent on decisions."""
+_LOOKED_AFTER_S: Final = 1.0
+"""So often the memory and the CPU quota of the machine are looked at."""
+_SHORT_BYTES: Final = 512 * 2**20
+"""Memory is short where no more than this is left."""
+_THROTTLED: Final = 0.2
+"""Of the scheduler's periods: workers had to stop so often because the quota was used up."""
+_ONE_THREAD: Final = 1.1
+"""CPUs: up to there, taking batches explains what is above one."""
+_HANDING_OVER_NS, _HANDING_A_ROW_NS = 170_000.0, 1_600.0
+"""CPU time of giving out and taking in a batch, where none was measured; the constants of
+``planning/worker_count.py``."""
+
+
+class Tunable(Protocol):
+    """A loader whose workers may be changed while it is read."""
+
+    @property
+    def num_workers(self) -> int:
+        """Side processes that read; 0: the training process does."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch; None: not known."""
+
+    def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+        """Return the loader with so many workers, as the model knows it; None: it does not."""
+
+    def set_workers(self, workers: int) -> bool:
+        """Read with so many workers; return whether from now on, or from the next epoch on."""
+
+    def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+
+
+class Pressure(NamedTuple):
+    """What the machine has no more of."""
+
+    memory: bool = False
+    throttled: bool = False
+
+
+class PressureReader:
+    """Compares what the machine has left with the last time it was asked."""
+
+    def __init__(self) -> None:
+        self._last: CpuThrottling | None = None
+
+    def __call__(self) -> Pressure:
+        """Return what is short now."""
+        last, now = self._last, read_cpu_throttling()
+        self._last = now
+        throttled = False
+        if last is not None and now is not None:
+            held = now.throttled_periods - last.throttled_periods
+            throttled = held > _THROTTLED * (now.periods - last.periods)
+        return Pressure(read_host_memory().available_bytes < _SHORT_BYTES, throttled)
+
+
+class Phase(Enum):
+    """What a tuner is doing."""
+
+    WATCHING = "two times a step are taken"
+    MEASURING = "stamps of each batch are taken"
+    WAITING = "the next epoch will begin with other workers"
+    SETTLING = "batches come that were begun before the move"
+    VERIFYING = "steps show what the move has brought"
+
+
+_WITH_STAMPS: Final = (Phase.MEASURING, Phase.VERIFYING)
+
+
+class Tuner:
+    """Tunes a loader, and those that take its place: what it has learned, it keeps.
+
+    Args:
+        most_workers: As memory and open files allow.
+        cpus: CPUs that this process and its workers may use.
+        leave: It may change between workers and reading in the training process, which happens
+            between two epochs.
+        tell: Takes each move in words. Default: the log ``lightning_fastdata.tuning``.
+        clock_ns: Nanoseconds from any start.
+        pressure: Reads what the machine has no more of.
+    """
+
+    def __init__(
+        self,
+        *,
+        most_workers: int,
+        cpus: float,
+        leave: bool = False,
+        tell: Callable[[str], None] = log.info,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        pressure: Callable[[], Pressure] | None = None,
+    ) -> None:
+        self.most_workers = most_workers
+        self.moves: list[Move] = []
+        """All that were made, the newest last."""
+        self.workers: int | None = None
+        """The number it has come to; None: it has made no move."""
+        self.phase = Phase.MEASURING
+        self.spent_s = 0.0
+        """What decisions took so far, the start of processes included."""
+        self._cpus, self._leave, self._tell = cpus, leave, tell
+        self._clock_ns = clock_ns
+        self._pressure = PressureReader() if pressure is None else pressure
+        self._loader: weakref.ref[Tunable] | None = None
+        self._watch = _StepWatch(clock_ns)
+        self._watch.clear(costs=True)
+        self._wanted = FIRST_STEPS
+        self._cold = self._batches = 0
+        self._began_ns = self._looked_ns = clock_ns()
+        self._dearest_s = 0.0
+        self._decided: Window | None = None
+        self._rest, self._rested_until, self._differed = _REST, 0, False
+        self._refused: set[int] = set()
+
+    def batches(self, batches: Iterator[Batch], loader: Tunable) -> Iterator[Batch]:
+        """Return the batches of an epoch of a loader, watched as they are taken."""
+        if self._loader is None or self._loader() is not loader:
+            self._loader = weakref.ref(loader)
+        self._watch.epoch_began()
+        self._cold = max(self._cold, _COLD)
+        if self.phase is Phase.WAITING:
+            self._settle(loader)
+        elif self.phase in _WITH_STAMPS:
+            self._watch.rows = loader.batch_size or 1
+            loader.tuning_stamps(self._watch.stamps)
+        return _Watched(batches, self)
+
+    def requested(self) -> None:
+        """Note that a batch is asked for now."""
+        loader = self._loader() if self._loader is not None else None
+        if loader is not None and self._watch.steps >= self._wanted:
+            began_ns = self._clock_ns()
+            self._window_ended(loader)
+            took_s = (self._clock_ns() - began_ns) / 1e9
+            self.spent_s += took_s
+            self._dearest_s = max(self._dearest_s, took_s)
+        self._watch.requested()
+
+    def delivered(self) -> None:
+        """Note that the batch was delivered."""
+        self._batches += 1
+        self._watch.delivered(counts=not self._cold)
+        if self._cold:
+            self._cold -= 1
+            loader = self._loader() if self._loader is not None else None
+            if not self._cold and self.phase is Phase.SETTLING and loader is not None:
+                self._measure(loader, _VERIFIED, Phase.VERIFYING)
+
+    def _begin(self, phase: Phase, steps: int) -> None:
+        self.phase, self._wanted = phase, steps
+        self._watch.clear(costs=phase in _WITH_STAMPS)
+
+    def _measure(self, loader: Tunable, steps: int, phase: Phase = Phase.MEASURING) -> None:
+        self._begin(phase, steps)
+        self._watch.rows = loader.batch_size or 1
+        loader.tuning_stamps(self._watch.stamps)
+
+    def _rest_now(self, loader: Tunable) -> None:
+        loader.tuning_stamps(None)
+        self._begin(Phase.WATCHING, _WATCHED)
+
+    # What follows from a window of steps
+
+    def _window_ended(self, loader: Tunable) -> None:
+        window = self._watch.window()
+        if self.phase is Phase.VERIFYING:
+            self._judge(loader, window)
+        elif self.phase is Phase.MEASURING:
+            self._decide(loader, window)
+        else:
+            self._look(loader, window)
+
+    def _look(self, loader: Tunable, window: Window) -> None:
+        """Measure again if batches are late, or if the machine runs short of something."""
+        self._watch.clear(costs=False)
+        if self.phase is Phase.WAITING:
+            return
+        pressure = self._pressed()
+        if pressure.memory and loader.num_workers > 1:
+            self._relieve(loader, window)
+            return
+        differs = self._decided is not None and _differs(window, self._decided)
+        if differs and (self._differed or window.wait_share >= _MUCH):
+            self._refused.clear()
+            self._rest, self._rested_until = _REST, 0
+        self._differed = differs
+        if (self._batches >= self._rested_until or pressure.throttled) and self._affordable:
+            self._measure(loader, _MEASURED)
+
+    @property
+    def _affordable(self) -> bool:
+        lasted_s = (self._clock_ns() - self._began_ns) / 1e9
+        return self.spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s
+
+    def _pressed(self) -> Pressure:
+        now_ns = self._clock_ns()
+        if now_ns - self._looked_ns < _LOOKED_AFTER_S * 1e9:
+            return Pressure()
+        self._looked_ns = now_ns
+        return self._pressure()
+
+    def _relieve(self, loader: Tunable, window: Window) -> None:
+        half = loader.num_workers // 2
+        self.most_workers = min(self.most_workers, half)
+        self._move(loader, window, Proposal(half, None, "memory is short"))
+
+    def _decide(self, loader: Tunable, window: Window) -> None:
+        now = loader.num_workers
+        self._decided = window
+        numbers = numbers_to_try(now, most=self.most_workers, leave=self._leave)
+        step_cpus, costs = self._watch.costs(inline=not now)
+        proposal = propose(
+            window,
+            costs,
+            partial(loader.setup_with, cpus=self._cpus, step_cpus=min(self._cpus, step_cpus)),
+            now,
+            [number for number in numbers if number not in self._refused],
+        )
+        self._rest_now(loader)
+        if proposal is None:
+            self._rested_until = self._batches + self._rest
+            self._rest = min(_LONGEST_REST, 2 * self._rest)
+            return
+        self._move(loader, window, proposal)
+
+    def _move(self, loader: Tunable, window: Window, proposal: Proposal) -> None:
+        now = loader.num_workers
+        self.workers = proposal.workers
+        move = Move(
+            batch=self._batches,
+            before=now,
+            after=proposal.workers,
+            step_before_ms=window.step_ms,
+            step_expected_ms=proposal.step_ms,
+            why=proposal.why,
+        )
+        self.moves.append(move)
+        self._tell(str(move))
+        self._set(loader, proposal.workers)
+
+    def _set(self, loader: Tunable, workers: int) -> None:
+        at_once = loader.set_workers(workers)
+        self._begin(Phase.WAITING, _WATCHED)
+        if at_once:
+            self._settle(loader)
+
+    def _settle(self, loader: Tunable) -> None:
+        setup = loader.setup_with(loader.num_workers, cpus=self._cpus, step_cpus=1.0)
+        self._cold = _COLD + (setup.look_ahead if setup is not None else 0)
+        self._begin(Phase.SETTLING, _VERIFIED)
+
+    def _judge(self, loader: Tunable, window: Window) -> None:
+        """Keep the last move, or take it back; then go on from where that leads."""
+        move = self.moves[-1]
+        if move.outcome != "tried":  # it was taken back
+            self._decided = window
+            self._rest_now(loader)
+            return
+        kept = paid(move, window)
+        outcome: Outcome = "kept" if kept else "taken back"
+        self.moves[-1] = move = replace(move, step_seen_ms=window.step_ms, outcome=outcome)
+        self._tell(str(move))
+        if kept:
+            self._rest, self._rested_until = _REST, self._batches + _REST
+            if window.wait_share >= LITTLE and self._affordable:
+                self._decide(loader, window)
+                return
+            self._decided = window
+            self._rest_now(loader)
+            return
+        self._refused.add(move.after)
+        self.workers = move.before
+        self._set(loader, move.before)
+
+
+def _differs(one: Window, other: Window) -> bool:
+    longer, shorter = max(one.step_ms, other.step_ms), min(one.step_ms, other.step_ms)
+    return shorter < (1 - _CHANGED) * longer
+
+
+class _StepWatch:
+    """Takes the times of steps, and what their batches cost the process that takes them."""
+
+    def __init__(self, clock_ns: Callable[[], int]) -> None:
+        self.stamps: deque[BatchStamps] = deque(maxlen=2 * FIRST_STEPS)
+        self.rows = 1
+        """Samples in a batch."""
+        self._clock_ns = clock_ns
+        self._waits: list[int] = []
+        self._owns: list[int] = []
+        self._measures = False
+        self._schedule: ThreadSchedule | None = None
+        self._thread = 0
+        self._made: list[tuple[int, int, int, int]] = []
+        """Of each batch: nanoseconds on a CPU, and queued for one; queued in the step after it, and
+        CPU time of the process in it."""
+        self._requested_ns = self._delivered_ns = 0
+        self._at_request = self._at_delivery = (0, 0, 0)
+        self._wait_ns: int | None = None
+        """Of the batch that was delivered last; None: it does not count."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that were timed."""
+        return len(self._waits)
+
+    def clear(self, *, costs: bool) -> None:
+        """Forget all steps, and measure from now on what batches cost, or no longer."""
+        self._waits.clear()
+        self._owns.clear()
+        self._made.clear()
+        self.stamps.clear()
+        self._measures = costs
+        self._wait_ns = None
+
+    def epoch_began(self) -> None:
+        """Leave out the time until the first batch is asked for."""
+        self._wait_ns = None
+
+    def requested(self) -> None:
+        """Note that a batch is asked for now, with which the last step ends."""
+        now_ns, scheduled = self._clock_ns(), self._read()
+        if self._wait_ns is not None:
+            self._waits.append(self._wait_ns)
+            self._owns.append(now_ns - self._delivered_ns)
+            if self._measures:
+                began, ended = self._at_request, self._at_delivery
+                queued_ns, own_cpu_ns = ended[1] - began[1], scheduled[2] - ended[2]
+                made = ended[0] - began[0], queued_ns, scheduled[1] - ended[1], own_cpu_ns
+                self._made.append(made)
+        self._requested_ns, self._at_request = now_ns, scheduled
+
+    def delivered(self, *, counts: bool) -> None:
+        """Note that the batch was delivered, which counts or not."""
+        self._at_delivery, self._delivered_ns = self._read(), self._clock_ns()
+        self._wait_ns = self._delivered_ns - self._requested_ns if counts else None
+
+    def window(self) -> Window:
+        """Return the means of the steps."""
+        return window_of(self._waits, self._owns)
+
+    def costs(self, *, inline: bool) -> tuple[float, list[BatchCost]]:
+        """Return the CPUs that a step uses, and what the batches cost.
+
+        ``inline``: the training process made them.
+        """
+        own_ns = max(1, sum(self._owns))
+        queued = sum(later for _, _, later, _ in self._made) / own_ns
+        step_cpus = sum(used for *_, used in self._made) / own_ns
+        step_cpus = min(1.0, step_cpus) if step_cpus <= _ONE_THREAD else step_cpus
+        if inline:
+            return step_cpus, without_pauses(list(self._inline_costs()))
+        step_queued = min(1.0, max(0.0, queued)) * min(1.0, step_cpus)
+        epochs: list[list[BatchStamps]] = []
+        for batch in self.stamps:
+            if batch.first or not epochs:
+                epochs.append([])
+            epochs[-1].append(batch)
+        costs = [cost for each in epochs for cost in batch_costs(each, step_queued=step_queued)]
+        return step_cpus, without_pauses(costs) if costs else []
+
+    def _inline_costs(self) -> Iterator[BatchCost]:
+        handing = _HANDING_OVER_NS + self.rows * _HANDING_A_ROW_NS
+        for wait, own, (cpu, queued, *_) in zip(self._waits, self._owns, self._made, strict=False):
+            blocked = max(0, wait - cpu - queued)
+            yield BatchCost(
+                samples=self.rows,
+                cpu_ns=cpu,
+                blocked_ns=blocked,
+                collate_ns=0.0,
+                slowest_ns=(cpu + blocked) / self.rows,
+                handover_ns=handing,
+                taking_ns=handing,
+                step_ns=own,
+                task_ns=handing,
+            )
+
+    def _read(self) -> tuple[int, int, int]:
+        """Return nanoseconds of this thread on a CPU and queued for one, and of all on CPUs."""
+        if not self._measures:
+            return 0, 0, 0
+        thread = threading.get_native_id()
+        if self._schedule is None or thread != self._thread:  # the file is of its thread
+            self._thread, self._schedule = thread, ThreadSchedule()
+        return *(self._schedule.read_ns() or (0, 0)), time.process_time_ns()
+
+
+class _Watched:
+    """Tells a tuner of each batch that is asked for and delivered."""
+
+    def __init__(self, batches: Iterator[Batch], tuner: Tuner) -> None:
+        self._batches, self._tuner = batches, tuner
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Batch:
+        self._tuner.requested()
+        batch = next(self._batches)
+        self._tuner.delivered()
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_batches", "_tuner"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)

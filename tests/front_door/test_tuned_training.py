@@ -1,0 +1,191 @@
+"""A Trainer with FastDataModule: the number of workers follows what the steps show."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import Dataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata.tuning.tuner import Tuner
+
+BATCH = 8
+
+# What is told of real times is wrong now and then where other programs take the CPUs meanwhile.
+pytestmark = pytest.mark.flaky(reruns=2)
+
+
+class Waiting(Dataset):
+    """The first samples come at once, and the others take their time."""
+
+    def __init__(self, length=BATCH * 320, quick=BATCH * 60, wait_s=0.006):
+        self.length, self.quick, self.wait_s = length, quick, wait_s
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(0.0002 if index < self.quick else self.wait_s)
+        return torch.cat([torch.full((2,), float(index)), torch.rand(2)])
+
+
+class Module(lightning.LightningModule):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.seen = []
+
+    def training_step(self, batch, _index):
+        self.seen.append(batch.clone())
+        time.sleep(0.006)
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, _index):
+        self.log("x", batch.mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class Data(FastDataModule):
+    def __init__(self, dataset=None, *, val=False, **options):
+        super().__init__(batch_size=BATCH, seed=3, options=LoaderOptions(**options))
+        self.dataset, self.val = Waiting() if dataset is None else dataset, val
+
+    def train_dataset(self):
+        return self.dataset
+
+    def val_dataset(self):
+        return Waiting(BATCH * 4, wait_s=0.0) if self.val else None
+
+
+def fit(tmp_path, data, *callbacks, ckpt=None, module=None, **how):
+    module = Module() if module is None else module
+    how = {"max_epochs": 1, **how}
+    trainer = lightning.Trainer(
+        accelerator="cpu", default_root_dir=tmp_path, logger=False, callbacks=list(callbacks),
+        enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks), **how,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt)
+    return trainer, module
+
+
+def tuner_of(trainer):
+    loader = trainer.train_dataloader
+    assert isinstance(loader.tune, Tuner)
+    return loader.tune
+
+
+class Storage(Dataset):
+    """Becomes slow while it is read: as soon as there is a file."""
+
+    def __init__(self, slow, length=BATCH * 400):
+        self.slow, self.length = slow, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(0.012 if self.slow.exists() else 0.0004)
+        return torch.full((4,), float(index))
+
+
+class Slows(lightning.Callback):
+    """Has the storage become slow."""
+
+    def __init__(self, slow, step):
+        self.slow, self.step = slow, step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            self.slow.touch()
+
+
+def test_storage_that_becomes_slow_is_answered_within_the_epoch(tmp_path, capsys):
+    slow = tmp_path / "slow"
+    data = Data(Storage(slow), executor="workers")
+    trainer, module = fit(tmp_path, data, Slows(slow, 120), DataThroughputCallback(report=False))
+    grown = [move for move in tuner_of(trainer).moves if move.after > move.before]
+    assert grown
+    assert 120 < grown[0].batch < 240
+    kept = [move for move in grown if move.outcome == "kept"]
+    assert kept
+    assert trainer.train_dataloader.num_workers > grown[0].before
+    out = capsys.readouterr().out
+    assert f"fastdata: Data.train_dataset(): {str(grown[0]).partition(':')[0]}" in out
+    assert str(kept[-1])[:30] in out.partition("\n done ")[2]
+    seen = sorted(int(batch[0]) for batches in module.seen for batch in batches)
+    assert seen == list(range(BATCH * 400))
+
+
+def test_it_is_done_and_the_summary_says_so(tmp_path, capsys):
+    watch = DataThroughputCallback(report=tmp_path / "report.json")
+    data = Data(Waiting(quick=0), executor="workers", tune="auto")
+    trainer, _ = fit(tmp_path, data, watch)
+    tuner = tuner_of(trainer)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [move["after"] for move in report["moves"]] == [move.after for move in tuner.moves]
+    out = capsys.readouterr().out
+    for move in tuner.moves:
+        assert f"num_workers {move.before} -> {move.after} at batch {move.batch}" in out
+        if move.outcome == "kept":
+            assert " done " in out
+    assert "LoaderOptions(num_workers" not in out
+
+
+def test_order_and_content_are_those_of_a_run_that_is_not_tuned(tmp_path):
+    calm = fit(tmp_path, Data(tune="off"), max_epochs=2)[1]
+    tuned = fit(tmp_path, Data(val=True), max_epochs=2, val_check_interval=100)[1]
+    assert len(tuned.seen) == len(calm.seen) == 640
+    assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
+
+
+def test_a_run_that_goes_on_has_the_same_samples_whatever_was_tuned(tmp_path):
+    whole = fit(tmp_path, Data(tune="off"))[1]
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=130, save_top_k=-1, filename="{step}")
+    fit(tmp_path, Data(), saves, max_steps=260)
+    _, rest = fit(tmp_path, Data(), ckpt=tmp_path / "step=130.ckpt")
+    assert len(rest.seen) == 190
+    assert all(torch.equal(*pair) for pair in zip(rest.seen, whole.seen[130:], strict=True))
+
+
+def test_loaders_that_are_made_anew_begin_where_the_last_one_ended(tmp_path):
+    data = Data(Waiting(BATCH * 130, quick=0))
+    trainer, _ = fit(tmp_path, data, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    tuner = tuner_of(trainer)
+    if tuner.workers is not None:
+        assert trainer.train_dataloader.num_workers == tuner.workers
+    assert tuner._batches > 130
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers=2, but")
+@pytest.mark.parametrize("options", [{"tune": "off"}, {"num_workers": 2}])
+def test_explicit_settings_stay(tmp_path, options):
+    trainer, _ = fit(tmp_path, Data(Waiting(BATCH * 80, quick=0), **options))
+    assert trainer.train_dataloader.tune == "off"
+    if "num_workers" in options:
+        assert trainer.train_dataloader.num_workers == 2
+
+
+def test_scalars_say_what_was_expected_and_what_came(tmp_path):
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    watch = DataThroughputCallback(every_n_steps=10, report=False)
+    data = Data(Waiting(quick=0))
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=logger, callbacks=[watch], max_epochs=1, log_every_n_steps=10,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), data)
+    header = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
+    assert "data_tune/workers" in header
+    if tuner_of(trainer).moves:
+        assert "data_tune/gain_expected_percent" in header
+        assert "data_tune/gain_seen_percent" in header

@@ -1,0 +1,152 @@
+"""Which number of workers is proposed: pure laws of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.moves import (
+    Move,
+    Window,
+    numbers_to_try,
+    paid,
+    propose,
+    window_of,
+    without_pauses,
+)
+from lightning_fastdata.tuning.simulate import simulate
+
+MS = 1e6
+HERE = LoaderSetup(workers=1, look_ahead=8, scheduling="queue", cpus=4.0, step_cpus=0.0)
+
+
+def cost(blocked_ms=0.0, cpu_ms=0.0, step_ms=5.0):
+    whole = (blocked_ms + cpu_ms) * MS
+    return BatchCost(
+        samples=16, cpu_ns=cpu_ms * MS, blocked_ns=blocked_ms * MS, collate_ns=0.0,
+        slowest_ns=whole / 16, handover_ns=0.1 * MS, taking_ns=0.05 * MS, step_ns=step_ms * MS,
+    )  # fmt: skip
+
+
+def with_workers(number):
+    if not number:
+        return replace(HERE, workers=0, look_ahead=1, inline=True)
+    return replace(HERE, workers=number, look_ahead=max(8, 2 * number))
+
+
+def window(costs, number):
+    found = simulate(costs, with_workers(number))
+    return Window(24, found.step_ms, found.wait_ms)
+
+
+def proposed(costs, now, *, most=64, leave=False):
+    numbers = numbers_to_try(now, most=most, leave=leave)
+    return propose(window(costs, now), costs, with_workers, now, numbers)
+
+
+def test_late_batches_get_as_many_workers_as_make_them_in_time():
+    found = proposed([cost(blocked_ms=18.0)] * 8, 1)
+    assert found.workers == 4
+    assert found.step_ms == pytest.approx(5.15, rel=0.05)
+    assert "late" in found.why
+
+
+@given(
+    blocked=st.floats(0.5, 100), cpu=st.floats(0.0, 20), step=st.floats(1.0, 40),
+    now=st.sampled_from((1, 2, 3, 4, 8)), most=st.integers(1, 64),
+)  # fmt: skip
+def test_more_workers_are_within_bounds_and_as_good_as_the_best_within_them(
+    blocked, cpu, step, now, most
+):
+    costs = [cost(blocked, cpu, step)] * 4
+    found = proposed(costs, now, most=most)
+    allowed = [n for n in numbers_to_try(now, most=most, leave=False) if n > now]
+    before = simulate(costs, with_workers(now)).step_ms
+    best = min((simulate(costs, with_workers(n)).step_ms for n in allowed), default=before)
+    if found is None or found.workers < now:
+        # Steps of 3 % each are not taken if the first of them is none.
+        assert best >= 0.90 * before
+        return
+    assert found.workers in allowed
+    assert found.workers <= min(most, 4 * now)
+    assert found.step_ms <= 0.95 * before
+    assert found.step_ms <= 1.10 * best
+
+
+@given(
+    blocked=st.floats(0.0, 30), cpu=st.floats(0.0, 5), step=st.floats(1.0, 40),
+    now=st.sampled_from((2, 4, 8, 16, 24)),
+)  # fmt: skip
+def test_fewer_workers_leave_the_step_as_it_is_even_if_samples_get_slower(blocked, cpu, step, now):
+    costs = [cost(blocked, cpu, step)] * 4
+    found = proposed(costs, now)
+    if found is None or found.workers >= now:
+        return
+    assert 0 < found.workers <= 0.75 * now
+    slower = [cost(1.25 * blocked, 1.25 * cpu, step)] * 4
+    for these in (costs, slower):
+        step_ms = [simulate(these, with_workers(n)).step_ms for n in (now, found.workers)]
+        assert step_ms[1] <= 1.02 * step_ms[0]
+
+
+def test_workers_that_only_hand_over_give_way_to_the_training_process():
+    costs = [replace(cost(cpu_ms=0.02, step_ms=0.1), handover_ns=0.5 * MS, taking_ns=0.4 * MS)] * 8
+    assert proposed(costs, 2, leave=True).workers == 0
+    assert proposed(costs, 2, leave=False) is None or proposed(costs, 2).workers != 0
+
+
+def test_the_training_process_gets_workers_only_if_they_are_surely_faster():
+    assert proposed([cost(blocked_ms=10.0)] * 8, 0, leave=True).workers >= 2
+    assert proposed([cost(blocked_ms=0.3)] * 8, 0, leave=True) is None
+    assert proposed([cost(blocked_ms=10.0)] * 8, 0, leave=False) is None
+
+
+def test_what_is_not_measured_or_not_known_to_the_model_changes_nothing():
+    assert propose(Window(24, 10.0, 5.0), [], with_workers, 2, [1, 4]) is None
+    assert propose(Window(24, 10.0, 5.0), [cost()], lambda _: None, 2, [1, 4]) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected_ms", "seen_ms", "kept"),
+    [
+        (2, 6, 10.0, 12.0, True),
+        (2, 6, 10.0, 19.0, False),  # less than a third of what was expected
+        (2, 6, 19.0, 19.8, False),  # noise
+        (6, 2, 20.0, 20.5, True),
+        (6, 2, 20.0, 21.5, False),
+        (6, 3, None, 40.0, True),  # memory was short
+        (0, 2, 10.0, 12.0, True),
+        (2, 0, 15.0, 19.9, False),
+    ],
+)
+def test_a_move_is_kept_if_it_paid(before, after, expected_ms, seen_ms, kept):
+    move = Move(
+        batch=53, before=before, after=after, step_before_ms=20.0,
+        step_expected_ms=expected_ms, why="batches are late",
+    )  # fmt: skip
+    assert paid(move, Window(24, seen_ms, 0.0)) is kept
+
+
+def test_a_validation_between_two_steps_is_no_step():
+    found = window_of([1_000_000] * 20, [5_000_000] * 19 + [3_000_000_000])
+    assert found.step_ms == pytest.approx(6.5)
+    costs = [cost(step_ms=5.0)] * 19 + [cost(step_ms=3000.0)]
+    assert {each.step_ns for each in without_pauses(costs)} == {5.0 * MS}
+
+
+def test_a_move_says_what_it_expected_and_what_came():
+    move = Move(
+        batch=212, before=2, after=6, step_before_ms=33.5, step_expected_ms=16.9,
+        why="batches are late by 17 of 33.5 ms a step",
+    )  # fmt: skip
+    assert str(move) == (
+        "num_workers 2 -> 6 at batch 212: 33.5 -> 16.9 ms a step expected, as batches are late by "
+        "17 of 33.5 ms a step"
+    )
+    kept = replace(move, step_seen_ms=17.1, outcome="kept")
+    assert str(kept) == "num_workers 2 -> 6 at batch 212: 33.5 -> 17.1 ms a step (16.9 expected)"
+    assert str(replace(kept, outcome="taken back")).endswith("(16.9 expected), taken back")
