@@ -35,6 +35,8 @@ _NOISE: Final = 0.04
 """Of the step: by so much two windows differ where nothing has changed."""
 LITTLE: Final = 0.03
 """Of the step, waited for batches: no more workers are needed."""
+ALL_NUMBERS: Final = range(10_000)
+"""Of workers, before any was tried."""
 _STEPS: Final = 48
 """That are simulated: a fourth of what verdicts rest on, as what comes of it is measured."""
 _PAUSE: Final = 3.0
@@ -217,3 +219,16 @@ def paid(move: Move, after: Window) -> bool:
         return gained_ms >= -_NOISE * move.step_before_ms
     expected_ms = move.step_before_ms - move.step_expected_ms
     return gained_ms >= max(_LEAST_SEEN * move.step_before_ms, expected_ms / 3)
+
+
+def still_open(numbers: range, move: Move) -> range:
+    """Return which numbers of workers may be tried after a move that was taken back.
+
+    If more workers brought nothing, other larger numbers do not either; if steps became longer, a
+    smaller increase may. If fewer were too few, so are fewer still.
+    """
+    if move.after < move.before:
+        return range(max(numbers.start, move.after + 1), numbers.stop)
+    seen_ms = move.step_before_ms if move.step_seen_ms is None else move.step_seen_ms
+    too_many = seen_ms > (1 + _NOISE) * move.step_before_ms
+    return range(numbers.start, min(numbers.stop, move.after if too_many else move.before + 1))

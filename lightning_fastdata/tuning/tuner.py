@@ -23,6 +23,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.stamps.batch_stamps import ThreadSchedule
 from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import (
+    ALL_NUMBERS,
     LITTLE,
     Move,
     Outcome,
@@ -31,6 +32,7 @@ from lightning_fastdata.tuning.moves import (
     numbers_to_try,
     paid,
     propose,
+    still_open,
     window_of,
     without_pauses,
 )
@@ -176,7 +178,7 @@ class Tuner:
         self._dearest_s = 0.0
         self._decided: Window | None = None
         self._rest, self._rested_until, self._differed = _REST, 0, False
-        self._refused: set[int] = set()
+        self._open = ALL_NUMBERS
 
     def batches(self, batches: Iterator[Batch], loader: Tunable) -> Iterator[Batch]:
         """Return the batches of an epoch of a loader, watched as they are taken."""
@@ -247,7 +249,7 @@ class Tuner:
             return
         differs = self._decided is not None and _differs(window, self._decided)
         if differs and (self._differed or window.wait_share >= _MUCH):
-            self._refused.clear()
+            self._open = ALL_NUMBERS
             self._rest, self._rested_until = _REST, 0
         self._differed = differs
         if (self._batches >= self._rested_until or pressure.throttled) and self._affordable:
@@ -280,7 +282,7 @@ class Tuner:
             costs,
             partial(loader.setup_with, cpus=self._cpus, step_cpus=min(self._cpus, step_cpus)),
             now,
-            [number for number in numbers if number not in self._refused],
+            [number for number in numbers if number in self._open],
         )
         self._rest_now(loader)
         if proposal is None:
@@ -334,7 +336,7 @@ class Tuner:
             self._decided = window
             self._rest_now(loader)
             return
-        self._refused.add(move.after)
+        self._open = still_open(self._open, move)
         self.workers = move.before
         self._set(loader, move.before)
 

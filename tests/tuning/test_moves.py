@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import (
+    ALL_NUMBERS,
     Move,
     Window,
     numbers_to_try,
     paid,
     propose,
+    still_open,
     window_of,
     without_pauses,
 )
@@ -129,6 +131,29 @@ def test_a_move_is_kept_if_it_paid(before, after, expected_ms, seen_ms, kept):
         step_expected_ms=expected_ms, why="batches are late",
     )  # fmt: skip
     assert paid(move, Window(24, seen_ms, 0.0)) is kept
+
+
+def taken_back(before, after, seen_ms):
+    return Move(
+        batch=53, before=before, after=after, step_before_ms=20.0, step_expected_ms=10.0,
+        why="", step_seen_ms=seen_ms, outcome="taken back",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seen_ms", "left"),
+    [
+        (2, 8, 20.0, {0, 1}),  # nothing was gained: no larger number will
+        (2, 8, 25.0, {0, 1, 3, 4, 6}),  # they hindered each other: fewer more may not
+        (8, 2, 25.0, {3, 4, 6, 12, 16}),
+        (4, 0, 25.0, {1, 2, 3, 6, 8, 12, 16}),
+        (0, 2, 20.0, {0}),
+    ],
+)
+def test_what_did_not_pay_rules_out_what_cannot_either(before, after, seen_ms, left):
+    left_open = still_open(ALL_NUMBERS, taken_back(before, after, seen_ms))
+    numbers = {*numbers_to_try(before, most=16, leave=True)} - {before}
+    assert numbers & {*left_open} & set(range(17)) == left - {before}
 
 
 def test_a_validation_between_two_steps_is_no_step():

@@ -166,10 +166,8 @@ def test_workers_that_wait_for_each_other_are_taken_back():
     )  # fmt: skip
     run(loader, 1)
     loader.close()
-    assert mine.moves
-    assert {move.outcome for move in mine.moves} == {"taken back"}
+    assert [move.outcome for move in mine.moves] == ["taken back"]  # and none is tried again
     assert loader.num_workers == mine.workers == 1
-    assert len({move.after for move in mine.moves}) == len(mine.moves)  # none is tried twice
 
 
 @in_real_time
