@@ -150,6 +150,75 @@ def test_the_reserve_is_five_percent_but_at_least_half_a_gibibyte():
     assert reserve_bytes(6 * GIB) == 512 * MIB
 
 
+# --- running the chosen size ---------------------------------------------------------------------
+
+
+def run_through(device: Device, asked: int, policy: str, budget: int):
+    """Return the probes on the way to the chosen size, and the decision by all of them."""
+
+    def now(probes):
+        return decide(asked=asked, probes=probes, budget_bytes=budget, policy=policy)
+
+    def chosen(probes):
+        decision = now(probes)
+        return decision.batch_size if decision.action in ACTED else None
+
+    probes = probe_sizes(asked, device.measure, chosen)
+    return probes, now(probes)
+
+
+ACTED = ("keep", "accumulate", "reduce")
+convex = st.builds(
+    Device,
+    fixed=st.integers(0, 4 * GIB),
+    per_row=st.integers(MIB // 4, GIB),
+    capacity=st.integers(4 * GIB, 80 * GIB),
+    knee_rows=st.integers(0, 200),
+    noise=st.dictionaries(st.integers(1, 600), st.integers(0, 64 * MIB), max_size=40),
+)
+
+
+@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", "reduce"]))
+@max_examples(300)
+def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, policy):
+    budget = device.capacity - reserve_bytes(device.capacity)
+    probes, decision = run_through(device, asked, policy, budget)
+    rows = [probe.rows for probe in probes]
+    assert len(rows) == len(set(rows)) <= 6 + 2 * math.log2(asked)
+    if decision.action in ACTED:
+        ran = [probe.rows for probe in probes if probe.peak_bytes is not None]
+        assert max(ran) >= decision.batch_size
+        assert device.cost(decision.batch_size) <= device.capacity
+
+
+@given(convex, st.integers(3, 20_000))
+@max_examples(300)
+def test_the_chosen_size_is_at_least_85_percent_of_the_largest_that_fits(device, asked):
+    device.noise = {}
+    budget = device.capacity - reserve_bytes(device.capacity)
+    _, decision = run_through(device, asked, "reduce", budget)
+    fits = max((n for n in range(1, asked + 1) if device.cost(n) <= budget), default=0)
+    if decision.action in ACTED:
+        assert decision.batch_size >= 0.85 * fits - 1
+    else:
+        assert fits <= 4
+
+
+def test_a_size_that_was_predicted_to_fit_and_does_not_is_looked_for_from_both_sides():
+    limit = 700
+
+    def measure(rows):  # something allocates much more from there on
+        return Probe(rows, 10 * rows if rows <= limit else None)
+
+    probes = probe_sizes(4096, measure, lambda probes: 4096)
+    rows = [probe.rows for probe in probes]
+    assert rows[:8] == [4, 8, 16, 32, 64, 128, 256, 512]
+    assert max(row for row in rows if row <= limit) >= 0.85 * limit
+    assert len(rows) <= 13
+    decision = decide(asked=4096, probes=probes, budget_bytes=10**9, policy="reduce")
+    assert 0.85 * limit <= decision.batch_size <= limit
+
+
 # --- deciding ----------------------------------------------------------------------------------
 
 policies = st.sampled_from(["accumulate", "reduce", "raise", "warn"])
@@ -206,7 +275,8 @@ def test_reduce_takes_the_largest_size_that_fits(device, asked, budget):
     decision = decision_on(device, asked, "reduce", budget)
     if decision.action == "reduce":
         above = decision.batch_size + 1
-        out = any(p.peak_bytes is None and p.rows <= above for p in probes)
+        ran = max(p.rows for p in probes if p.peak_bytes is not None)
+        out = any(p.peak_bytes is None for p in probes) and above > ran
         assert out or predict_peak_bytes(probes, above) > budget
 
 

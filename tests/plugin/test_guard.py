@@ -79,7 +79,7 @@ class Device:
 
     def free_bytes(self):
         free = self.total - self.others
-        self.others += self.others_grow
+        self.others = self.others_grow
         return free
 
     def total_bytes(self):
@@ -283,7 +283,7 @@ def test_everything_is_restored_bit_for_bit(pl, tmp_path, options):
     device = Device()
     guard = guard_callback(pl, device)
     fit(pl, module_for(pl, device, **options), data_for(pl), [guard], tmp_path, max_epochs=1)
-    assert {4, 8} == set(guard.tried)
+    assert {4, 8, 16} == set(guard.tried)
     for name, value in guard.before.items():
         assert same(value, guard.after[name]), name
     assert guard.decision.action == "keep"
@@ -450,10 +450,10 @@ def test_a_tried_step_calls_the_data_hooks_as_the_first_real_batch_does(pl, owne
     device = Device()
     guard = guard_callback(pl, device, batch_of=lambda rows: torch.randn(rows, FEATURES))
     fit(pl, module, data, [guard], max_epochs=1, limit_train_batches=1, precision="bf16-true")
-    each = len(trace) // 5
-    parts = [trace[i * each : (i + 1) * each] for i in range(5)]
+    each = len(trace) // 7
+    parts = [trace[i * each : (i + 1) * each] for i in range(7)]
     assert each == 3
-    assert parts == [parts[0]] * 5  # two steps at each of two sizes, then the real batch
+    assert parts == [parts[0]] * 7  # two steps at each of three sizes, then the real batch
     assert guard.decision.action == "keep"
 
 
@@ -465,7 +465,8 @@ def test_the_second_step_at_each_size_finds_the_optimizer_state(lightning, tmp_p
     )
     guard = guard_callback(lightning, device, apply=False)
     fit(lightning, module, data_for(lightning), [guard], tmp_path, max_steps=0, max_epochs=1)
-    assert list(dict.fromkeys(found)) == [(4, False), (4, True), (8, False), (8, True)]
+    sizes = [(rows, had) for rows in (4, 8, 16) for had in (False, True)]
+    assert list(dict.fromkeys(found)) == sizes
 
 
 def test_callbacks_and_profilers_do_not_see_the_steps(pl, tmp_path):
@@ -642,7 +643,6 @@ def scheduler_of(pl):
         ("returned no loss", lambda pl: automatic(pl, loss=False), {}),
         ("LBFGS", lambda pl: automatic(pl, optimizer=torch.optim.LBFGS), {}),
         ("lazy layers", lambda pl: automatic(pl, layer=nn.LazyLinear, sizes=(1,)), {}),
-        ("DDPStrategy is not for one device", automatic, {"strategy": "ddp"}),
         ("GradientAccumulationScheduler", automatic, {"extra": scheduler_of}),
     ],
 )
@@ -664,6 +664,21 @@ def test_where_steps_cannot_be_tried_the_guard_says_why_and_changes_nothing(
     assert guard.decision.accumulate_grad_batches == 1
     assert data.batch_size == BATCH
     assert guard.sentence == guard.decision.reason
+
+
+def test_a_single_rank_of_several_is_guarded_as_one_device_is(lightning, tmp_path):
+    device = Device(total=8 * GIB)
+    guard = guard_callback(lightning, device)
+    try:
+        trainer = fit(
+            lightning, module_for(lightning, device), data_for(lightning), [guard], tmp_path,
+            max_epochs=1, strategy="ddp",
+        )  # fmt: skip
+    finally:
+        torch.distributed.destroy_process_group()
+    assert guard.decision.action == "accumulate"
+    assert guard.decision.batch_size == 4
+    assert trainer.global_step == ROWS // BATCH
 
 
 def test_a_resumed_run_keeps_its_batch_size(pl, tmp_path):

@@ -1,7 +1,7 @@
-"""Whether a batch fits the GPU: measured at small sizes, predicted at the asked one.
+"""Whether a batch fits the GPU: predicted from smaller ones, and run before it is chosen.
 
-``next_probe_rows`` -> a training step (:mod:`~lightning_fastdata.plugin.guard.steps`) -> ``Probe``
--> ``decide`` -> ``GuardDecision``. Nothing here knows Lightning or runs a model.
+``probe_sizes`` -> training steps (:mod:`~lightning_fastdata.plugin.guard.steps`) -> ``Probe`` ->
+``decide`` -> ``GuardDecision``. Nothing here knows Lightning or runs a model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ loads smaller batches, ``raise`` stops the run, ``warn`` lets it go on, ``off`` 
 GuardAction: TypeAlias = Literal["keep", "accumulate", "reduce", "raise", "warn", "skipped"]
 
 _MIB, _GIB = 2**20, 2**30
+_CLOSE = 8
 # cuDNN gives these three for a workspace that it could not get
 _OUT_OF_MEMORY = re.compile(
     "(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -163,12 +164,40 @@ def next_probe_rows(asked: int, probes: Sequence[Probe]) -> int | None:
     return ran[0] // 2 if ran[0] >= 4 else between if between > ran[0] else None
 
 
-def probe_sizes(asked: int, measure: Callable[[int], Probe]) -> tuple[Probe, ...]:
-    """Return the probes that ``measure(rows)`` gives at the sizes of :func:`next_probe_rows`."""
+def next_larger_rows(probes: Sequence[Probe], chosen: int | None) -> int | None:
+    """Return the batch size to try on the way to the chosen one; None: it has run, or is unknown.
+
+    Each one is at most twice the largest that ran, so that it rests on a prediction from near by.
+    If one runs out of memory nevertheless, the limit is looked for in between, to an eighth.
+    """
+    ran = max((probe.rows for probe in probes if probe.peak_bytes is not None), default=0)
+    failed = min((probe.rows for probe in probes if probe.peak_bytes is None), default=None)
+    if not ran or chosen is None or chosen <= ran:
+        return None
+    if failed is not None:
+        close = failed - ran <= max(1, ran // _CLOSE)
+        return None if close else min(chosen, (ran + failed) // 2)
+    return min(chosen, 2 * ran)
+
+
+def probe_sizes(
+    asked: int,
+    measure: Callable[[int], Probe],
+    chosen: Callable[[Sequence[Probe]], int | None] = lambda _: None,
+) -> tuple[Probe, ...]:
+    """Return the probes that ``measure(rows)`` gives, of two small sizes and up to the chosen one.
+
+    ``chosen`` returns the size that would be trained with, by the probes that ran so far.
+    """
     probes: tuple[Probe, ...] = ()
     while (rows := next_probe_rows(asked, probes)) is not None:
         probes = (*probes, measure(rows))
-    return probes
+    while True:
+        ran = [probe for probe in probes if probe.peak_bytes is not None]
+        rows = next_larger_rows(probes, chosen(ran))
+        if rows is None:
+            return probes
+        probes = (*probes, measure(rows))
 
 
 def predict_peak_bytes(probes: Sequence[Probe], rows: int) -> int | None:
@@ -228,10 +257,12 @@ def decide(
         return skipped(asked, accumulate_now, "no training step was measured")
     full = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
 
+    ran = max((probe.rows for probe in probes if probe.peak_bytes is not None), default=0)
+    failed = any(probe.peak_bytes is None for probe in probes)
+
     def too_large(rows: int) -> bool:
         predicted = predict_peak_bytes(probes, rows)
-        out_of_memory = any(p.peak_bytes is None and p.rows <= rows for p in probes)
-        return out_of_memory or predicted is None or predicted > budget_bytes
+        return (failed and rows > ran) or predicted is None or predicted > budget_bytes
 
     predicted = predict_peak_bytes(probes, full)
     need = f"A training step on {full} rows needs {_needed(probes, full, predicted)} of GPU memory"

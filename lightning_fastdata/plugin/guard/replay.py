@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -51,7 +51,22 @@ def rows_of(batch: Batch) -> int | None:
 
 def part_of(batch: Batch, begin: int, end: int, rows: int) -> Batch:
     """Return some samples of a batch: of tensors and lists as long as it; the rest stays whole."""
+    return _with_columns(batch, rows, lambda column: column[begin:end])
 
+
+def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
+    """Return the samples at the indices, which may repeat, of a batch that has ``rows``."""
+    at = torch.tensor(indices)
+
+    def picked(column: Any) -> Any:
+        if isinstance(column, torch.Tensor):
+            return column[at]
+        return type(column)([column[index] for index in indices])
+
+    return _with_columns(batch, rows, picked)
+
+
+def _with_columns(batch: Batch, rows: int, change: Callable[[Any], Any]) -> Batch:
     def is_column(value: Any) -> bool:
         if isinstance(value, torch.Tensor):
             return value.dim() > 0 and len(value) == rows
@@ -59,7 +74,7 @@ def part_of(batch: Batch, begin: int, end: int, rows: int) -> Batch:
         return listed and not is_named_tuple(value) and not any(map(is_column, value))
 
     return replace_leaves(
-        batch, lambda _, leaf: leaf[begin:end] if is_column(leaf) else leaf, is_leaf=is_column
+        batch, lambda _, leaf: change(leaf) if is_column(leaf) else leaf, is_leaf=is_column
     )
 
 
@@ -255,14 +270,38 @@ _BATCH_SIZE_AT = 9
 
 def why_not_in_parts(trainer: Trainer, pl_module: LightningModule) -> str | None:
     """Return why batches of a training cannot be taken in parts; None: they can."""
-    optimizers = trainer.strategy.optimizers
-    strategies = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-    arguments = inspect.signature(pl_module.training_step).parameters
+    strategies = _strategies(trainer)
     reasons = {
-        "the module optimizes by hand": not pl_module.automatic_optimization,
         # one rank that runs out of memory would leave the others waiting in a collective
         f"{trainer.world_size} processes train together": trainer.world_size > 1,
         f"{strategies[0]} is not for one device": "SingleDeviceStrategy" not in strategies,
+    }
+    why = next((why for why, holds in reasons.items() if holds), None)
+    return why or _why_not_stepped(trainer, pl_module)
+
+
+def why_not_tried(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Return why no training step can be tried before the training; None: it can."""
+    strategies = _strategies(trainer)
+    known = {"SingleDeviceStrategy", "DDPStrategy"}.intersection(strategies)
+    together = any(isinstance(m, nn.SyncBatchNorm) for m in pl_module.modules())
+    reasons = {
+        f"{strategies[0]} shares the model out among devices": not known,
+        "SyncBatchNorm waits for all ranks": together and trainer.world_size > 1,
+    }
+    why = next((why for why, holds in reasons.items() if holds), None)
+    return why or _why_not_stepped(trainer, pl_module)
+
+
+def _strategies(trainer: Trainer) -> list[str]:
+    return [kind.__name__ for kind in type(trainer.strategy).__mro__]
+
+
+def _why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    optimizers = trainer.strategy.optimizers
+    arguments = inspect.signature(pl_module.training_step).parameters
+    reasons = {
+        "the module optimizes by hand": not pl_module.automatic_optimization,
         f"there are {len(optimizers)} optimizers, not one": len(optimizers) != 1,
         "training_step takes the loader's iterator": "dataloader_iter" in arguments,
         "LBFGS runs training_step several times per step": any(

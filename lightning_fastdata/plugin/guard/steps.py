@@ -11,13 +11,14 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ReduceOp
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.plugin.guard.prediction import (
@@ -31,7 +32,7 @@ from lightning_fastdata.plugin.guard.prediction import (
     reserve_bytes,
     skipped,
 )
-from lightning_fastdata.plugin.guard.replay import NORMALISED, why_not_in_parts
+from lightning_fastdata.plugin.guard.replay import NORMALISED, rows_of, samples_of, why_not_tried
 from lightning_fastdata.plugin.guard.snapshots import Undo, snapshot, snapshot_random_states
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _STEPS = 2  # the second one has the optimizer's state and the gradients of the first in memory
+_READ_ROWS = 8  # samples that larger batches are made of
+_NO_MEMORY = 2**62  # in the place of a peak
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
 
 
@@ -61,7 +64,8 @@ def run_guard(
 ) -> GuardDecision:
     """Return what to do about the batch size, from training steps on a few rows.
 
-    Each size is tried in two real training steps: precision plugin, transfer hooks,
+    Sizes are doubled while the next one is predicted to fit, until the chosen one has been run;
+    ranks agree on each. Each is tried in two real training steps: precision plugin, transfer hooks,
     ``training_step``, backward, gradient clipping, optimizer step. Callbacks, loggers and the
     profiler do not see them, ``self.log`` does nothing, and modules are in the train or eval mode
     in which training will find them. Afterwards all is as it was: parameters, buffers, metric
@@ -97,12 +101,33 @@ def run_guard(
                 getattr(trainer.precision_plugin, "scaler", None),
             )
             measure = partial(
-                _measure, trainer, pl_module, batch_of=batch_of, reader=reader, restore=restore
+                _measure,
+                trainer,
+                pl_module,
+                batch_of=_Repeated(batch_of, min(_READ_ROWS, largest)),
+                reader=reader,
+                restore=restore,
             )
             gc.collect()
             reader.reset_peak()
             free_before = reader.free_bytes()
-            probes = probe_sizes(largest, measure)
+            # Read again each time: kernels loaded by the first step take memory outside of torch's
+            # allocator, and so may other processes.
+            decided = partial(
+                _decided,
+                trainer,
+                reader=reader,
+                free_before=free_before,
+                asked=asked,
+                policy=policy,
+                accumulate_now=accumulate_now,
+                dataset_rows=dataset_rows,
+            )
+            probes = probe_sizes(
+                largest,
+                partial(_measured_by_all, trainer, measure),
+                lambda probes: _to_run(decided(probes), largest),
+            )
     except _NoLossError:
         return skipped(asked, accumulate_now, "training_step returned no loss")
     finally:
@@ -110,22 +135,90 @@ def run_guard(
         if may_have_compiled():
             # else a compiled module has seen two sizes and compiles for any size from now on
             torch.compiler.reset()
-    # read again: kernels loaded by the first step take memory outside of torch's allocator
-    free = min(free_before, reader.free_bytes())
-    decision = decide(
-        asked=asked,
-        probes=probes,
-        budget_bytes=free - reserve_bytes(reader.total_bytes()),
-        policy=policy,
-        accumulate_now=accumulate_now,
-        dataset_rows=dataset_rows,
-    )
+    decision = decided(probes)
     if decision.batch_size != asked and any(
         isinstance(module, NORMALISED) and module.training for module in pl_module.modules()
     ):
         note = f"Batch normalisation now averages over {decision.batch_size} rows."
         return replace(decision, reason=f"{decision.reason} {note}")
     return decision
+
+
+def _decided(
+    trainer: Trainer,
+    probes: Sequence[Probe],
+    *,
+    reader: MemoryReader,
+    free_before: int,
+    **asked: Any,
+) -> GuardDecision:
+    """Return the decision by the probes so far and the memory that is free now, on all ranks."""
+    free = min(free_before, reader.free_bytes())
+    budget = _of_ranks(trainer, free - reserve_bytes(reader.total_bytes()), smallest=True)
+    return decide(probes=probes, budget_bytes=budget, **asked)
+
+
+def _to_run(decision: GuardDecision, largest: int) -> int | None:
+    """Return the size that has to run before it is trained with; None: nothing was chosen."""
+    chosen = decision.action in ("keep", "accumulate", "reduce")
+    return min(decision.batch_size, largest) if chosen else None
+
+
+def _of_ranks(trainer: Trainer, value: int, *, smallest: bool = False) -> int:
+    """Return the largest of what all ranks give here, or the smallest."""
+    if trainer.world_size == 1:
+        return value
+    operation = ReduceOp.MIN if smallest else ReduceOp.MAX
+    shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
+    torch.distributed.all_reduce(shared, op=operation)
+    return int(shared)
+
+
+def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: int) -> Probe:
+    """Return the most that a step on that many rows takes on any rank.
+
+    Raises:
+        RuntimeError: It failed on another rank, for another reason than memory.
+    """
+    if trainer.world_size == 1:
+        return measure(rows)
+    error, peak = None, _NO_MEMORY
+    try:
+        found = measure(rows).peak_bytes
+        peak = _NO_MEMORY if found is None else found
+    except Exception as raised:
+        error = raised
+    failed = _of_ranks(trainer, int(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(
+            f"A training step on {rows} rows that the batch-size guard tried failed on another "
+            "rank, whose error says why."
+        )
+    peak = _of_ranks(trainer, peak)
+    return Probe(rows, None if peak == _NO_MEMORY else peak)
+
+
+class _Repeated:
+    """Gives batches of any size: the samples of a small one, again and again.
+
+    Reading thousands of samples takes longer than training on them. A batch whose samples cannot be
+    told apart is read at each size.
+    """
+
+    def __init__(self, batch_of: Callable[[int], Batch], rows: int) -> None:
+        self._batch_of, self._rows = batch_of, rows
+        self._few: Batch | None = None
+        self._known: int | None = None
+
+    def __call__(self, rows: int) -> Batch:
+        if self._few is None:
+            self._few = self._batch_of(self._rows)
+            self._known = rows_of(self._few)
+        if self._known != self._rows:
+            return self._batch_of(rows)
+        return samples_of(self._few, [i % self._rows for i in range(rows)], self._rows)
 
 
 def apply_decision(
@@ -177,7 +270,7 @@ def _why_not(
         "GradientAccumulationScheduler sets the accumulation itself": scheduled,
     }
     why = next((why for why, holds in reasons.items() if holds), None)
-    return why or why_not_in_parts(trainer, pl_module)
+    return why or why_not_tried(trainer, pl_module)
 
 
 class _NoLossError(Exception):
@@ -232,9 +325,18 @@ def _training_step(trainer: Trainer, pl_module: LightningModule, batch: Batch) -
         # it allocates, would then be left out.
         scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
 
+    def step() -> Any:
+        arguments = (batch, 0) if with_index else (batch,)
+        if trainer.world_size == 1:
+            return strategy.training_step(*arguments)
+        # Not through the wrapper of DistributedDataParallel, whose collectives would wait for a
+        # rank that has run out of memory. Backward, it leaves gradients alone for the same reason.
+        with trainer.precision_plugin.train_step_context():
+            return pl_module.training_step(*arguments)
+
     @torch.enable_grad()
     def closure() -> Any:
-        output = strategy.training_step(batch, *((0,) if with_index else ()))
+        output = step()
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
             raise _NoLossError
