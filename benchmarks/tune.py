@@ -112,6 +112,13 @@ class Storage(Dataset):
         return torch.full((64,), float(index))
 
 
+def set_wait(file: Path, ms: float) -> None:
+    """Have samples wait so long from now on; whoever reads sees the old text or the new one."""
+    new = file.with_suffix(".new")
+    new.write_text(str(ms))
+    new.replace(file)
+
+
 CHANGES = {"storage becomes slow": (0.3, 8.0), "storage becomes quick": (8.0, 0.3)}
 """Milliseconds that a sample waits before and after."""
 
@@ -239,14 +246,14 @@ def changed(name: str, scratch: Path, numbers: Any) -> dict[str, Any]:
     file = scratch / "wait_ms"
     work = Workload(name=name, make=lambda _, n: Storage(n, file), batch_size=16)
     data = work.make(scratch, 16 * 5000)
-    file.write_text(str(after_ms))
+    set_wait(file, after_ms)
     best = swept(work, data, our_loader, numbers)
-    file.write_text(str(before_ms))
+    set_wait(file, before_ms)
     auto = FastDataLoader(data, 16, executor="auto")
     running = steps(auto)
     mean_ms(running, skip=200, take=1)
     started_as = f"{auto.executor} {auto.num_workers}"
-    file.write_text(str(after_ms))
+    set_wait(file, after_ms)
     at_once_ms = mean_ms(running, skip=12, take=20)
     later_ms = mean_ms(running, skip=AFTER_CHANGE - 32, take=100)
     found = {

@@ -26,6 +26,10 @@ _MOST_TIMES: Final = 4
 """No more times the workers in one move, as the model was not seen to be right so far away."""
 _FEWER: Final = 0.75
 """Workers are given up if no more than this part of them is needed."""
+_WRONG: Final = 1.1
+"""If steps are so many times as long as the model says, it is wrong about what they wait for."""
+_MUCH: Final = 0.10
+"""Of the step, waited: worth a try that the model does not ask for."""
 _SURE: Final = 1.25
 """Fewer workers have to suffice if samples took a quarter longer, too."""
 _AS_GOOD: Final = 1.01
@@ -191,6 +195,10 @@ def propose(
                 best, best_ms, least = 0, alone_ms, _LEAST_OF_ANOTHER
         if best_ms <= (1 - least) * now_ms:
             return Proposal(best, ratio * best_ms, late)
+        more = next((number for number in numbers if number > now > 0), None)
+        if more is not None and ratio >= _WRONG and window.wait_share >= _MUCH:
+            hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
+            return Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
     fewer = [number for number in numbers if 0 < number <= _FEWER * now]
     slower = scaled(costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
     limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)

@@ -52,6 +52,8 @@ _MEASURED: Final = 24
 """Steps whose batches are measured before a decision, later in the run."""
 _VERIFIED: Final = 24
 """Steps that show what a move has brought."""
+_STARTING: Final = 14
+"""Of the first steps, those that are not counted: processes start, and learn the form of samples."""
 _COLD: Final = 2
 """Steps at the start of an epoch that are not counted: workers start, or begin anew."""
 _MUCH: Final = 0.10
@@ -172,8 +174,8 @@ class Tuner:
         self._loader: weakref.ref[Tunable] | None = None
         self._watch = _StepWatch(clock_ns)
         self._watch.clear(costs=True)
-        self._wanted = FIRST_STEPS
-        self._cold = self._batches = 0
+        self._wanted = FIRST_STEPS - _STARTING
+        self._cold, self._batches = _STARTING, 0
         self._began_ns = self._looked_ns = clock_ns()
         self._dearest_s = 0.0
         self._decided: Window | None = None
@@ -210,6 +212,7 @@ class Tuner:
         self._watch.delivered(counts=not self._cold)
         if self._cold:
             self._cold -= 1
+            self._watch.stamps.clear()
             loader = self._loader() if self._loader is not None else None
             if not self._cold and self.phase is Phase.SETTLING and loader is not None:
                 self._measure(loader, _VERIFIED, Phase.VERIFYING)

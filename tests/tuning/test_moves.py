@@ -101,6 +101,17 @@ def test_workers_that_only_hand_over_give_way_to_the_training_process():
     assert proposed(costs, 2, leave=False) is None or proposed(costs, 2).workers != 0
 
 
+def test_where_the_model_is_wrong_one_step_further_is_tried():
+    costs = [cost(blocked_ms=8.0)] * 8
+    seen = window(costs, 2)
+    late = Window(24, 1.3 * seen.step_ms, 0.4 * seen.step_ms)
+    found = propose(late, costs, with_workers, 2, numbers_to_try(2, most=16, leave=False))
+    assert found.workers == 3
+    assert found.step_ms == pytest.approx(0.95 * late.step_ms)
+    assert "no reason" in found.why
+    assert propose(seen, costs, with_workers, 2, numbers_to_try(2, most=2, leave=False)) is None
+
+
 def test_the_training_process_gets_workers_only_if_they_are_surely_faster():
     assert proposed([cost(blocked_ms=10.0)] * 8, 0, leave=True).workers >= 2
     assert proposed([cost(blocked_ms=0.3)] * 8, 0, leave=True) is None
