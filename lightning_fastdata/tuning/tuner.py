@@ -53,7 +53,7 @@ _MEASURED: Final = 24
 _VERIFIED: Final = 24
 """Steps that show what a move has brought."""
 _STARTING: Final = 14
-"""Of the first steps, those that are not counted: processes start, and learn the form of samples."""
+"""Of the first steps, those that are not counted: processes start and learn what samples are."""
 _COLD: Final = 2
 """Steps at the start of an epoch that are not counted: workers start, or begin anew."""
 _MUCH: Final = 0.10
