@@ -1,4 +1,4 @@
-"""The command line: ``fastdata demo``, ``doctor``, ``show-augment``, ``compare``, ``replay``..."""
+"""The command line: ``fastdata demo``, ``doctor``, ``show-augment``, ``compare``, ``tune``..."""
 
 from __future__ import annotations
 
@@ -187,6 +187,45 @@ def which(run: str, index: int, datamodule: str | None = None) -> None:
     _print_lines([(f"Sample {index} was seen {times} in {record.batches} batches.", "dim")])
 
 
+def tune(
+    datamodule: str, step_ms: float = 0.0, seconds: float = 2.0, out: str | None = None
+) -> None:
+    """Read the training loaders with one number of workers after the other, and print the best.
+
+    Args:
+        datamodule: Where the data module is: module:name, or path/to/file.py:name.
+        step_ms: What a training step takes besides waiting for its batch; it is slept.
+        seconds: That each number of workers is measured.
+        out: PNG file for the curve; None: none. Of several loaders, each one's has its number.
+    """
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.plugin.seams.loaders import flattened
+    from lightning_fastdata.tuning.sweep import sweep
+
+    if step_ms < 0 or seconds <= 0:
+        raise OptionsError(f"step_ms is {step_ms} and seconds {seconds}; give 0 ms, 2 s or more.")
+    module = _open_datamodule(datamodule, {})
+    loaders = list(flattened(module.train_dataloader()))
+    for number, loader in enumerate(loaders):
+        if not isinstance(loader, FastDataLoader):
+            continue
+        found = sweep(
+            loader,
+            name=f"{datamodule}, {type(loader.dataset).__name__}",
+            batch_size=loader.batch_size,
+            seconds=seconds,
+            step_ms=step_ms,
+            tell=lambda line: _print_lines([(line, "dim")]),
+        )
+        _print_lines([("", ""), *((line, "") for line in found.text().splitlines())])
+        if out is not None:
+            path = Path(out)
+            if len(loaders) > 1:
+                path = path.with_stem(f"{path.stem}-{number}")
+            found.write_curve(path)
+            _print_lines([(f"{path} written.", "dim")])
+
+
 def _open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
     """Return the data module that a user named; nothing else is imported."""
     from lightning_fastdata.augment import import_by_name
@@ -226,6 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
         "demo": demo,
         "doctor": doctor,
         "show-augment": show_augment,
+        "tune": tune,
     }
     for name, function in functions.items():
         summary = (function.__doc__ or "").partition("\n")[0]

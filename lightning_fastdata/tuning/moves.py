@@ -30,6 +30,8 @@ _WRONG: Final = 1.1
 """If steps are so many times as long as the model says, it is wrong about what they wait for."""
 _MUCH: Final = 0.10
 """Of the step, waited: worth a try that the model does not ask for."""
+_HARDLY: Final = 0.2
+"""Of the time to make a batch: less is waited by workers that compute."""
 _SURE: Final = 1.25
 """Fewer workers have to suffice if samples took a quarter longer, too."""
 _AS_GOOD: Final = 1.01
@@ -168,8 +170,12 @@ def propose(
         now: Its workers now.
         numbers: Others that may be proposed, the smallest first.
     """
-    if not costs or setup_with(now) is None:
+    here = setup_with(now)
+    if not costs or here is None:
         return None
+    if _computes(costs):
+        # More would share the same CPUs; what they seem to gain is noise, or taken from others.
+        numbers = [number for number in numbers if number <= max(now, math.ceil(here.cpus))]
 
     def simulated_ms(number: int, these: Sequence[BatchCost]) -> float:
         setup = setup_with(number)
@@ -212,6 +218,12 @@ def propose(
     return Proposal(
         fewer[found], ratio * step_ms(fewer[found]), "fewer workers make the batches in time"
     )
+
+
+def _computes(costs: Sequence[BatchCost]) -> bool:
+    """Return whether the workers hardly wait for anything but CPUs."""
+    blocked_ns = sum(cost.blocked_ns for cost in costs)
+    return blocked_ns < _HARDLY * sum(c.cpu_ns + c.collate_ns + c.blocked_ns for c in costs)
 
 
 def paid(move: Move, after: Window) -> bool:

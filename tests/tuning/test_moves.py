@@ -67,6 +67,8 @@ def test_more_workers_are_within_bounds_and_as_good_as_the_best_within_them(
     costs = [cost(blocked, cpu, step)] * 4
     found = proposed(costs, now, most=most)
     allowed = [n for n in numbers_to_try(now, most=most, leave=False) if n > now]
+    if blocked < 0.2 * (blocked + cpu):  # more than the CPUs would only share them
+        allowed = [n for n in allowed if n <= HERE.cpus]
     before = simulate(costs, with_workers(now)).step_ms
     best = min((simulate(costs, with_workers(n)).step_ms for n in allowed), default=before)
     if found is None or found.workers < now:
@@ -99,6 +101,13 @@ def test_workers_that_only_hand_over_give_way_to_the_training_process():
     costs = [replace(cost(cpu_ms=0.02, step_ms=0.1), handover_ns=0.5 * MS, taking_ns=0.4 * MS)] * 8
     assert proposed(costs, 2, leave=True).workers == 0
     assert proposed(costs, 2, leave=False) is None or proposed(costs, 2).workers != 0
+
+
+def test_workers_that_compute_are_no_more_than_the_cpus():
+    costs = [cost(cpu_ms=40.0, blocked_ms=2.0)] * 8
+    late = Window(24, 40.0, 30.0)  # however late, as others use the CPUs, too
+    assert propose(late, costs, with_workers, 4, numbers_to_try(4, most=16, leave=False)) is None
+    assert proposed(costs, 2).workers in (3, 4)
 
 
 def test_where_the_model_is_wrong_one_step_further_is_tried():
