@@ -44,7 +44,8 @@ LITTLE: Final = 0.03
 ALL_NUMBERS: Final = range(10_000)
 """Of workers, before any was tried."""
 _STEPS: Final = 48
-"""That are simulated: a fourth of what verdicts rest on, as what comes of it is measured."""
+"""That are simulated at least: a fourth of what verdicts rest on, as what comes of it is measured.
+"""
 _PAUSE: Final = 3.0
 """A step so many times as long as a typical one was a validation, a checkpoint or the like."""
 
@@ -179,7 +180,10 @@ def propose(
 
     def simulated_ms(number: int, these: Sequence[BatchCost]) -> float:
         setup = setup_with(number)
-        return math.inf if setup is None else simulate(these, setup, least_steps=_STEPS).step_ms
+        if setup is None:
+            return math.inf
+        steps = max(_STEPS, 2 * setup.look_ahead)
+        return simulate(these, setup, least_steps=steps).step_ms
 
     @functools.cache
     def step_ms(number: int) -> float:
