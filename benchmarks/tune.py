@@ -287,6 +287,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
+        # Nothing of an earlier run is known.
+        os.environ["LIGHTNING_FASTDATA_CACHE"] = str(scratch / "cache")
         for work in works:
             if chosen.only not in work.name:
                 continue

@@ -39,6 +39,13 @@ def torchs_own_loaders():
 
 
 @pytest.fixture(autouse=True)
+def no_earlier_trainings(monkeypatch, tmp_path_factory):
+    """Begin without what another test, or a training on this machine, has kept."""
+    folder = tmp_path_factory.getbasetemp() / f"cache-{os.urandom(6).hex()}"
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(folder))
+
+
+@pytest.fixture(autouse=True)
 def no_global_seed(monkeypatch):
     """Begin without the seed that another test has set for the whole process."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)

@@ -100,8 +100,7 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
         tune: With ``executor="auto"`` and no ``num_workers``: ``"auto"`` changes the number of
-            workers while the loader is read, as the steps show what pays; ``"off"`` leaves it as it
-            was planned. Or a :class:`Tuner`, for any of this package's executors.
+            workers as the steps show what pays, ``"off"`` does not. Or a :class:`Tuner` of yours.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -177,19 +176,20 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
         if executor == "auto":
+            spec = LoaderSpec(
+                dataset=dataset,
+                name=type(dataset).__name__,
+                options=LoaderOptions(),
+                batch_size=getattr(batch_sampler, "batch_size", None) or batch_size,
+                pipelines=find_composes(dataset),
+                transformed=transform is not None,
+                collate_fn=collate_fn,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                worker_init_fn=worker_init_fn,
+            )
             self.plan = plan = plan_asked(
-                LoaderSpec(
-                    dataset=dataset,
-                    name=type(dataset).__name__,
-                    options=LoaderOptions(),
-                    batch_size=getattr(batch_sampler, "batch_size", None) or batch_size,
-                    pipelines=find_composes(dataset),
-                    transformed=transform is not None,
-                    collate_fn=collate_fn,
-                    sampler=sampler,
-                    batch_sampler=batch_sampler,
-                    worker_init_fn=worker_init_fn,
-                ),
+                spec,
                 tune=tune if isinstance(tune, str) else None,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
@@ -197,7 +197,7 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
                 multiprocessing_context=multiprocessing_context,
                 on_bad_sample=BadSamples.of(on_bad_sample).policy,
             )
-            tune = tune if isinstance(tune, Tuner) else tuner_for(plan) or "off"
+            tune = tune if isinstance(tune, Tuner) else tuner_for(plan, spec) or "off"
             executor, num_workers = plan.executor, plan.num_workers
             worker_nice = plan.worker_nice if worker_nice is None else worker_nice
             persistent_workers = plan.persistent_workers and num_workers > 0
@@ -255,7 +255,7 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
             self.set_workers(tune.workers)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more workers than CPUs, unless they are this package's, which may well wait."""
+        """Warn of more of torch's workers than CPUs; this package's may well wait."""
         if KINDS[self.executor].is_torch:
             super().check_worker_number_rationality()
 

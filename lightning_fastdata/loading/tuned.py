@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -14,18 +15,21 @@ from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.loading.fingerprint import fingerprint
 from lightning_fastdata.loading.kept_executor import KeptExecutor
 from lightning_fastdata.loading.source import makes_batches, reads_with_torch
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
 from lightning_fastdata.tuning.events import LoaderSetup, Scheduling
+from lightning_fastdata.tuning.prior import Prior
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.kept_executor import SourceSettings
     from lightning_fastdata.loading.source import Source
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
+    from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
@@ -117,21 +121,43 @@ def splits_batches(loader: _Loader) -> bool:
 
 
 def tuner_for(
-    plan: LoaderPlan, *, local_ranks: int = 1, tell: Callable[[str], None] = log.info
+    plan: LoaderPlan,
+    spec: LoaderSpec,
+    *,
+    local_ranks: int = 1,
+    tell: Callable[[str], None] = log.info,
 ) -> Tuner | None:
     """Return what tunes a loader of a plan; None: there is nothing to tune."""
     if plan.tune == "off":
         return None
     forked = plan.multiprocessing_context in (None, "fork")
     most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
+    cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)
+    about = {
+        "dataset": fingerprint(spec.dataset),
+        "length": dataset_length(spec.dataset),
+        "batch_size": spec.batch_size,
+        "collate_fn": getattr(spec.collate_fn, "__qualname__", None),
+        "executor": plan.executor,
+        "cpus": cpus,
+        "ranks": local_ranks,
+        "machine": platform.node(),
+    }
     free = any(each.option == "executor" and each.by == "auto" for each in plan.choices)
-    return Tuner(
+    tuner = Tuner(
         most_workers=most,
-        cpus=float(read_cpu_limit(local_ranks=local_ranks).usable_cpus),
+        cpus=cpus,
         # A start method that is not Python's own goes with workers, and is lost without.
         leave=free and plan.multiprocessing_context is None,
+        prior=Prior(about),
         tell=tell,
     )
+    if tuner.workers not in (None, plan.num_workers):
+        tell(
+            f"num_workers begins at {tuner.workers}, to which an earlier training came; "
+            f"{plan.num_workers} was planned"
+        )
+    return tuner
 
 
 class _Both(deque["BatchStamps"]):

@@ -8,7 +8,6 @@ between it looks at two times a step, the wait and the rest, and measures again 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -16,12 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from lightning_fastdata.host.cpu import CpuThrottling, read_cpu_throttling
-from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.stamps.batch_stamps import ThreadSchedule
-from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.host.pressure import Pressure, PressureReader
+from lightning_fastdata.tuning.events import LoaderSetup
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     LITTLE,
@@ -33,10 +30,9 @@ from lightning_fastdata.tuning.moves import (
     paid,
     propose,
     still_open,
-    window_of,
-    without_pauses,
 )
-from lightning_fastdata.tuning.simulate import batch_costs
+from lightning_fastdata.tuning.prior import Prior
+from lightning_fastdata.tuning.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -68,15 +64,6 @@ _MOST_OF_RUN: Final = 0.02
 """Of the time so far, what may be spent on decisions."""
 _LOOKED_AFTER_S: Final = 1.0
 """So often the memory and the CPU quota of the machine are looked at."""
-_SHORT_BYTES: Final = 512 * 2**20
-"""Memory is short where no more than this is left."""
-_THROTTLED: Final = 0.2
-"""Of the scheduler's periods: workers had to stop so often because the quota was used up."""
-_ONE_THREAD: Final = 1.1
-"""CPUs: up to there, taking batches explains what is above one."""
-_HANDING_OVER_NS, _HANDING_A_ROW_NS = 170_000.0, 1_600.0
-"""CPU time of giving out and taking in a batch, where none was measured; the constants of
-``planning/worker_count.py``."""
 
 
 class Tunable(Protocol):
@@ -100,30 +87,6 @@ class Tunable(Protocol):
         """Append the stamps of each batch from now on; None: no more."""
 
 
-class Pressure(NamedTuple):
-    """What the machine has no more of."""
-
-    memory: bool = False
-    throttled: bool = False
-
-
-class PressureReader:
-    """Compares what the machine has left with the last time it was asked."""
-
-    def __init__(self) -> None:
-        self._last: CpuThrottling | None = None
-
-    def __call__(self) -> Pressure:
-        """Return what is short now."""
-        last, now = self._last, read_cpu_throttling()
-        self._last = now
-        throttled = False
-        if last is not None and now is not None:
-            held = now.throttled_periods - last.throttled_periods
-            throttled = held > _THROTTLED * (now.periods - last.periods)
-        return Pressure(read_host_memory().available_bytes < _SHORT_BYTES, throttled)
-
-
 class Phase(Enum):
     """What a tuner is doing."""
 
@@ -145,6 +108,7 @@ class Tuner:
         cpus: CPUs that this process and its workers may use.
         leave: It may change between workers and reading in the training process, which happens
             between two epochs.
+        prior: What an earlier training came to, which is where this one begins.
         tell: Takes each move in words. Default: the log ``lightning_fastdata.tuning``.
         clock_ns: Nanoseconds from any start.
         pressure: Reads what the machine has no more of.
@@ -156,6 +120,7 @@ class Tuner:
         most_workers: int,
         cpus: float,
         leave: bool = False,
+        prior: Prior | None = None,
         tell: Callable[[str], None] = log.info,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         pressure: Callable[[], Pressure] | None = None,
@@ -163,16 +128,19 @@ class Tuner:
         self.most_workers = most_workers
         self.moves: list[Move] = []
         """All that were made, the newest last."""
-        self.workers: int | None = None
-        """The number it has come to; None: it has made no move."""
+        self.workers: int | None = None if prior is None else prior.recall()
+        """The number that this tuner, or one before it, has come to; None: that of the plan."""
+        least = 0 if leave else 1
+        if self.workers is not None and not least <= self.workers <= most_workers:
+            self.workers = None
         self.phase = Phase.MEASURING
         self.spent_s = 0.0
         """What decisions took so far, the start of processes included."""
-        self._cpus, self._leave, self._tell = cpus, leave, tell
+        self._cpus, self._leave, self._tell, self._prior = cpus, leave, tell, prior
         self._clock_ns = clock_ns
         self._pressure = PressureReader() if pressure is None else pressure
         self._loader: weakref.ref[Tunable] | None = None
-        self._watch = _StepWatch(clock_ns)
+        self._watch = StepWatch(clock_ns)
         self._watch.clear(costs=True)
         self._wanted = FIRST_STEPS - _STARTING
         self._cold, self._batches = _STARTING, 0
@@ -331,6 +299,8 @@ class Tuner:
         outcome: Outcome = "kept" if kept else "taken back"
         self.moves[-1] = move = replace(move, step_seen_ms=window.step_ms, outcome=outcome)
         self._tell(str(move))
+        if kept and self._prior is not None and move.step_expected_ms is not None:
+            self._prior.keep(move.after)
         if kept:
             self._rest, self._rested_until = _REST, self._batches + _REST
             if window.wait_share >= LITTLE and self._affordable:
@@ -347,113 +317,6 @@ class Tuner:
 def _differs(one: Window, other: Window) -> bool:
     longer, shorter = max(one.step_ms, other.step_ms), min(one.step_ms, other.step_ms)
     return shorter < (1 - _CHANGED) * longer
-
-
-class _StepWatch:
-    """Takes the times of steps, and what their batches cost the process that takes them."""
-
-    def __init__(self, clock_ns: Callable[[], int]) -> None:
-        self.stamps: deque[BatchStamps] = deque(maxlen=2 * FIRST_STEPS)
-        self.rows = 1
-        """Samples in a batch."""
-        self._clock_ns = clock_ns
-        self._waits: list[int] = []
-        self._owns: list[int] = []
-        self._measures = False
-        self._schedule: ThreadSchedule | None = None
-        self._thread = 0
-        self._made: list[tuple[int, int, int, int]] = []
-        """Of each batch: nanoseconds on a CPU, and queued for one; queued in the step after it, and
-        CPU time of the process in it."""
-        self._requested_ns = self._delivered_ns = 0
-        self._at_request = self._at_delivery = (0, 0, 0)
-        self._wait_ns: int | None = None
-        """Of the batch that was delivered last; None: it does not count."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that were timed."""
-        return len(self._waits)
-
-    def clear(self, *, costs: bool) -> None:
-        """Forget all steps, and measure from now on what batches cost, or no longer."""
-        self._waits.clear()
-        self._owns.clear()
-        self._made.clear()
-        self.stamps.clear()
-        self._measures = costs
-        self._wait_ns = None
-
-    def epoch_began(self) -> None:
-        """Leave out the time until the first batch is asked for."""
-        self._wait_ns = None
-
-    def requested(self) -> None:
-        """Note that a batch is asked for now, with which the last step ends."""
-        now_ns, scheduled = self._clock_ns(), self._read()
-        if self._wait_ns is not None:
-            self._waits.append(self._wait_ns)
-            self._owns.append(now_ns - self._delivered_ns)
-            if self._measures:
-                began, ended = self._at_request, self._at_delivery
-                queued_ns, own_cpu_ns = ended[1] - began[1], scheduled[2] - ended[2]
-                made = ended[0] - began[0], queued_ns, scheduled[1] - ended[1], own_cpu_ns
-                self._made.append(made)
-        self._requested_ns, self._at_request = now_ns, scheduled
-
-    def delivered(self, *, counts: bool) -> None:
-        """Note that the batch was delivered, which counts or not."""
-        self._at_delivery, self._delivered_ns = self._read(), self._clock_ns()
-        self._wait_ns = self._delivered_ns - self._requested_ns if counts else None
-
-    def window(self) -> Window:
-        """Return the means of the steps."""
-        return window_of(self._waits, self._owns)
-
-    def costs(self, *, inline: bool) -> tuple[float, list[BatchCost]]:
-        """Return the CPUs that a step uses, and what the batches cost.
-
-        ``inline``: the training process made them.
-        """
-        own_ns = max(1, sum(self._owns))
-        queued = sum(later for _, _, later, _ in self._made) / own_ns
-        step_cpus = sum(used for *_, used in self._made) / own_ns
-        step_cpus = min(1.0, step_cpus) if step_cpus <= _ONE_THREAD else step_cpus
-        if inline:
-            return step_cpus, without_pauses(list(self._inline_costs()))
-        step_queued = min(1.0, max(0.0, queued)) * min(1.0, step_cpus)
-        epochs: list[list[BatchStamps]] = []
-        for batch in self.stamps:
-            if batch.first or not epochs:
-                epochs.append([])
-            epochs[-1].append(batch)
-        costs = [cost for each in epochs for cost in batch_costs(each, step_queued=step_queued)]
-        return step_cpus, without_pauses(costs) if costs else []
-
-    def _inline_costs(self) -> Iterator[BatchCost]:
-        handing = _HANDING_OVER_NS + self.rows * _HANDING_A_ROW_NS
-        for wait, own, (cpu, queued, *_) in zip(self._waits, self._owns, self._made, strict=False):
-            blocked = max(0, wait - cpu - queued)
-            yield BatchCost(
-                samples=self.rows,
-                cpu_ns=cpu,
-                blocked_ns=blocked,
-                collate_ns=0.0,
-                slowest_ns=(cpu + blocked) / self.rows,
-                handover_ns=handing,
-                taking_ns=handing,
-                step_ns=own,
-                task_ns=handing,
-            )
-
-    def _read(self) -> tuple[int, int, int]:
-        """Return nanoseconds of this thread on a CPU and queued for one, and of all on CPUs."""
-        if not self._measures:
-            return 0, 0, 0
-        thread = threading.get_native_id()
-        if self._schedule is None or thread != self._thread:  # the file is of its thread
-            self._thread, self._schedule = thread, ThreadSchedule()
-        return *(self._schedule.read_ns() or (0, 0)), time.process_time_ns()
 
 
 class _Watched:

@@ -189,3 +189,45 @@ def test_scalars_say_what_was_expected_and_what_came(tmp_path):
     if tuner_of(trainer).moves:
         assert "data_tune/gain_expected_percent" in header
         assert "data_tune/gain_seen_percent" in header
+
+
+class Two(FastDataModule):
+    def __init__(self, **options):
+        super().__init__(batch_size=BATCH, seed=3, options=LoaderOptions(**options))
+
+    def train_dataset(self):
+        return {"slow": Waiting(BATCH * 150, quick=0), "quick": Waiting(BATCH * 150, wait_s=0.0)}
+
+
+class OfTwo(Module):
+    def training_step(self, batch, _index):
+        return super().training_step(batch["slow"] + batch["quick"], _index)
+
+
+def test_each_of_two_loaders_is_tuned_and_their_batches_stay(tmp_path):
+    calm = fit(tmp_path, Two(tune="off"), module=OfTwo())[1]
+    trainer, tuned = fit(tmp_path, Two(), module=OfTwo())
+    tuners = [loader.tune for loader in trainer.train_dataloader.values()]
+    assert all(isinstance(each, Tuner) for each in tuners)
+    assert tuners[0] is not tuners[1]
+    assert len(tuned.seen) == 150
+    assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
+
+
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 30}, {"overfit_batches": 20}])
+def test_short_passes_over_the_data_are_tuned_too(tmp_path, limits):
+    options = {"executor": "workers"}
+    trainer, tuned = fit(tmp_path, Data(**options), max_epochs=6, **limits)
+    calm = fit(tmp_path, Data(tune="off", **options), max_epochs=6, **limits)[1]
+    assert len(tuned.seen) == len(calm.seen)
+    assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
+    assert tuner_of(trainer)._batches >= 6 * min(limits.values())
+
+
+def test_a_second_fit_goes_on_with_what_the_first_has_learned(tmp_path):
+    data = Data(Waiting(BATCH * 150, quick=0))
+    first = tuner_of(fit(tmp_path, data)[0])
+    trainer, _ = fit(tmp_path, data)
+    assert tuner_of(trainer) is first
+    if first.workers is not None:
+        assert trainer.train_dataloader.num_workers == first.workers

@@ -69,10 +69,9 @@ class PoolExecutor:
         self._armed: EpochRun | None = None
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
-        self._first = True
+        self._first, self._count = True, 0
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
-        self._count = 0
         self._stall, self._blame = StallWatch(plan.stall_timeout_s), Blame()
 
     @property
@@ -109,8 +108,7 @@ class PoolExecutor:
 
     def arm(self, order: EpochOrder) -> None:
         """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""
-        generation = self._now.generation + 1
-        self._armed = EpochRun(order.epoch, generation, order.batches(), order)
+        self._armed = EpochRun(order.epoch, self._now.generation + 1, order.batches(), order)
 
     def __iter__(self) -> PoolExecutor:
         return self
@@ -162,10 +160,7 @@ class PoolExecutor:
         self._crew.configure(protocol.SetStamps(records is not None))
 
     def resize(self, workers: int, look_ahead: int | None = None) -> None:
-        """Have so many side processes from now on; those too many finish their work first.
-
-        ``look_ahead``: Batches under way at once from now on; None: as before.
-        """
+        """Have so many side processes, and batches ahead; those too many finish their work."""
         if look_ahead is not None:
             self.plan = self._splitter.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
@@ -205,8 +200,7 @@ class PoolExecutor:
         while len(self._batches) < self.plan.look_ahead:
             if not self._splitter.has_place(self._batches, hands=hands, processes=processes):
                 break
-            found = self._next_indices()
-            if found is None:
+            if (found := self._next_indices()) is None:
                 break
             run, indices = found
             self._count += 1

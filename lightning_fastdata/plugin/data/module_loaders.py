@@ -143,7 +143,7 @@ class ModuleLoaders:
             "seed": seed,
             "epoch": first_epoch if run is None else run.epoch,
             "run": run,
-            "tune": self._tuner(name, plan, trainer) or "off",
+            "tune": self._tuner(spec, plan, trainer) or "off",
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= self._pipelines.placing.settings(
@@ -164,16 +164,16 @@ class ModuleLoaders:
         settle_sharing(loader, name, stage, trainer)
         return loader
 
-    def _tuner(self, name: str, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
+    def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
         """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
-        known = self._tuners.get(name)
+        known = self._tuners.get(spec.name)
         if known is not None and plan.tune == "auto":
             return known
-        tell = partial(_tell, trainer, name)
+        tell = partial(_tell, trainer, spec.name)
         ranks = 1 if trainer is None else trainer.num_devices
-        tuner = tuner_for(plan, local_ranks=ranks, tell=tell)
+        tuner = tuner_for(plan, spec, local_ranks=ranks, tell=tell)
         if tuner is not None:
-            self._tuners[name] = tuner
+            self._tuners[spec.name] = tuner
         return tuner
 
     def seed(self, module: DataModule) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
 from lightning_fastdata.order.samplers import EvaluationBatchSampler
 from lightning_fastdata.plugin.seams.internals import (
@@ -20,6 +21,7 @@ from lightning_fastdata.plugin.seams.internals import (
     itself,
     replace_for_one_run,
 )
+from lightning_fastdata.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -176,3 +178,10 @@ def is_shared_evenly(loader: object, ranks: int) -> bool:
     if not isinstance(sampler, EvaluationBatchSampler):
         return False
     return can_share_evenly(length, sampler.batch_size, ranks)
+
+
+def tuned_loaders(loaders: object) -> Iterator[tuple[FastDataLoader, Tuner]]:
+    """Yield the loaders whose workers are tuned, and what tunes them."""
+    for loader in flattened(loaders):
+        if isinstance(loader, FastDataLoader) and isinstance(loader.tune, Tuner):
+            yield loader, loader.tune

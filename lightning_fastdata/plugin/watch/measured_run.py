@@ -23,10 +23,9 @@ from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
-from lightning_fastdata.plugin.seams.loaders import flattened, keyed
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 from lightning_fastdata.tuning.simulate import simulate
-from lightning_fastdata.tuning.tuner import Tuner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -155,13 +154,6 @@ def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[st
             return key.label, loader
     labels = " or ".join(key.label for key, _ in several)
     return labels or None, next(flattened(loaders), None)
-
-
-def tuned_loaders(loaders: object) -> Iterator[tuple[FastDataLoader, Tuner]]:
-    """Yield the loaders whose workers are tuned, and what tunes them."""
-    for loader in flattened(loaders):
-        if isinstance(loader, FastDataLoader) and isinstance(loader.tune, Tuner):
-            yield loader, loader.tune
 
 
 FIRST_WORD_STEPS: Final = 50
