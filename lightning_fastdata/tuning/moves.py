@@ -20,7 +20,7 @@ WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 _LEAST_GAIN: Final = 0.05
 """Of the step: less is within what steps differ by anyway."""
-_LEAST_OF_ANOTHER: Final = 0.15
+_LEAST_OF_ANOTHER: Final = 0.08
 """The same for another executor, of which nothing was measured yet."""
 _MOST_TIMES: Final = 4
 """No more times the workers in one move, as the model was not seen to be right so far away."""
@@ -39,6 +39,8 @@ _LEAST_SEEN: Final = 0.02
 """Of the step: a gain that was seen, and not only hoped for."""
 _NOISE: Final = 0.04
 """Of the step: by so much two windows differ where nothing has changed."""
+_STEADY: Final = 0.4
+"""Of the step: if the waits of two halves of a window differ by more, the work became another."""
 LITTLE: Final = 0.03
 """Of the step, waited for batches: no more workers are needed."""
 ALL_NUMBERS: Final = range(10_000)
@@ -60,6 +62,8 @@ class Window(NamedTuple):
     """From one request of a batch to the next, the mean."""
     wait_ms: float
     """Of that, the wait for the batch."""
+    steady: bool = True
+    """The second half took as long as the first."""
 
     @property
     def wait_share(self) -> float:
@@ -77,6 +81,7 @@ class Move:
     """Workers; 0: the training process read by itself."""
     after: int
     step_before_ms: float
+    wait_before_ms: float
     step_expected_ms: float | None
     """None: it was not made for speed."""
     why: str
@@ -115,7 +120,10 @@ def window_of(waits_ns: Sequence[int], own_ns: Sequence[int]) -> Window:
     most = _PAUSE * statistics.median(own_ns)
     own = statistics.fmean(min(each, most) for each in own_ns)
     wait = statistics.fmean(waits_ns)
-    return Window(len(waits_ns), (wait + own) / 1e6, wait / 1e6)
+    half = len(waits_ns) // 2
+    halves = [statistics.fmean(waits_ns[:half] or [0]), statistics.fmean(waits_ns[half:])]
+    steady = abs(halves[1] - halves[0]) <= _STEADY * (wait + own)
+    return Window(len(waits_ns), (wait + own) / 1e6, wait / 1e6, steady)
 
 
 def without_pauses(costs: Sequence[BatchCost]) -> list[BatchCost]:
@@ -240,7 +248,10 @@ def paid(move: Move, after: Window) -> bool:
         return True
     gained_ms = move.step_before_ms - after.step_ms
     if 0 < move.after < move.before:
-        return gained_ms >= -_NOISE * move.step_before_ms
+        # What the training itself takes differs from window to window, the wait hardly does.
+        longer_ms = after.wait_ms - move.wait_before_ms
+        limit_ms = _LEAST_SEEN * move.step_before_ms
+        return longer_ms <= limit_ms and gained_ms >= -_NOISE * move.step_before_ms
     expected_ms = move.step_before_ms - move.step_expected_ms
     return gained_ms >= max(_LEAST_SEEN * move.step_before_ms, expected_ms / 3)
 

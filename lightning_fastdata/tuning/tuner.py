@@ -17,6 +17,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host.pressure import Pressure, PressureReader
 from lightning_fastdata.tuning.events import LoaderSetup
 from lightning_fastdata.tuning.moves import (
@@ -148,7 +149,7 @@ class Tuner:
         self._dearest_s = 0.0
         self._decided: Window | None = None
         self._rest, self._rested_until, self._differed = _REST, 0, False
-        self._open = ALL_NUMBERS
+        self._open, self._again = ALL_NUMBERS, False
 
     def batches(self, batches: Iterator[Batch], loader: Tunable) -> Iterator[Batch]:
         """Return the batches of an epoch of a loader, watched as they are taken."""
@@ -180,7 +181,8 @@ class Tuner:
         self._watch.delivered(counts=not self._cold)
         if self._cold:
             self._cold -= 1
-            self._watch.stamps.clear()
+            if self._watch.stamps:
+                self._watch.stamps.pop()
             loader = self._loader() if self._loader is not None else None
             if not self._cold and self.phase is Phase.SETTLING and loader is not None:
                 self._measure(loader, _VERIFIED, Phase.VERIFYING)
@@ -244,7 +246,11 @@ class Tuner:
         self._move(loader, window, Proposal(half, None, "memory is short"))
 
     def _decide(self, loader: Tunable, window: Window) -> None:
-        now = loader.num_workers
+        if not window.steady and not self._again:
+            self._again = True
+            self._measure(loader, _MEASURED)
+            return
+        now, self._again = loader.num_workers, False
         self._decided = window
         numbers = numbers_to_try(now, most=self.most_workers, leave=self._leave)
         step_cpus, costs = self._watch.costs(inline=not now)
@@ -270,6 +276,7 @@ class Tuner:
             before=now,
             after=proposal.workers,
             step_before_ms=window.step_ms,
+            wait_before_ms=window.wait_ms,
             step_expected_ms=proposal.step_ms,
             why=proposal.why,
         )
@@ -278,7 +285,14 @@ class Tuner:
         self._set(loader, proposal.workers)
 
     def _set(self, loader: Tunable, workers: int) -> None:
-        at_once = loader.set_workers(workers)
+        before = loader.num_workers
+        try:
+            at_once = loader.set_workers(workers)
+        except (WorkerError, OSError) as error:
+            # The training can do without what the system refuses.
+            self.most_workers, self.workers = before, before
+            self._tell(f"num_workers stays {before}, as {workers} cannot be had: {error}")
+            at_once = loader.set_workers(before)
         self._begin(Phase.WAITING, _WATCHED)
         if at_once:
             self._settle(loader)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import lightning
 import pytest
 import torch
+from conformance.forked_ranks import launched
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset
 
@@ -231,3 +233,14 @@ def test_a_second_fit_goes_on_with_what_the_first_has_learned(tmp_path):
     assert tuner_of(trainer) is first
     if first.workers is not None:
         assert trainer.train_dataloader.num_workers == first.workers
+
+
+def test_ranks_tune_each_for_itself_and_see_what_they_would_have_seen(tmp_path):
+    launched(Path(__file__).with_name("tuned_on_ranks.py"), str(tmp_path))
+    for rank in range(2):
+        calm, tuned = (
+            json.loads((tmp_path / f"{tune}-{rank}.json").read_text()) for tune in ("off", "auto")
+        )
+        assert calm["moves"] == []
+        assert len(tuned["seen"]) == 160
+        assert tuned["seen"] == calm["seen"]

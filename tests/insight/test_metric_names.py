@@ -88,8 +88,8 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
     tuner = Tuner(most_workers=8, cpus=2.0)
     tuner.moves.append(
         Move(
-            batch=53, before=2, after=6, step_before_ms=20.0, step_expected_ms=10.0, why="late",
-            step_seen_ms=12.0, outcome="kept",
+            batch=53, before=2, after=6, step_before_ms=20.0, wait_before_ms=1.0,
+            step_expected_ms=10.0, why="late", step_seen_ms=12.0, outcome="kept",
         )
     )  # fmt: skip
     assert tune_scalars(tuner, 6)["data_tune/gain_seen_percent"] == pytest.approx(40.0)

@@ -146,17 +146,34 @@ def test_what_is_not_measured_or_not_known_to_the_model_changes_nothing():
     ],
 )
 def test_a_move_is_kept_if_it_paid(before, after, expected_ms, seen_ms, kept):
+    wait_ms = 1.0 if kept else 1.0 + max(0.0, seen_ms - 20.0)
     move = Move(
-        batch=53, before=before, after=after, step_before_ms=20.0,
+        batch=53, before=before, after=after, step_before_ms=20.0, wait_before_ms=1.0,
         step_expected_ms=expected_ms, why="batches are late",
     )  # fmt: skip
-    assert paid(move, Window(24, seen_ms, 0.0)) is kept
+    assert paid(move, Window(24, seen_ms, wait_ms)) is kept
+
+
+def test_fewer_workers_must_not_be_waited_for_longer_though_the_training_is_faster_by_chance():
+    move = Move(
+        batch=53, before=12, after=8, step_before_ms=20.0, wait_before_ms=1.0,
+        step_expected_ms=20.0, why="",
+    )  # fmt: skip
+    assert paid(move, Window(24, 19.0, 1.3))
+    assert not paid(move, Window(24, 19.0, 1.5))
+
+
+def test_a_window_in_which_the_work_became_another_is_not_steady():
+    same = [1_000_000] * 24
+    assert window_of([500_000] * 24, same).steady
+    assert not window_of([500_000] * 14 + [9_000_000] * 10, same).steady
+    assert not window_of([9_000_000] * 14 + [500_000] * 10, same).steady
 
 
 def taken_back(before, after, seen_ms):
     return Move(
-        batch=53, before=before, after=after, step_before_ms=20.0, step_expected_ms=10.0,
-        why="", step_seen_ms=seen_ms, outcome="taken back",
+        batch=53, before=before, after=after, step_before_ms=20.0, wait_before_ms=1.0,
+        step_expected_ms=10.0, why="", step_seen_ms=seen_ms, outcome="taken back",
     )  # fmt: skip
 
 
@@ -185,8 +202,8 @@ def test_a_validation_between_two_steps_is_no_step():
 
 def test_a_move_says_what_it_expected_and_what_came():
     move = Move(
-        batch=212, before=2, after=6, step_before_ms=33.5, step_expected_ms=16.9,
-        why="batches are late by 17 of 33.5 ms a step",
+        batch=212, before=2, after=6, step_before_ms=33.5, wait_before_ms=1.0,
+        step_expected_ms=16.9, why="batches are late by 17 of 33.5 ms a step",
     )  # fmt: skip
     assert str(move) == (
         "num_workers 2 -> 6 at batch 212: 33.5 -> 16.9 ms a step expected, as batches are late by "

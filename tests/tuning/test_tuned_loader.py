@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, LoaderOptions
+from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.tuning.tuner import Phase, Pressure, Tuner
 
 # What is told of real times is wrong now and then where other programs take the CPUs meanwhile.
@@ -199,6 +200,28 @@ def test_short_memory_halves_the_workers_at_once_and_for_good():
     assert {move.outcome for move in relieved[:-1]} <= {"kept"}  # whatever it costs
     assert mine.most_workers == relieved[-1].after
     assert loader.num_workers <= relieved[-1].after
+
+
+class Refused(FastDataLoader):
+    """The system lets it have no more than two workers."""
+
+    def set_workers(self, workers):
+        at_once = super().set_workers(workers)
+        if workers > 2:
+            raise WorkerError("Side process 3 cannot be started: no memory.")
+        return at_once
+
+
+@in_real_time
+def test_workers_that_cannot_be_had_leave_the_training_as_it_was():
+    told = []
+    mine = tuner(tell=told.append)
+    loader = Refused(Waiting(8 * 150, 0.006), 8, executor="workers", num_workers=1, tune=mine)
+    seen = run(loader, 1)
+    loader.close()
+    assert torch.cat(seen).tolist() == list(range(1200))
+    assert any("num_workers stays 1" in line and "no memory" in line for line in told)
+    assert loader.num_workers == mine.most_workers == 1
 
 
 def test_a_loader_that_takes_the_place_of_another_begins_as_that_one_ended():

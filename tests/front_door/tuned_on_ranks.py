@@ -1,0 +1,74 @@
+"""Two ranks train, tuned or not; one reads samples that wait longer. Each writes what it saw.
+
+Argument: folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import lightning
+import torch
+from conformance.forked_ranks import on_ranks
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.tuning.tuner import Tuner
+
+BATCH, STEPS = 8, 160
+
+
+class Waiting(Dataset):
+    def __len__(self):
+        return 2 * BATCH * STEPS
+
+    def __getitem__(self, index):
+        time.sleep(0.006 if os.environ.get("LOCAL_RANK") == "1" else 0.001)
+        return torch.cat([torch.full((2,), float(index)), torch.rand(2)])
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(4, 1), []
+
+    def training_step(self, batch, _index):
+        self.seen.append(batch.tolist())
+        time.sleep(0.004)
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class Data(FastDataModule):
+    def train_dataset(self):
+        return Waiting()
+
+
+def run(folder, tune):
+    rank = int(os.environ["LOCAL_RANK"])
+    module, options = Module(), LoaderOptions(executor="workers", tune=tune)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, Data(batch_size=BATCH, seed=5, options=options))
+    tuner = trainer.train_dataloader.tune
+    moves = [str(move) for move in tuner.moves] if isinstance(tuner, Tuner) else []
+    found = {"seen": module.seen, "moves": moves}
+    (folder / f"{tune}-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+
+    def both():
+        for tune in ("off", "auto"):
+            run(folder, tune)
+
+    on_ranks(2, both)
