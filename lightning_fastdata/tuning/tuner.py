@@ -63,6 +63,8 @@ first; each time twice as many."""
 _LONGEST_REST: Final = 10_000
 _MOST_OF_RUN: Final = 0.02
 """Of the time so far, what may be spent on decisions."""
+_LATE_IS_WORTH_S: Final = 60.0
+"""Where batches are late, as much may be spent as if the training had lasted so long."""
 _LOOKED_AFTER_S: Final = 1.0
 """So often the memory and the CPU quota of the machine are looked at."""
 
@@ -225,12 +227,13 @@ class Tuner:
             self._open = ALL_NUMBERS
             self._rest, self._rested_until = _REST, 0
         self._differed = differs
-        if (self._batches >= self._rested_until or pressure.throttled) and self._affordable:
+        if (self._batches >= self._rested_until or pressure.throttled) and self._affordable(window):
             self._measure(loader, _MEASURED)
 
-    @property
-    def _affordable(self) -> bool:
+    def _affordable(self, window: Window) -> bool:
         lasted_s = (self._clock_ns() - self._began_ns) / 1e9
+        if window.wait_share >= _MUCH:
+            lasted_s = max(lasted_s, _LATE_IS_WORTH_S)
         return self.spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s
 
     def _pressed(self) -> Pressure:
@@ -316,11 +319,12 @@ class Tuner:
         if kept and self._prior is not None and move.step_expected_ms is not None:
             self._prior.keep(move.after)
         if kept:
-            self._rest, self._rested_until = _REST, self._batches + _REST
-            if window.wait_share >= LITTLE and self._affordable:
+            self._rest, self._decided = _REST, window
+            late = window.wait_share >= LITTLE
+            if late and self._affordable(window):
                 self._decide(loader, window)
                 return
-            self._decided = window
+            self._rested_until = self._batches + (0 if late else _REST)
             self._rest_now(loader)
             return
         self._open = still_open(self._open, move)

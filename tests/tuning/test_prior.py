@@ -101,15 +101,16 @@ def trained(**how):
     return begun, loader.num_workers, loader.tune.moves
 
 
-@pytest.mark.flaky(reruns=2)
-def test_the_next_training_begins_where_this_one_ended(caplog):
-    planned, came_to, moves = trained()
-    kept = [move for move in moves if move.outcome == "kept"]
+def test_the_next_training_begins_where_an_earlier_one_ended_and_says_so(caplog):
+    first = FastDataLoader(Waiting(), 8, executor="auto")
+    assert first.tune.workers is None
+    first.tune._prior.keep(3)
     with caplog.at_level("INFO", logger="lightning_fastdata.tuning"):
-        again, _, _ = trained()
-    assert kept
-    assert again == came_to != planned
-    assert f"num_workers begins at {came_to}" in caplog.text
+        again = FastDataLoader(Waiting(), 8, executor="auto")
+    assert again.num_workers == again.tune.workers == 3
+    assert "num_workers begins at 3, to which an earlier training came" in caplog.text
+    assert FastDataLoader(Waiting(), 16, executor="auto").tune.workers is None
+    assert FastDataLoader(Waiting(100), 8, executor="auto").tune.workers is None
 
 
 @pytest.mark.flaky(reruns=2)
