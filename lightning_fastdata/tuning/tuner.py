@@ -139,7 +139,8 @@ class Tuner:
         self.phase = Phase.MEASURING
         self.spent_s = 0.0
         """What decisions took so far, the start of processes included."""
-        self._cpus, self._leave, self._tell, self._prior = cpus, leave, tell, prior
+        self.tell = tell
+        self._cpus, self._leave, self._prior = cpus, leave, prior
         self._clock_ns = clock_ns
         self._pressure = PressureReader() if pressure is None else pressure
         self._loader: weakref.ref[Tunable] | None = None
@@ -284,7 +285,7 @@ class Tuner:
             why=proposal.why,
         )
         self.moves.append(move)
-        self._tell(str(move))
+        self.tell(str(move))
         self._set(loader, proposal.workers)
 
     def _set(self, loader: Tunable, workers: int) -> None:
@@ -294,7 +295,7 @@ class Tuner:
         except (WorkerError, OSError) as error:
             # The training can do without what the system refuses.
             self.most_workers, self.workers = before, before
-            self._tell(f"num_workers stays {before}, as {workers} cannot be had: {error}")
+            self.tell(f"num_workers stays {before}, as {workers} cannot be had: {error}")
             at_once = loader.set_workers(before)
         self._begin(Phase.WAITING, _WATCHED)
         if at_once:
@@ -315,7 +316,7 @@ class Tuner:
         kept = paid(move, window)
         outcome: Outcome = "kept" if kept else "taken back"
         self.moves[-1] = move = replace(move, step_seen_ms=window.step_ms, outcome=outcome)
-        self._tell(str(move))
+        self.tell(str(move))
         if kept and self._prior is not None and move.step_expected_ms is not None:
             self._prior.keep(move.after)
         if kept:

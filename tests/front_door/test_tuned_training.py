@@ -25,7 +25,7 @@ pytestmark = pytest.mark.flaky(reruns=2)
 class Waiting(Dataset):
     """The first samples come at once, and the others take their time."""
 
-    def __init__(self, length=BATCH * 320, quick=BATCH * 60, wait_s=0.006):
+    def __init__(self, length=BATCH * 130, quick=BATCH * 20, wait_s=0.006):
         self.length, self.quick, self.wait_s = length, quick, wait_s
 
     def __len__(self):
@@ -46,7 +46,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch, _index):
         self.seen.append(batch.clone())
-        time.sleep(0.006)
+        time.sleep(0.003)
         return self.layer(batch).mean()
 
     def validation_step(self, batch, _index):
@@ -121,6 +121,7 @@ def test_storage_that_becomes_slow_is_answered_within_the_epoch(tmp_path, capsys
     kept = [move for move in grown if move.outcome == "kept"]
     assert kept
     assert trainer.train_dataloader.num_workers > grown[0].before
+    assert str(grown[0]) in data.explain()
     out = capsys.readouterr().out
     assert f"fastdata: Data.train_dataset(): {str(grown[0]).partition(':')[0]}" in out
     assert str(kept[-1])[:30] in out.partition("\n done ")[2]
@@ -145,20 +146,21 @@ def test_it_is_done_and_the_summary_says_so(tmp_path, capsys):
 
 def test_order_and_content_are_those_of_a_run_that_is_not_tuned(tmp_path):
     calm = fit(tmp_path, Data(tune="off"), max_epochs=2)[1]
-    tuned = fit(tmp_path, Data(val=True), max_epochs=2, val_check_interval=100)[1]
-    assert len(tuned.seen) == len(calm.seen) == 640
+    tuned = fit(tmp_path, Data(val=True), max_epochs=2, val_check_interval=50)[1]
+    assert len(tuned.seen) == len(calm.seen) == 260
     assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
 
 
 def test_a_run_that_goes_on_has_the_same_samples_whatever_was_tuned(tmp_path):
     whole = fit(tmp_path, Data(tune="off"))[1]
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=130, save_top_k=-1, filename="{step}")
-    fit(tmp_path, Data(), saves, max_steps=260)
-    _, rest = fit(tmp_path, Data(), ckpt=tmp_path / "step=130.ckpt")
-    assert len(rest.seen) == 190
-    assert all(torch.equal(*pair) for pair in zip(rest.seen, whole.seen[130:], strict=True))
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_top_k=-1, filename="{step}")
+    fit(tmp_path, Data(), saves, max_steps=100)
+    _, rest = fit(tmp_path, Data(), ckpt=tmp_path / "step=60.ckpt")
+    assert len(rest.seen) == 70
+    assert all(torch.equal(*pair) for pair in zip(rest.seen, whole.seen[60:], strict=True))
 
 
+@pytest.mark.slow
 def test_loaders_that_are_made_anew_begin_where_the_last_one_ended(tmp_path):
     data = Data(Waiting(BATCH * 130, quick=0))
     trainer, _ = fit(tmp_path, data, max_epochs=3, reload_dataloaders_every_n_epochs=1)
@@ -198,7 +200,7 @@ class Two(FastDataModule):
         super().__init__(batch_size=BATCH, seed=3, options=LoaderOptions(**options))
 
     def train_dataset(self):
-        return {"slow": Waiting(BATCH * 150, quick=0), "quick": Waiting(BATCH * 150, wait_s=0.0)}
+        return {"slow": Waiting(BATCH * 100, quick=0), "quick": Waiting(BATCH * 100, wait_s=0.0)}
 
 
 class OfTwo(Module):
@@ -212,20 +214,22 @@ def test_each_of_two_loaders_is_tuned_and_their_batches_stay(tmp_path):
     tuners = [loader.tune for loader in trainer.train_dataloader.values()]
     assert all(isinstance(each, Tuner) for each in tuners)
     assert tuners[0] is not tuners[1]
-    assert len(tuned.seen) == 150
+    assert len(tuned.seen) == 100
     assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("limits", [{"limit_train_batches": 30}, {"overfit_batches": 20}])
 def test_short_passes_over_the_data_are_tuned_too(tmp_path, limits):
     options = {"executor": "workers"}
-    trainer, tuned = fit(tmp_path, Data(**options), max_epochs=6, **limits)
-    calm = fit(tmp_path, Data(tune="off", **options), max_epochs=6, **limits)[1]
+    trainer, tuned = fit(tmp_path, Data(**options), max_epochs=4, **limits)
+    calm = fit(tmp_path, Data(tune="off", **options), max_epochs=4, **limits)[1]
     assert len(tuned.seen) == len(calm.seen)
     assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
-    assert tuner_of(trainer)._batches >= 6 * min(limits.values())
+    assert tuner_of(trainer)._batches >= 4 * min(limits.values())
 
 
+@pytest.mark.slow
 def test_a_second_fit_goes_on_with_what_the_first_has_learned(tmp_path):
     data = Data(Waiting(BATCH * 150, quick=0))
     first = tuner_of(fit(tmp_path, data)[0])
@@ -235,6 +239,7 @@ def test_a_second_fit_goes_on_with_what_the_first_has_learned(tmp_path):
         assert trainer.train_dataloader.num_workers == first.workers
 
 
+@pytest.mark.slow
 def test_ranks_tune_each_for_itself_and_see_what_they_would_have_seen(tmp_path):
     launched(Path(__file__).with_name("tuned_on_ranks.py"), str(tmp_path))
     for rank in range(2):
@@ -242,5 +247,5 @@ def test_ranks_tune_each_for_itself_and_see_what_they_would_have_seen(tmp_path):
             json.loads((tmp_path / f"{tune}-{rank}.json").read_text()) for tune in ("off", "auto")
         )
         assert calm["moves"] == []
-        assert len(tuned["seen"]) == 160
+        assert len(tuned["seen"]) == 100
         assert tuned["seen"] == calm["seen"]

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.tuning.tuner import Tuner
 
-BATCH, STEPS = 8, 160
+BATCH, STEPS = 8, 100
 
 
 class Waiting(Dataset):

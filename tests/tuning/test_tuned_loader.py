@@ -216,10 +216,10 @@ class Refused(FastDataLoader):
 def test_workers_that_cannot_be_had_leave_the_training_as_it_was():
     told = []
     mine = tuner(tell=told.append)
-    loader = Refused(Waiting(8 * 150, 0.006), 8, executor="workers", num_workers=1, tune=mine)
+    loader = Refused(Waiting(8 * 80, 0.006), 8, executor="workers", num_workers=1, tune=mine)
     seen = run(loader, 1)
     loader.close()
-    assert torch.cat(seen).tolist() == list(range(1200))
+    assert torch.cat(seen).tolist() == list(range(640))
     assert any("num_workers stays 1" in line and "no memory" in line for line in told)
     assert loader.num_workers == mine.most_workers == 1
 

@@ -75,8 +75,9 @@ class ModuleLoaders:
         self.progress = TrainingProgress()
         """Where the training was that goes on."""
         self._plans: dict[str, LoaderPlan] = {}
-        self._tuners: dict[str, Tuner] = {}
-        """By name of the dataset: a loader that is made anew is as its tuner has left the last."""
+        self._tuners: dict[tuple[str, int | None], Tuner] = {}
+        """By name of the dataset and size of its batches: a loader that is made anew is as its
+        tuner has left the last."""
 
     def __getstate__(self) -> dict[str, object]:
         # What was learned is of loaders and a trainer of this process.
@@ -166,14 +167,15 @@ class ModuleLoaders:
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
         """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
-        known = self._tuners.get(spec.name)
-        if known is not None and plan.tune == "auto":
-            return known
+        known = self._tuners.get((spec.name, spec.batch_size))
         tell = partial(_tell, trainer, spec.name)
+        if known is not None and plan.tune == "auto":
+            known.tell = tell  # to the trainer of now
+            return known
         ranks = 1 if trainer is None else trainer.num_devices
         tuner = tuner_for(plan, spec, local_ranks=ranks, tell=tell)
         if tuner is not None:
-            self._tuners[spec.name] = tuner
+            self._tuners[spec.name, spec.batch_size] = tuner
         return tuner
 
     def seed(self, module: DataModule) -> int:
@@ -213,6 +215,11 @@ class ModuleLoaders:
                     facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
                     self._plans[name] = _plan(module, spec, facts)
         parts = [f"{name}\n{plan.explain()}" for name, plan in self._plans.items()]
+        parts += [
+            "\n".join([f"{name}, tuned as it was read", *map(str, tuner.moves)])
+            for (name, _), tuner in self._tuners.items()
+            if tuner.moves
+        ]
         parts += self._pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 
