@@ -8,10 +8,15 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.simulate import scaled, simulate
+
+if TYPE_CHECKING:
+    from collections import deque
+
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 GOOD_ENOUGH: Final = 1.03
 """The smallest change within 3 % of the best one is taken."""
@@ -52,6 +57,27 @@ _PAUSE: Final = 3.0
 """A step so many times as long as a typical one was a validation, a checkpoint or the like."""
 
 Outcome = Literal["tried", "kept", "taken back"]
+
+
+class Tunable(Protocol):
+    """A loader whose workers may be changed while it is read."""
+
+    @property
+    def num_workers(self) -> int:
+        """Side processes that read; 0: the training process does."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch; None: not known."""
+
+    def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+        """Return the loader with so many workers, as the model knows it; None: it does not."""
+
+    def set_workers(self, workers: int) -> bool:
+        """Read with so many workers; return whether from now on, or from the next epoch on."""
+
+    def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
 
 
 class Window(NamedTuple):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 _MOST_STAMPS: Final = 100
+_PAUSE: Final = 5.0
+"""A step so many times as long as usual is a pause, in which batches were made ahead."""
+_REMEMBERED: Final = 16
+"""Steps over which it is averaged what is usual."""
 _ONE_THREAD: Final = 1.1
 """CPUs: up to there, taking batches explains what is above one."""
 _HANDING_OVER_NS, _HANDING_A_ROW_NS = 170_000.0, 1_600.0
@@ -40,6 +44,8 @@ class StepWatch:
         self._made: list[tuple[int, int, int, int]] = []
         """Of each batch: nanoseconds on a CPU, and queued for one; queued in the step after it, and
         CPU time of the process in it."""
+        self._usual_ns = 0.0
+        """A typical time from delivery to the next request."""
         self._requested_ns = self._delivered_ns = 0
         self._at_request = self._at_delivery = (0, 0, 0)
         self._wait_ns: int | None = None
@@ -63,18 +69,27 @@ class StepWatch:
         """Leave out the time until the first batch is asked for."""
         self._wait_ns = None
 
-    def requested(self) -> None:
-        """Note that a batch is asked for now, with which the last step ends."""
+    def requested(self) -> bool:
+        """Note that a batch is asked for now, with which the last step ends.
+
+        Returns:
+            Whether the training has paused, for a validation, a checkpoint or the like.
+        """
         now_ns, scheduled = self._clock_ns(), self._read()
-        if self._wait_ns is not None:
+        own_ns = now_ns - self._delivered_ns if self._delivered_ns else 0
+        usual_ns = self._usual_ns or own_ns
+        paused = own_ns > _PAUSE * usual_ns
+        self._usual_ns = usual_ns + (min(own_ns, 2 * usual_ns) - usual_ns) / _REMEMBERED
+        if self._wait_ns is not None and not paused:
             self._waits.append(self._wait_ns)
-            self._owns.append(now_ns - self._delivered_ns)
+            self._owns.append(own_ns)
             if self._measures:
                 began, ended = self._at_request, self._at_delivery
                 queued_ns, own_cpu_ns = ended[1] - began[1], scheduled[2] - ended[2]
                 made = ended[0] - began[0], queued_ns, scheduled[1] - ended[1], own_cpu_ns
                 self._made.append(made)
         self._requested_ns, self._at_request = now_ns, scheduled
+        return paused
 
     def delivered(self, *, counts: bool) -> None:
         """Note that the batch was delivered, which counts or not."""

@@ -10,22 +10,21 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host.pressure import Pressure, PressureReader
-from lightning_fastdata.tuning.events import LoaderSetup
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     LITTLE,
     Move,
     Outcome,
     Proposal,
+    Tunable,
     Window,
     numbers_to_try,
     paid,
@@ -36,7 +35,6 @@ from lightning_fastdata.tuning.prior import Prior
 from lightning_fastdata.tuning.step_watch import StepWatch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
 
 log: Final = logging.getLogger("lightning_fastdata.tuning")
@@ -67,27 +65,6 @@ _LATE_IS_WORTH_S: Final = 60.0
 """Where batches are late, as much may be spent as if the training had lasted so long."""
 _LOOKED_AFTER_S: Final = 1.0
 """So often the memory and the CPU quota of the machine are looked at."""
-
-
-class Tunable(Protocol):
-    """A loader whose workers may be changed while it is read."""
-
-    @property
-    def num_workers(self) -> int:
-        """Side processes that read; 0: the training process does."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in a batch; None: not known."""
-
-    def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
-        """Return the loader with so many workers, as the model knows it; None: it does not."""
-
-    def set_workers(self, workers: int) -> bool:
-        """Read with so many workers; return whether from now on, or from the next epoch on."""
-
-    def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
-        """Append the stamps of each batch from now on; None: no more."""
 
 
 class Phase(Enum):
@@ -153,6 +130,8 @@ class Tuner:
         self._decided: Window | None = None
         self._rest, self._rested_until, self._differed = _REST, 0, False
         self._open, self._again = ALL_NUMBERS, False
+        self._ahead = self._paused_at = 0
+        """Batches that the loader is ahead; and when the training has paused."""
 
     def batches(self, batches: Iterator[Batch], loader: Tunable) -> Iterator[Batch]:
         """Return the batches of an epoch of a loader, watched as they are taken."""
@@ -160,6 +139,7 @@ class Tuner:
             self._loader = weakref.ref(loader)
         self._watch.epoch_began()
         self._cold = max(self._cold, _COLD)
+        self._ahead = self._look_ahead(loader)
         if self.phase is Phase.WAITING:
             self._settle(loader)
         elif self.phase in _WITH_STAMPS:
@@ -176,7 +156,10 @@ class Tuner:
             took_s = (self._clock_ns() - began_ns) / 1e9
             self.spent_s += took_s
             self._dearest_s = max(self._dearest_s, took_s)
-        self._watch.requested()
+        if self._watch.requested() and self._batches - self._paused_at > 2 * self._ahead:
+            # What was made meanwhile is not waited for, which says nothing of the steps to come.
+            self._paused_at = self._batches
+            self._cold = max(self._cold, _COLD + self._ahead)
 
     def delivered(self) -> None:
         """Note that the batch was delivered."""
@@ -302,9 +285,13 @@ class Tuner:
             self._settle(loader)
 
     def _settle(self, loader: Tunable) -> None:
-        setup = loader.setup_with(loader.num_workers, cpus=self._cpus, step_cpus=1.0)
-        self._cold = _COLD + (setup.look_ahead if setup is not None else 0)
+        self._ahead = self._look_ahead(loader)
+        self._cold = _COLD + self._ahead
         self._begin(Phase.SETTLING, _VERIFIED)
+
+    def _look_ahead(self, loader: Tunable) -> int:
+        setup = loader.setup_with(loader.num_workers, cpus=self._cpus, step_cpus=1.0)
+        return 0 if setup is None else setup.look_ahead
 
     def _judge(self, loader: Tunable, window: Window) -> None:
         """Keep the last move, or take it back; then go on from where that leads."""

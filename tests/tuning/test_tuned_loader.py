@@ -145,6 +145,20 @@ def test_epochs_of_a_few_batches_add_up():
 
 
 @in_real_time
+def test_batches_that_were_made_in_a_pause_are_no_reason_for_fewer_workers():
+    mine = tuner()
+    # Four workers make a batch in 8 ms, which is what a step takes: fewer would be too few.
+    loader = FastDataLoader(
+        Waiting(8 * 240, 0.004), 8, executor="workers", num_workers=4, tune=mine
+    )
+    for number, _ in enumerate(loader):
+        time.sleep(0.4 if number % 30 == 29 else 0.008)
+    loader.close()
+    assert loader.num_workers >= 4
+    assert not [move for move in mine.moves if move.after < 4 and move.outcome == "kept"]
+
+
+@in_real_time
 def test_samples_that_come_to_wait_later_are_noticed_within_the_epoch():
     mine = tuner()
     dataset = Waiting(8 * 700, 0.0002, later_s=0.006)
