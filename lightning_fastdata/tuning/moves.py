@@ -240,7 +240,9 @@ def propose(
         if best_ms <= (1 - least) * now_ms:
             return Proposal(best, ratio * best_ms, late)
         more = next((number for number in numbers if number > now > 0), None)
-        if more is not None and ratio >= _WRONG and window.wait_share >= _MUCH:
+        if ratio >= _WRONG and window.wait_share >= _MUCH:
+            if more is None:
+                return None
             hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
             return Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
     fewer = [number for number in numbers if 0 < number <= _FEWER * now]

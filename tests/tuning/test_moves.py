@@ -118,6 +118,10 @@ def test_where_the_model_is_wrong_one_step_further_is_tried():
     assert found.workers == 3
     assert found.step_ms == pytest.approx(0.95 * late.step_ms)
     assert "no reason" in found.why
+    idle = [cost(blocked_ms=1.0)] * 8  # by which one worker would do
+    assert propose(window(idle, 8), idle, with_workers, 8, [1, 2, 4]).workers < 8
+    seen_ms = window(idle, 8).step_ms
+    assert propose(Window(24, 2 * seen_ms, seen_ms), idle, with_workers, 8, [1, 2, 4]) is None
     assert propose(seen, costs, with_workers, 2, numbers_to_try(2, most=2, leave=False)) is None
 
 
