@@ -136,6 +136,11 @@ def tuner_for(
     about = {
         "dataset": fingerprint(spec.dataset),
         "length": dataset_length(spec.dataset),
+        "attributes": {
+            name: value
+            for name, value in getattr(spec.dataset, "__dict__", {}).items()
+            if isinstance(value, int | float | str | None)
+        },
         "batch_size": spec.batch_size,
         "collate_fn": getattr(spec.collate_fn, "__qualname__", None),
         "executor": plan.executor,
@@ -149,7 +154,7 @@ def tuner_for(
         cpus=cpus,
         # A start method that is not Python's own goes with workers, and is lost without.
         leave=free and plan.multiprocessing_context is None,
-        prior=Prior(about),
+        prior=Prior(about, planned=plan.num_workers),
         tell=tell,
     )
     if tuner.workers not in (None, plan.num_workers):

@@ -44,9 +44,14 @@ class Prior:
     Args:
         about: What has to be the same, as plain values: dataset, batch size, machine, ...
         folder: Default: :func:`cache_folder`.
+        planned: Workers by the plan, which has measured samples: what was kept of a plan for less
+            than half or more than twice as many is of other samples.
     """
 
-    def __init__(self, about: Mapping[str, Any], folder: Path | None = None) -> None:
+    def __init__(
+        self, about: Mapping[str, Any], folder: Path | None = None, *, planned: int = 0
+    ) -> None:
+        self._planned = planned
         text = json.dumps({"version": _VERSION, **about}, sort_keys=True, default=str)
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         with suppress(RuntimeError):  # no home folder is known
@@ -62,7 +67,9 @@ class Prior:
                 return None
             with self.path.open("rb") as file:
                 kept = json.loads(file.read(_MOST_BYTES))
-            workers = kept["workers"]
+            workers, planned = kept["workers"], kept["planned"]
+            if not (self._planned + 1) / 2 <= planned + 1 <= 2 * (self._planned + 1):
+                return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return workers if type(workers) is int and workers >= 0 else None
@@ -73,4 +80,4 @@ class Prior:
             return
         with suppress(OSError):
             self.path.parent.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"workers": workers}))
+            write_atomically(self.path, json.dumps({"workers": workers, "planned": self._planned}))

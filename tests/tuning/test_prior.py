@@ -37,6 +37,12 @@ def test_a_number_comes_back_for_the_same_facts_only(tmp_path):
     assert Prior({**ABOUT, "batch_size": 16}, tmp_path).recall() is None
 
 
+def test_what_was_kept_of_quite_another_plan_is_of_other_samples(tmp_path):
+    Prior(ABOUT, tmp_path, planned=8).keep(6)
+    recalled = [Prior(ABOUT, tmp_path, planned=n).recall() for n in (0, 3, 4, 8, 16, 40)]
+    assert recalled == [None, None, 6, 6, 6, None]
+
+
 def test_the_file_is_private_and_replaced_as_a_whole(tmp_path):
     prior = Prior(ABOUT, tmp_path / "new")
     prior.keep(6)
@@ -105,6 +111,7 @@ def test_the_next_training_begins_where_an_earlier_one_ended_and_says_so(caplog)
     first = FastDataLoader(Waiting(), 8, executor="auto")
     assert first.tune.workers is None
     first.tune._prior.keep(3)
+    assert json.loads(first.tune._prior.path.read_text())["planned"] == first.num_workers
     with caplog.at_level("INFO", logger="lightning_fastdata.tuning"):
         again = FastDataLoader(Waiting(), 8, executor="auto")
     assert again.num_workers == again.tune.workers == 3
