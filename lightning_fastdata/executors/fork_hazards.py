@@ -2,55 +2,76 @@
 
 from __future__ import annotations
 
-import io
-import os
-import stat
-import tarfile
+import multiprocessing
+import socket
 import warnings
-import zipfile
-from typing import Any, Final
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_fastdata.batches.keyed import own_dataset
-from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 
-_FILES: Final = (io.BufferedIOBase, io.RawIOBase, io.TextIOWrapper)
-_STANDARD: Final = 2
-"""Descriptors up to this one are the terminal's."""
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.fetch import FetchPlan
 
 
 def open_handles(dataset: object) -> list[str]:
     """Return in words what a dataset holds open that two processes cannot both use.
 
-    Files that are read by a position, archives, connections of sqlite3, files of h5py,
-    environments of LMDB, tensors of CUDA. What is closed, and what is only written to, is no
-    hazard. Looks where :func:`~lightning_fastdata.randomness.search.find_instances` looks, imports
-    nothing, and runs no code of the user.
+    Connections to other programs, those of sqlite3, files of h5py, environments of LMDB, tensors of
+    CUDA. What is closed is no hazard, nor are files and archives, which each worker opens anew
+    (:func:`~lightning_fastdata.host.system_calls.open_anew`). Looks where
+    :func:`~lightning_fastdata.randomness.search.find_instances` looks, imports nothing, and runs no
+    code of the user.
     """
     databases = (
         *loaded_classes("sqlite3", "Connection"),
         *loaded_classes("h5py", "File", "Dataset"),
         *loaded_classes("lmdb", "Environment"),
     )
-    kinds = (*_FILES, tarfile.TarFile, zipfile.ZipFile, torch.Tensor, *databases)
+    kinds = (socket.socket, torch.Tensor, *databases)
     found = [_told(each) for each in find_instances(dataset, kinds)]
     return list(dict.fromkeys(text for text in found if text))
 
 
-def warn_before_fork(dataset: object) -> None:
-    """Warn of what forked processes would share."""
-    handles = open_handles(dataset)
+def warn_before_fork(plan: FetchPlan) -> None:
+    """Warn of what workers would share, if they are forked."""
+    handles = open_handles(plan.dataset) if forks(plan.context) else []
     if handles:
         warnings.warn(
-            f"The dataset {type(own_dataset(dataset)).__name__} holds {', '.join(handles)}, opened "
-            "in the training process. Workers that are forked share it, and may move each other's "
-            "position, read wrong samples, or hang. Open it on first use in __getitem__ and not in "
-            '__init__, or set multiprocessing_context="forkserver", which opens it in each worker.',
+            f"The dataset {type(own_dataset(plan.dataset)).__name__} holds {', '.join(handles)}, "
+            "opened in the training process. Workers that are forked share it, and may read wrong "
+            "samples, or hang. Open it on first use in __getitem__ and not in __init__, or set "
+            'multiprocessing_context="forkserver", which opens it in each worker.',
             FastDataWarning,
             stacklevel=2,
         )
+
+
+def refuse_late_fork(plan: FetchPlan) -> None:
+    """Raise an error if more workers, forked now, would share something with this process.
+
+    Raises:
+        WorkerError: The dataset holds it; it may be open only since the training process, too, has
+            read a sample.
+    """
+    handles = open_handles(plan.dataset) if forks(plan.context) else []
+    if handles:
+        raise WorkerError(
+            f"the dataset holds {', '.join(handles)}, opened in the training process, which "
+            "workers that are forked now would share. Read the dataset in workers alone, or set "
+            'multiprocessing_context="forkserver".'
+        )
+
+
+def forks(context: BaseContext | str | None) -> bool:
+    """Return whether a context, or one of that name, forks processes; None: Python's own."""
+    if not isinstance(context, BaseContext):
+        context = multiprocessing.get_context(context)
+    return bool(context.get_start_method() == "fork")
 
 
 def _told(handle: Any) -> str:
@@ -60,14 +81,8 @@ def _told(handle: Any) -> str:
     if isinstance(handle, torch.Tensor):
         return f"tensors on {handle.device}" if handle.device.type == "cuda" else ""
     try:
-        if isinstance(handle, _FILES):
-            name = getattr(handle, "name", kind)  # of what stands for a file, as a pipe's end
-            return f"the open file {name!r}" if _is_read_by_position(handle) else ""
-        if isinstance(handle, zipfile.ZipFile):
-            return f"an open {kind}" if handle.fp is not None else ""
-        if isinstance(handle, tarfile.TarFile):
-            closed: bool = handle.closed  # type: ignore[attr-defined]
-            return "" if closed else f"an open {kind}"
+        if isinstance(handle, socket.socket):
+            return "an open connection" if handle.fileno() >= 0 else ""
         if package == "sqlite3":
             _ = handle.total_changes  # raises if it is closed
         elif package == "h5py" and not handle:
@@ -75,10 +90,3 @@ def _told(handle: Any) -> str:
     except Exception:  # closed, or no file of the system's
         return ""
     return f"an open {kind}"
-
-
-def _is_read_by_position(file: Any) -> bool:
-    if file.closed or file.writable():
-        return False
-    number = file.fileno()  # raises io.UnsupportedOperation where it is memory
-    return number > _STANDARD and stat.S_ISREG(os.fstat(number).st_mode)

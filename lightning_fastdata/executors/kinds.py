@@ -6,11 +6,9 @@ a name and a row here.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch.utils.data import IterableDataset
@@ -96,13 +94,9 @@ def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
 
 
 def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
-    context = plan.context
-    if not isinstance(context, BaseContext):
-        context = multiprocessing.get_context(context)
-    if context.get_start_method() == "fork":
-        from lightning_fastdata.executors.fork_hazards import warn_before_fork
+    from lightning_fastdata.executors.fork_hazards import warn_before_fork
 
-        warn_before_fork(plan.dataset)
+    warn_before_fork(plan)
     allow_open_files(_FILES_OF_WORKER * given.workers + _FILES_OF_BATCH * plan.look_ahead)
     if isinstance(plan.dataset, IterableDataset):
         from lightning_fastdata.executors.stream import StreamExecutor

@@ -6,9 +6,15 @@ import ctypes
 import os
 import secrets
 import signal
+import stat
 import sys
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+
+from lightning_fastdata.errors import FastDataWarning
 
 _PR_SET_PDEATHSIG: Final = 1
 _M_TRIM_THRESHOLD: Final = -1
@@ -19,6 +25,68 @@ _KEPT_BYTES: Final = 256 << 20
 _BLOCK_BYTES: Final = (64 << 20, 32 << 20)
 """Blocks from this size on go back as soon as they are freed. Older versions of glibc take no more
 than the second."""
+_DESCRIPTORS: Final = "/proc/self/fd"
+_STANDARD: Final = 2
+"""Descriptors up to this one are the terminal's."""
+
+
+class OpenFile(NamedTuple):
+    """A file that this process has open for reading."""
+
+    descriptor: int
+    flags: int
+    """It was opened with."""
+    position: int
+
+
+def files_being_read() -> tuple[OpenFile, ...]:
+    """Return the regular files that this process may read by their positions, but not write.
+
+    None where the system does not list them (it is not Linux).
+    """
+    if not sys.platform.startswith("linux"):
+        return ()
+    import fcntl
+
+    found = []
+    with suppress(OSError):
+        for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208  # the names alone
+            descriptor = int(name)
+            with suppress(OSError):  # it was that of the listing, or has no position
+                flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                if descriptor <= _STANDARD or flags & os.O_ACCMODE != os.O_RDONLY:
+                    continue
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+                    found.append(OpenFile(descriptor, flags, position))
+    return tuple(found)
+
+
+def open_anew(files: Iterable[OpenFile]) -> None:
+    """Open files anew under the descriptors they have, which a forked process calls first of all.
+
+    A fork copies descriptors, but both processes go on to share the position of each file, and move
+    it under each other: https://man7.org/linux/man-pages/man2/fork.2.html. From now on this process
+    has positions of its own, which begin where ``files`` say.
+    """
+    for file in files:
+        try:
+            new = os.open(f"{_DESCRIPTORS}/{file.descriptor}", file.flags | os.O_CLOEXEC)
+            try:
+                os.lseek(new, file.position, os.SEEK_SET)
+                os.dup2(new, file.descriptor, inheritable=os.get_inheritable(file.descriptor))
+            finally:
+                os.close(new)
+        except OSError as error:
+            with suppress(OSError):
+                path = os.readlink(f"{_DESCRIPTORS}/{file.descriptor}")  # noqa: PTH115
+                warnings.warn(
+                    f"{path} is open in the training process, and a worker cannot open it for "
+                    f"itself ({error}). If the dataset reads it, open it on first use in "
+                    "__getitem__: processes that share its position read wrong samples.",
+                    FastDataWarning,
+                    stacklevel=2,
+                )
 
 
 def keep_freed_memory() -> bool:

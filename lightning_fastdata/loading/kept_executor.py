@@ -22,6 +22,7 @@ from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.fork_hazards import refuse_late_fork
 from lightning_fastdata.executors.kinds import (
     KINDS,
     ArmingExecutor,
@@ -117,8 +118,6 @@ class KeptExecutor:
         self.threads = math.ceil(workers / max(1, self.processes))
         self.trial = CrewTrial(self.processes * self.threads)
         self.persistent = self.settings.persistent_workers
-        self.draws_once = self.persistent
-        """The seed of side processes is drawn for the first epoch only, as torch does it."""
         # Threads of one process share a dataset, which is in one epoch at a time.
         self._arms = kind.threads_per_process == 1 or decodes_in_place(self.plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
@@ -136,7 +135,7 @@ class KeptExecutor:
         self._iterator: Executor | None = None
 
     def __iter__(self) -> EpochIterator:
-        if not self.draws_once or self.base_seed is None:
+        if not self.persistent or self.base_seed is None:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
             self.base_seed = int(drawn)
         if self._earlier_seed is not None:
@@ -225,12 +224,19 @@ class KeptExecutor:
             stream: The position in a stream; None: its beginning, or it is none.
         """
         self._in_stream = None if stream is None else StreamPosition.from_dict(stream)
-        if base_seed is not None and self.draws_once:
+        if base_seed is not None and self.persistent:
             self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
         self._earlier_seed = base_seed
 
     def resize(self, workers: int, look_ahead: int | None) -> None:
-        """Read with so many side processes from now on, and be so many batches ahead."""
+        """Read with so many side processes from now on, and be so many batches ahead.
+
+        Raises:
+            WorkerError: They cannot be had, or the dataset holds by now what forked ones must not
+                share.
+        """
+        if workers > self.processes:
+            refuse_late_fork(self.plan)
         self.processes = workers
         self.settings = self.settings._replace(num_workers=workers)
         self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +18,13 @@ from lightning_fastdata.executors.torch_guard import OpenedNotes
 from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
 from lightning_fastdata.loading.resume import Resumable
-from lightning_fastdata.loading.source import Source, indices_of, open_source, reads_with_torch
+from lightning_fastdata.loading.source import (
+    Source,
+    epoch_of,
+    indices_of,
+    open_source,
+    reads_with_torch,
+)
 from lightning_fastdata.loading.tuned import TunedLoader, tuner_for
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import RankSampler, set_epoch
@@ -79,9 +84,8 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
             leave to the device what they can. Not with a ``transform`` that starts in the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
-            and says why in ``plan.explain()``. An iterable dataset has no index to gather or to
-            share out among threads, and is read by ``"workers"`` in place of these two. Torch's own
-            DataPipes are always read by torch.
+            and says why in ``plan.explain()``. An iterable dataset, which has no index, is read by
+            ``"workers"`` in place of ``"gather"`` and ``"sidecar"``, DataPipes always by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
         page_lock: With ``pin_memory`` and another executor than torch's: ``"register"`` has CUDA
@@ -100,7 +104,7 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
         tune: With ``executor="auto"`` and no ``num_workers``: ``"auto"`` changes the number of
-            workers as the steps show what pays, ``"off"`` does not. Or a :class:`Tuner` of yours.
+            ``"workers"`` as the steps show what pays, ``"off"`` does not. Or a ``Tuner`` for them.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -197,7 +201,7 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
                 multiprocessing_context=multiprocessing_context,
                 on_bad_sample=BadSamples.of(on_bad_sample).policy,
             )
-            tune = tune if isinstance(tune, Tuner) else tuner_for(plan, spec) or "off"
+            tune = tuner_for(plan, spec, tune if isinstance(tune, Tuner) else None) or "off"
             executor, num_workers = plan.executor, plan.num_workers
             worker_nice = plan.worker_nice if worker_nice is None else worker_nice
             persistent_workers = plan.persistent_workers and num_workers > 0
@@ -251,8 +255,8 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
         self._counts_from_nothing(run)
         self.tune = tune
         self._records_nothing()
-        if isinstance(tune, Tuner) and tune.workers is not None:
-            self.set_workers(tune.workers)
+        if isinstance(tune, Tuner):
+            self.set_workers(tune.workers or self.num_workers)
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more of torch's workers than CPUs; this package's may well wait."""
@@ -306,13 +310,9 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
             )
             if isinstance(inner, KeptExecutor):
                 inner.record(self.all_records)
-                self._draw_as_before(inner)
             self._keep(inner, (settings, stamped))
         self._go_on(begun)
-        if self._reported and isinstance(inner, DataLoader):
-            with contextlib.suppress(TypeError):
-                len(inner)  # a stream that gives more than was reported is warned of
-        batches: Iterator[Batch] = iter(inner)
+        batches = epoch_of(inner, reported=bool(self._reported))
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -30,9 +31,11 @@ from lightning_fastdata.batches.collate import (
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.fork_hazards import forks
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
 from lightning_fastdata.executors.torch_guard import GuardedCollate, GuardedDataset
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.planning.worker_count import look_ahead_batches
@@ -52,27 +55,36 @@ _PASSED_ON: Final = (
 """Settings that torch's own loader takes as they are."""
 
 
-class _Loader(Protocol):
-    """A FastDataLoader, or its settings."""
+class LoaderFacts(Protocol):
+    """A FastDataLoader, or its settings, under the names they have there."""
 
     @property
-    def dataset(self) -> Dataset[Any]: ...
+    def dataset(self) -> Dataset[Any]:
+        """What is read."""
+
     @property
-    def batch_size(self) -> int | None: ...
+    def batch_size(self) -> int | None:
+        """Samples in a batch; None: single samples, or the batches of ``batch_sampler``."""
+
     @property
-    def batch_sampler(self) -> object: ...
+    def batch_sampler(self) -> object:
+        """Gives the indices of batches."""
+
     @property
-    def executor(self) -> ExecutorName: ...
+    def executor(self) -> ExecutorName:
+        """Who reads."""
+
     @property
-    def device_resident(self) -> object: ...
+    def device_resident(self) -> object:
+        """Where the data is kept; False: it is not."""
 
 
-def makes_batches(loader: _Loader) -> bool:
+def makes_batches(loader: LoaderFacts) -> bool:
     """Return whether samples are put together into batches."""
     return loader.batch_size is not None or loader.batch_sampler is not None
 
 
-def reads_with_torch(loader: _Loader) -> bool:
+def reads_with_torch(loader: LoaderFacts) -> bool:
     """Return whether torch's own iterator reads the dataset."""
     pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
     return loader.device_resident is False and (KINDS[loader.executor].is_torch or pipe)
@@ -148,6 +160,17 @@ def open_source(
         **order,
         **{name: getattr(settings, name) for name in _PASSED_ON},
     )
+
+
+def epoch_of(source: Source, *, reported: bool) -> Iterator[Batch]:
+    """Begin an epoch; ``reported``: the length of the loader was asked for."""
+    if isinstance(source, DataLoader):
+        if isinstance(source.worker_init_fn, WorkerStart):
+            source.worker_init_fn.about_to_start(source.multiprocessing_context)
+        if reported:
+            with contextlib.suppress(TypeError):
+                len(source)  # a stream that gives more than was reported is warned of
+    return iter(source)
 
 
 def _parts_in_workers(
@@ -244,9 +267,15 @@ class WorkerStart:
         self.strategy = _sharing_strategy()
         self.nice = nice
         self.then = then
+        self.files: tuple[OpenFile, ...] = ()
+
+    def about_to_start(self, context: Any) -> None:
+        """Note what a forked process will share with this one: call it before each start."""
+        self.files = files_being_read() if forks(context) else ()
 
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker process of this number."""
+        open_anew(self.files)
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
         if self.nice and hasattr(os, "nice"):
             os.nice(self.nice)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.fingerprint import fingerprint
 from lightning_fastdata.loading.kept_executor import KeptExecutor
-from lightning_fastdata.loading.source import makes_batches, reads_with_torch
+from lightning_fastdata.loading.source import LoaderFacts, makes_batches, reads_with_torch
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -35,15 +37,9 @@ _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
 
 
-class _Loader(Protocol):
+class _Loader(LoaderFacts, Protocol):
     """A FastDataLoader, or its settings."""
 
-    @property
-    def dataset(self) -> Dataset[Any]: ...
-    @property
-    def batch_size(self) -> int | None: ...
-    @property
-    def batch_sampler(self) -> object: ...
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any]: ...
     @property
@@ -58,10 +54,6 @@ class _Loader(Protocol):
     def transform(self) -> StageTransform | None: ...
     @property
     def on_device(self) -> bool: ...
-    @property
-    def executor(self) -> ExecutorName: ...
-    @property
-    def device_resident(self) -> object: ...
 
 
 def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
@@ -123,13 +115,14 @@ def splits_batches(loader: _Loader) -> bool:
 def tuner_for(
     plan: LoaderPlan,
     spec: LoaderSpec,
+    own: Tuner | None = None,
     *,
     local_ranks: int = 1,
     tell: Callable[[str], None] = log.info,
 ) -> Tuner | None:
-    """Return what tunes a loader of a plan; None: there is nothing to tune."""
-    if plan.tune == "off":
-        return None
+    """Return what tunes a loader of a plan, its ``own`` if it has one; None: nothing to tune."""
+    if plan.tune == "off" or own is not None:
+        return None if plan.tune == "off" else own
     forked = plan.multiprocessing_context in (None, "fork")
     most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
     cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)
@@ -148,12 +141,9 @@ def tuner_for(
         "ranks": local_ranks,
         "machine": platform.node(),
     }
-    free = any(each.option == "executor" and each.by == "auto" for each in plan.choices)
     tuner = Tuner(
         most_workers=most,
         cpus=cpus,
-        # A start method that is not Python's own goes with workers, and is lost without.
-        leave=free and plan.multiprocessing_context is None,
         prior=Prior(about, planned=plan.num_workers),
         tell=tell,
     )
@@ -181,6 +171,7 @@ class _Both(deque["BatchStamps"]):
 class TunedLoader:
     """The part of a FastDataLoader that takes stamps, and changes its workers while it is read."""
 
+    dataset: Dataset[Any]
     executor: ExecutorName
     num_workers: int
     persistent_workers: bool
@@ -197,10 +188,6 @@ class TunedLoader:
         """Where the stamps of delivered batches go; None: no stamps are taken."""
         self.tuning_records: deque[BatchStamps] | None = None
         self._ledger = Ledger()
-        self._alone: ExecutorName = "inline" if self.num_workers else self.executor
-        """Who reads without workers."""
-        self._draws_once, self._moved = self.persistent_workers, False
-        self._keeps_workers = self.persistent_workers or not self.num_workers
 
     @property
     def all_records(self) -> deque[BatchStamps] | None:
@@ -218,52 +205,51 @@ class TunedLoader:
         """
         # Lightning carries over what is set in a data hook if it makes the loader anew.
         self.records = self._ledger.records = records
-        if isinstance(self._inner, KeptExecutor):
-            self._inner.record(self.all_records)
+        self._record()
 
     def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
         self.tuning_records = records
+        self._record()
+
+    def _record(self) -> None:
         if isinstance(self._inner, KeptExecutor):
             self._inner.record(self.all_records)
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
         """Return the loader with so many workers, as the model knows it; None: it does not."""
-        executor = self._executor_of(workers)
-        settings = self._settings()._replace(num_workers=workers, executor=executor)
+        settings = self._settings()._replace(num_workers=workers)
         return setup_of(settings, cpus=cpus, step_cpus=step_cpus)
 
-    def set_workers(self, workers: int) -> bool:
-        """Read with so many workers; return whether from now on, or from the next epoch on.
+    def set_workers(self, workers: int) -> None:
+        """Read with so many workers from now on, in the middle of an epoch, too.
 
-        Workers come and go while an epoch is read. The training process begins to read by itself,
-        and ends it, between two epochs.
+        Order and content of the batches stay. Only ``"workers"`` of map-style data come and go so.
+
+        Raises:
+            OptionsError: ``workers`` is below 1, or other workers read this loader, or none.
+            WorkerError: They cannot be had, or the dataset holds by now what forked processes must
+                not share.
         """
-        self._moved = True
-        inner, at_once = self._inner, workers > 0 and self.num_workers > 0
-        self.executor = self._executor_of(workers)
-        self.num_workers = workers
+        streamed = isinstance(self.dataset, IterableDataset)
+        if workers < 1 or not self.num_workers or streamed or not KINDS[self.executor].resizes:
+            raise OptionsError(
+                f"set_workers({workers!r}) of a loader with executor={self.executor!r} and "
+                f"num_workers={self.num_workers}: only 'workers' of a map-style dataset come and "
+                "go, and 1 or more stay. Make a new loader."
+            )
+        inner, self.num_workers = self._inner, workers
+        if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
+            setup = self.setup_with(workers, cpus=1.0, step_cpus=1.0)
+            inner.resize(workers, None if setup is None else setup.look_ahead)
+            vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
+
+    def with_workers(self, workers: int) -> Self:
+        """Return a copy of this loader, not read yet, with another number of workers; 0: none."""
+        twin = copy.copy(self)
+        if bool(workers) != bool(self.num_workers):
+            twin.executor = "workers" if workers else "inline"
+        twin.num_workers = workers
         # torch refuses to change this one, as its own workers are kept by it.
-        vars(self)["persistent_workers"] = workers > 0 and self._keeps_workers
-        if not at_once or not isinstance(inner, KeptExecutor) or self._inner_settings is None:
-            return False
-        setup = self.setup_with(workers, cpus=1.0, step_cpus=1.0)
-        inner.resize(workers, None if setup is None else setup.look_ahead)
-        vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
-        return True
-
-    def _draw_as_before(self, inner: KeptExecutor) -> None:
-        """Have who reads from now on draw no more from torch's generator than who has read before.
-
-        A sampler may draw from it, too, whose order would be another one.
-        """
-        if not self._moved:
-            return
-        inner.draws_once = self._draws_once
-        if isinstance(self._inner, KeptExecutor):
-            inner.base_seed = self._inner.base_seed
-
-    def _executor_of(self, workers: int) -> ExecutorName:
-        if not workers:
-            return self._alone
-        return self.executor if self.num_workers else "workers"
+        vars(twin)["persistent_workers"] = self.persistent_workers and workers > 0
+        return twin

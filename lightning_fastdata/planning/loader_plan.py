@@ -90,8 +90,6 @@ class ExecutorChoice(NamedTuple):
     why: str
     alone: bool = False
     """The training process had better read for itself, where the number of workers is open."""
-    fixed: bool = False
-    """No other one is right, whatever a step takes."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)

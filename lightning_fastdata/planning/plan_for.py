@@ -56,10 +56,6 @@ _KEEP: Final = "kept between the epochs of training and validation; a single pas
 _AS_IT_IS: Final = (None, "left as Python and torch have it")
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
 _FEW_FILES: Final = "shared by name, as the open-file limit is too low to share by descriptor"
-_SHARED: Final = (
-    "{file} was opened in the training process and is read by a position that forked workers would "
-    "share with each other, so {then}. Open it on first use in __getitem__ and not in __init__."
-)
 
 
 def plan_for(
@@ -89,10 +85,7 @@ def plan_for(
         stream = splits_itself(dataset, worker_init_fn=spec.worker_init_fn, wrapped=wrapped)
     cpu = read_cpu_limit(local_ranks=local_ranks)
     choice = TORCH
-    if facts.shared_file is not None and options.num_workers == "auto":
-        why = f"workers would share the position in {facts.shared_file}, which is open here"
-        choice = ExecutorChoice("inline", why, fixed=True)
-    elif spec.needs_cost:
+    if spec.needs_cost:
         shared_memory = shared_slots_supported()
         choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
     size = None if cost is None else cost.size_bytes
@@ -114,13 +107,7 @@ def plan_for(
         start_method=facts.start_method or multiprocessing.get_start_method(),
         instead_of_fork=facts.start_method,
     )
-    plan = plan_loader(options, situation)
-    if facts.shared_file is None:
-        return replace(plan, warnings=facts.warnings)
-    alone = KINDS[plan.executor].caller_reads or not plan.num_workers
-    then = "the training process reads it" if alone else "samples will be mixed up"
-    shared = _SHARED.format(file=facts.shared_file, then=then)
-    return replace(plan, limits=(*plan.limits, shared), warnings=(*facts.warnings, shared))
+    return replace(plan_loader(options, situation), warnings=facts.warnings)
 
 
 def choose_executor(
@@ -221,7 +208,7 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
         "bad_sample_budget": (0.001, "share of the samples, where they are replaced or skipped"),
         "quarantine_file": (None, "in the trainer's log folder, where they are"),
-        "tune": _tuned(options, situation, executor),
+        "tune": _tuned(options, situation, executor, count),
         "probe": (True, "a few samples tell what suits them"),
     }
     limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
@@ -231,10 +218,9 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
 
 
 def _tuned(
-    options: LoaderOptions, situation: Situation, executor: ExecutorName
+    options: LoaderOptions, situation: Situation, executor: ExecutorName, workers: int
 ) -> tuple[Value, str]:
     """Return whether the number of workers is changed while they read, and why."""
-    alone = KINDS[executor].caller_reads or KINDS[executor].is_torch
     why = ""
     if options.num_workers != "auto":
         why = "num_workers is set by you"
@@ -242,9 +228,9 @@ def _tuned(
         why = "only the loaders of training are"
     elif situation.iterable:
         why = "which worker reads what of a stream rests on how many there are"
-    elif situation.choice.fixed:
-        why = situation.choice.why
-    elif not KINDS[executor].resizes and not (alone and options.executor == "auto"):
+    elif not workers:
+        why = "what the training process has opened by then, workers may not share"
+    elif not KINDS[executor].resizes:
         why = f"executor={executor!r} has no workers that come and go"
     elif not shared_slots_supported():
         why = "this system has no memory files for side processes"

@@ -25,8 +25,6 @@ WORKERS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 _LEAST_GAIN: Final = 0.05
 """Of the step: less is within what steps differ by anyway."""
-_LEAST_OF_ANOTHER: Final = 0.08
-"""The same for another executor, of which nothing was measured yet."""
 _MOST_TIMES: Final = 4
 """No more times the workers in one move, as the model was not seen to be right so far away."""
 _FEWER: Final = 0.75
@@ -64,17 +62,13 @@ class Tunable(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Side processes that read; 0: the training process does."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in a batch; None: not known."""
+        """Side processes that read, at least 1."""
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
         """Return the loader with so many workers, as the model knows it; None: it does not."""
 
-    def set_workers(self, workers: int) -> bool:
-        """Read with so many workers; return whether from now on, or from the next epoch on."""
+    def set_workers(self, workers: int) -> None:
+        """Read with so many workers from now on."""
 
     def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each batch from now on; None: no more."""
@@ -104,7 +98,7 @@ class Move:
     batch: int
     """How many batches the loader had given by then."""
     before: int
-    """Workers; 0: the training process read by itself."""
+    """Workers."""
     after: int
     step_before_ms: float
     wait_before_ms: float
@@ -171,18 +165,15 @@ def choose(
     return next(each for each in predicted if each[1] <= GOOD_ENOUGH * best)
 
 
-def numbers_to_try(now: int, *, most: int, leave: bool) -> list[int]:
+def numbers_to_try(now: int, *, most: int) -> list[int]:
     """Return the numbers of workers that a loader may have next, the smallest first.
 
     Args:
-        now: Workers; 0: the training process reads by itself.
+        now: Workers.
         most: As memory and open files allow.
-        leave: It may change between workers and reading in the training process.
     """
-    if not now and not leave:
-        return []
-    bound = min(most, _MOST_TIMES * max(1, now))
-    return [0] * leave + [number for number in WORKERS if number <= bound and number != now]
+    bound = min(most, _MOST_TIMES * now)
+    return [number for number in WORKERS if number <= bound and number != now]
 
 
 def propose(
@@ -194,7 +185,7 @@ def propose(
 ) -> Proposal | None:
     """Return the number of workers that pays; None: the present one is good.
 
-    More workers, or another executor, have to make a step shorter. Fewer have to leave it as it is,
+    More workers have to make a step shorter. Fewer have to leave it as it is,
     also if samples came to take a quarter longer. Each number takes the model milliseconds, so that
     no more are looked at than it takes.
 
@@ -232,20 +223,15 @@ def propose(
             if GOOD_ENOUGH * step_ms(number) > best_ms:
                 break
             best, best_ms = number, step_ms(number)
-        least = _LEAST_GAIN if now else _LEAST_OF_ANOTHER
-        if now and 0 in numbers:
-            alone_ms = step_ms(0)
-            if alone_ms <= GOOD_ENOUGH * best_ms:
-                best, best_ms, least = 0, alone_ms, _LEAST_OF_ANOTHER
-        if best_ms <= (1 - least) * now_ms:
+        if best_ms <= (1 - _LEAST_GAIN) * now_ms:
             return Proposal(best, ratio * best_ms, late)
-        more = next((number for number in numbers if number > now > 0), None)
+        more = next((number for number in numbers if number > now), None)
         if ratio >= _WRONG and window.wait_share >= _MUCH:
             if more is None:
                 return None
             hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
             return Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
-    fewer = [number for number in numbers if 0 < number <= _FEWER * now]
+    fewer = [number for number in numbers if number <= _FEWER * now]
     slower = scaled(costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
     limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)
 
@@ -275,7 +261,7 @@ def paid(move: Move, after: Window) -> bool:
     if move.step_expected_ms is None:
         return True
     gained_ms = move.step_before_ms - after.step_ms
-    if 0 < move.after < move.before:
+    if move.after < move.before:
         # What the training itself takes differs from window to window, the wait hardly does.
         longer_ms = after.wait_ms - move.wait_before_ms
         limit_ms = _LEAST_SEEN * move.step_before_ms

@@ -21,6 +21,8 @@ _NS_PER_MS: Final = 1e6
 _SHORT: Final = 0.25
 """So many of a thread's pauses are no longer than it takes to get on with what is there."""
 _NEXT_TASKS: Final = 16
+_ONE_THREAD: Final = 1.1
+"""CPUs: up to there, what sends batches away explains what is above one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,57 @@ class Prediction:
     """From one request to the next, the mean."""
     wait_ms: float
     """Of that, the time waited for the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingTimes:
+    """What the training process did in an interval, e.g. an epoch without its start."""
+
+    cpu_s: float
+    """Its CPU seconds (``time.process_time``), without its workers."""
+    wall_s: float
+    """Seconds that passed."""
+    waited_s: float
+    """Of these, what was waited for batches."""
+    runqueue_s: float = 0.0
+    """Of these, what the thread that trains was ready but had no CPU: the second number of
+    ``/proc/thread-self/schedstat``. 0 where it is not known, which gives too few CPUs."""
+    loading_cpu_s: float = 0.0
+    """Of ``cpu_s``, what threads took that load, and not the training."""
+
+    @property
+    def step_cpus(self) -> float:
+        """CPUs that the training process uses between two requests if it is alone.
+
+        1 if a single thread computes all the time, next to 0 if it waits for a device. What is up
+        to 10 % above 1 counts as 1: taking batches uses a CPU, too.
+        """
+        working_s = self.wall_s - self.waited_s - self.runqueue_s
+        own_s = self.cpu_s - self.loading_cpu_s
+        found = max(0.0, own_s / working_s) if working_s > 0 else 0.0
+        return min(1.0, found) if found <= _ONE_THREAD else found
+
+    @property
+    def step_queued(self) -> float:
+        """Part of the steps, from delivery to request, in which the training had no CPU, 0 to 1.
+
+        Waking up from a wait queues for a CPU, too. A step that uses few CPUs is hardly ever
+        queued, so that as much of ``runqueue_s`` counts as it uses CPUs.
+        """
+        steps_s = self.wall_s - self.waited_s
+        if steps_s <= 0:
+            return 0.0
+        return min(1.0, self.runqueue_s / steps_s) * min(1.0, self.step_cpus)
+
+
+def by_epoch(stamps: Sequence[BatchStamps]) -> list[list[BatchStamps]]:
+    """Return the stamps of each epoch."""
+    epochs: list[list[BatchStamps]] = []
+    for batch in stamps:
+        if batch.first or not epochs:
+            epochs.append([])
+        epochs[-1].append(batch)
+    return epochs
 
 
 def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> list[BatchCost]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH, WORKERS
@@ -21,12 +21,14 @@ _NO_BETTER: Final = 2
 
 
 class Sweepable(Protocol):
-    """A loader whose number of workers may be set, of which copies may be made."""
+    """A loader, of which copies with other numbers of workers may be made."""
 
-    num_workers: int
+    @property
+    def num_workers(self) -> int:
+        """Side processes that read; 0: none."""
 
-    def set_workers(self, workers: int) -> bool:
-        """Read with so many workers."""
+    def with_workers(self, workers: int) -> Self:
+        """Return a copy, not read yet, with another number of workers; 0: none."""
 
     def close(self) -> None:
         """Stop the workers."""
@@ -121,7 +123,7 @@ def sweep(
     step_ms: float = 0.0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Sweep:
-    """Read copies of a loader with growing numbers of workers, until more are no faster.
+    """Read copies of a loader with growing numbers of workers, until more are no faster; 0 last.
 
     Args:
         loader: As it was planned; it is not read itself.
@@ -138,13 +140,12 @@ def sweep(
     planned = loader.num_workers
     found: dict[int, float] = {}
     waited = 0
-    for number in sorted({*numbers, planned}):
+    # What is opened while this process reads, no worker that is forked later may share.
+    for number in sorted({*numbers, planned}, key=lambda number: number or math.inf):
         if waited >= _NO_BETTER and number > planned:
-            break
-        twin = copy.copy(loader)
+            continue
+        twin = loader.with_workers(number)
         try:
-            if number != planned:
-                twin.set_workers(number)
             rate = _batches_per_s(twin, seconds, step_ms / 1000, warm=_WARM_BATCHES + 2 * number)
         finally:
             twin.close()
@@ -152,6 +153,7 @@ def sweep(
         better = rate > GOOD_ENOUGH * max(found.values(), default=0.0)
         waited = 0 if better else waited + 1
         found[number] = rate
+    found = dict(sorted(found.items()))
     return Sweep(
         name=name, planned=planned, batches_per_s=found, batch_size=batch_size, step_ms=step_ms
     )

@@ -8,6 +8,7 @@ between it looks at two times a step, the wait and the rest, and measures again 
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -72,11 +73,12 @@ class Phase(Enum):
 
     WATCHING = "two times a step are taken"
     MEASURING = "stamps of each batch are taken"
-    WAITING = "the next epoch will begin with other workers"
     SETTLING = "batches come that were begun before the move"
     VERIFYING = "steps show what the move has brought"
 
 
+_REFUSALS: Final = (WorkerError, OSError, TypeError, AttributeError, pickle.PicklingError)
+"""Of the system, and of a dataset that by now cannot be sent to another process."""
 _WITH_STAMPS: Final = (Phase.MEASURING, Phase.VERIFYING)
 
 
@@ -86,8 +88,6 @@ class Tuner:
     Args:
         most_workers: As memory and open files allow.
         cpus: CPUs that this process and its workers may use.
-        leave: It may change between workers and reading in the training process, which happens
-            between two epochs.
         prior: What an earlier training came to, which is where this one begins.
         tell: Takes each move in words. Default: the log ``lightning_fastdata.tuning``.
         clock_ns: Nanoseconds from any start.
@@ -99,7 +99,6 @@ class Tuner:
         *,
         most_workers: int,
         cpus: float,
-        leave: bool = False,
         prior: Prior | None = None,
         tell: Callable[[str], None] = log.info,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -110,14 +109,13 @@ class Tuner:
         """All that were made, the newest last."""
         self.workers: int | None = None if prior is None else prior.recall()
         """The number that this tuner, or one before it, has come to; None: that of the plan."""
-        least = 0 if leave else 1
-        if self.workers is not None and not least <= self.workers <= most_workers:
+        if self.workers is not None and not 1 <= self.workers <= most_workers:
             self.workers = None
         self.phase = Phase.MEASURING
         self.spent_s = 0.0
         """What decisions took so far, the start of processes included."""
         self.tell = tell
-        self._cpus, self._leave, self._prior = cpus, leave, prior
+        self._cpus, self._prior = cpus, prior
         self._clock_ns = clock_ns
         self._pressure = PressureReader() if pressure is None else pressure
         self._loader: weakref.ref[Tunable] | None = None
@@ -140,10 +138,7 @@ class Tuner:
         self._watch.epoch_began()
         self._cold = max(self._cold, _COLD)
         self._ahead = self._look_ahead(loader)
-        if self.phase is Phase.WAITING:
-            self._settle(loader)
-        elif self.phase in _WITH_STAMPS:
-            self._watch.rows = loader.batch_size or 1
+        if self.phase in _WITH_STAMPS:
             loader.tuning_stamps(self._watch.stamps)
         return _Watched(batches, self)
 
@@ -179,7 +174,6 @@ class Tuner:
 
     def _measure(self, loader: Tunable, steps: int, phase: Phase = Phase.MEASURING) -> None:
         self._begin(phase, steps)
-        self._watch.rows = loader.batch_size or 1
         loader.tuning_stamps(self._watch.stamps)
 
     def _rest_now(self, loader: Tunable) -> None:
@@ -200,8 +194,6 @@ class Tuner:
     def _look(self, loader: Tunable, window: Window) -> None:
         """Measure again if batches are late, or if the machine runs short of something."""
         self._watch.clear(costs=False)
-        if self.phase is Phase.WAITING:
-            return
         pressure = self._pressed()
         if pressure.memory and loader.num_workers > 1:
             self._relieve(loader, window)
@@ -239,8 +231,8 @@ class Tuner:
             return
         now, self._again = loader.num_workers, False
         self._decided = window
-        numbers = numbers_to_try(now, most=self.most_workers, leave=self._leave)
-        step_cpus, costs = self._watch.costs(inline=not now)
+        numbers = numbers_to_try(now, most=self.most_workers)
+        step_cpus, costs = self._watch.costs()
         proposal = propose(
             window,
             costs,
@@ -274,17 +266,12 @@ class Tuner:
     def _set(self, loader: Tunable, workers: int) -> None:
         before = loader.num_workers
         try:
-            at_once = loader.set_workers(workers)
-        except (WorkerError, OSError) as error:
-            # The training can do without what the system refuses.
+            loader.set_workers(workers)
+        except _REFUSALS as error:
+            # The training can do without what the system, or the dataset, refuses.
             self.most_workers, self.workers = before, before
             self.tell(f"num_workers stays {before}, as {workers} cannot be had: {error}")
-            at_once = loader.set_workers(before)
-        self._begin(Phase.WAITING, _WATCHED)
-        if at_once:
-            self._settle(loader)
-
-    def _settle(self, loader: Tunable) -> None:
+            loader.set_workers(before)
         self._ahead = self._look_ahead(loader)
         self._cold = _COLD + self._ahead
         self._begin(Phase.SETTLING, _VERIFIED)

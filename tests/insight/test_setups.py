@@ -20,9 +20,9 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.insight.model.setups import TrainingTimes
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of, splits_batches
+from lightning_fastdata.tuning.simulate import TrainingTimes
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

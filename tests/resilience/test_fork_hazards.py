@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import sqlite3
 import sys
 import tarfile
@@ -77,10 +78,7 @@ def an_hdf5_file(folder: Path) -> Any:
 
 
 OPEN = {
-    "the open file": lambda folder: a_file(folder).open("rb"),
-    "the open file ": lambda folder: a_file(folder).open(encoding="latin1"),
-    "an open zipfile.ZipFile": an_archive,
-    "an open tarfile.TarFile": a_tar,
+    "an open connection": lambda _: socket.socketpair(),
     "an open sqlite3.Connection": lambda folder: sqlite3.connect(folder / "a.db"),
     "an open h5py.File": an_hdf5_file,
     "an open h5py.Dataset": lambda folder: an_hdf5_file(folder)["x"],
@@ -96,8 +94,10 @@ def closed(handle: Any) -> Any:
 
 
 FINE = {
-    "a closed file": lambda folder: closed(a_file(folder).open("rb")),
-    "a closed archive": lambda folder: closed(an_archive(folder)),
+    "a file, which workers open anew": lambda folder: a_file(folder).open("rb"),
+    "an archive": an_archive,
+    "a tar": a_tar,
+    "a closed connection to a program": lambda _: closed(socket.socketpair()[0]),
     "a closed connection": lambda folder: closed(sqlite3.connect(folder / "a.db")),
     "a closed HDF5 file": lambda folder: closed(an_hdf5_file(folder)),
     "a log": lambda folder: (folder / "log").open("w"),

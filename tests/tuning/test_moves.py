@@ -35,8 +35,6 @@ def cost(blocked_ms=0.0, cpu_ms=0.0, step_ms=5.0):
 
 
 def with_workers(number):
-    if not number:
-        return replace(HERE, workers=0, look_ahead=1, inline=True)
     return replace(HERE, workers=number, look_ahead=max(8, 2 * number))
 
 
@@ -45,8 +43,8 @@ def window(costs, number):
     return Window(24, found.step_ms, found.wait_ms)
 
 
-def proposed(costs, now, *, most=64, leave=False):
-    numbers = numbers_to_try(now, most=most, leave=leave)
+def proposed(costs, now, *, most=64):
+    numbers = numbers_to_try(now, most=most)
     return propose(window(costs, now), costs, with_workers, now, numbers)
 
 
@@ -66,7 +64,7 @@ def test_more_workers_are_within_bounds_and_as_good_as_the_best_within_them(
 ):
     costs = [cost(blocked, cpu, step)] * 4
     found = proposed(costs, now, most=most)
-    allowed = [n for n in numbers_to_try(now, most=most, leave=False) if n > now]
+    allowed = [n for n in numbers_to_try(now, most=most) if n > now]
     if blocked < 0.2 * (blocked + cpu):  # more than the CPUs would only share them
         allowed = [n for n in allowed if n <= HERE.cpus]
     before = simulate(costs, with_workers(now)).step_ms
@@ -97,16 +95,10 @@ def test_fewer_workers_leave_the_step_as_it_is_even_if_samples_get_slower(blocke
         assert step_ms[1] <= 1.02 * step_ms[0]
 
 
-def test_workers_that_only_hand_over_give_way_to_the_training_process():
-    costs = [replace(cost(cpu_ms=0.02, step_ms=0.1), handover_ns=0.5 * MS, taking_ns=0.4 * MS)] * 8
-    assert proposed(costs, 2, leave=True).workers == 0
-    assert proposed(costs, 2, leave=False) is None or proposed(costs, 2).workers != 0
-
-
 def test_workers_that_compute_are_no_more_than_the_cpus():
     costs = [cost(cpu_ms=40.0, blocked_ms=2.0)] * 8
     late = Window(24, 40.0, 30.0)  # however late, as others use the CPUs, too
-    assert propose(late, costs, with_workers, 4, numbers_to_try(4, most=16, leave=False)) is None
+    assert propose(late, costs, with_workers, 4, numbers_to_try(4, most=16)) is None
     assert proposed(costs, 2).workers in (3, 4)
 
 
@@ -114,7 +106,7 @@ def test_where_the_model_is_wrong_one_step_further_is_tried():
     costs = [cost(blocked_ms=8.0)] * 8
     seen = window(costs, 2)
     late = Window(24, 1.3 * seen.step_ms, 0.4 * seen.step_ms)
-    found = propose(late, costs, with_workers, 2, numbers_to_try(2, most=16, leave=False))
+    found = propose(late, costs, with_workers, 2, numbers_to_try(2, most=16))
     assert found.workers == 3
     assert found.step_ms == pytest.approx(0.95 * late.step_ms)
     assert "no reason" in found.why
@@ -122,13 +114,7 @@ def test_where_the_model_is_wrong_one_step_further_is_tried():
     assert propose(window(idle, 8), idle, with_workers, 8, [1, 2, 4]).workers < 8
     seen_ms = window(idle, 8).step_ms
     assert propose(Window(24, 2 * seen_ms, seen_ms), idle, with_workers, 8, [1, 2, 4]) is None
-    assert propose(seen, costs, with_workers, 2, numbers_to_try(2, most=2, leave=False)) is None
-
-
-def test_the_training_process_gets_workers_only_if_they_are_surely_faster():
-    assert proposed([cost(blocked_ms=10.0)] * 8, 0, leave=True).workers >= 2
-    assert proposed([cost(blocked_ms=0.3)] * 8, 0, leave=True) is None
-    assert proposed([cost(blocked_ms=10.0)] * 8, 0, leave=False) is None
+    assert propose(seen, costs, with_workers, 2, numbers_to_try(2, most=2)) is None
 
 
 def test_what_is_not_measured_or_not_known_to_the_model_changes_nothing():
@@ -145,8 +131,6 @@ def test_what_is_not_measured_or_not_known_to_the_model_changes_nothing():
         (6, 2, 20.0, 20.5, True),
         (6, 2, 20.0, 21.5, False),
         (6, 3, None, 40.0, True),  # memory was short
-        (0, 2, 10.0, 12.0, True),
-        (2, 0, 15.0, 19.9, False),
     ],
 )
 def test_a_move_is_kept_if_it_paid(before, after, expected_ms, seen_ms, kept):
@@ -184,16 +168,14 @@ def taken_back(before, after, seen_ms):
 @pytest.mark.parametrize(
     ("before", "after", "seen_ms", "left"),
     [
-        (2, 8, 20.0, {0, 1}),  # nothing was gained: no larger number will
-        (2, 8, 25.0, {0, 1, 3, 4, 6}),  # they hindered each other: fewer more may not
+        (2, 8, 20.0, {1}),  # nothing was gained: no larger number will
+        (2, 8, 25.0, {1, 3, 4, 6}),  # they hindered each other: fewer more may not
         (8, 2, 25.0, {3, 4, 6, 12, 16}),
-        (4, 0, 25.0, {1, 2, 3, 6, 8, 12, 16}),
-        (0, 2, 20.0, {0}),
     ],
 )
 def test_what_did_not_pay_rules_out_what_cannot_either(before, after, seen_ms, left):
     left_open = still_open(ALL_NUMBERS, taken_back(before, after, seen_ms))
-    numbers = {*numbers_to_try(before, most=16, leave=True)} - {before}
+    numbers = {*numbers_to_try(before, most=16)} - {before}
     assert numbers & {*left_open} & set(range(17)) == left - {before}
 
 

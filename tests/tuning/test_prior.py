@@ -89,13 +89,11 @@ def test_the_folder_is_where_the_environment_says(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "lightning_fastdata"
 
 
-@pytest.mark.parametrize(
-    ("kept", "leave", "begins"), [(6, False, 6), (0, False, None), (99, True, None)]
-)
-def test_an_impossible_number_is_not_begun_with(tmp_path, kept, leave, begins):
+@pytest.mark.parametrize(("kept", "begins"), [(6, 6), (0, None), (99, None)])
+def test_an_impossible_number_is_not_begun_with(tmp_path, kept, begins):
     prior = Prior(ABOUT, tmp_path)
     prior.keep(kept)
-    assert Tuner(most_workers=16, cpus=2.0, leave=leave, prior=prior).workers == begins
+    assert Tuner(most_workers=16, cpus=2.0, prior=prior).workers == begins
 
 
 def trained(**how):

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import pickle
 import random
+import sqlite3
 import time
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, LoaderOptions
-from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.tuning.tuner import Phase, Pressure, Tuner
 
 # What is told of real times is wrong now and then where other programs take the CPUs meanwhile.
@@ -85,7 +86,7 @@ def test_order_and_content_stay_however_the_number_of_workers_changes(seed):
         for batch in loader:
             moved.append(batch)
             if chance.random() < 0.2:
-                loader.set_workers(chance.choice((0, 1, 2, 3, 5)))
+                loader.set_workers(chance.choice((1, 2, 3, 5)))
                 numbers.add(loader.num_workers)
     loader.close()
     assert len(numbers) > 2
@@ -187,17 +188,43 @@ def test_workers_that_wait_for_each_other_are_taken_back():
 
 
 @in_real_time
-def test_the_training_process_gets_workers_for_the_next_epoch():
-    mine = tuner(leave=True)
-    loader = FastDataLoader(Waiting(8 * 100, 0.002), 8, executor="inline", tune=mine)
-    epochs = []
-    for _ in range(3):
-        run(loader, 1)
-        epochs.append((loader.executor, loader.num_workers))
+def test_no_worker_is_forked_from_a_process_that_has_opened_what_it_must_not_share():
+    told = []
+    mine = tuner(tell=told.append)
+    dataset = Waiting(8 * 80, 0.006)
+    loader = FastDataLoader(dataset, 8, executor="workers", num_workers=1, tune=mine)
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        dataset.connection = sqlite3.connect(":memory:")
+        time.sleep(0.004)
     loader.close()
-    assert epochs[0] == ("workers", 4)  # decided in the first epoch, done in the second
-    assert mine.moves[0].outcome == "kept"
-    assert mine.moves[0].step_seen_ms < 0.6 * mine.moves[0].step_before_ms
+    assert torch.cat(seen).tolist() == list(range(640))
+    assert loader.num_workers == 1
+    assert any("stays 1" in line and "an open sqlite3.Connection" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [
+        ({"executor": "workers", "num_workers": 2}, 0),
+        ({"executor": "workers", "num_workers": 0}, 2),
+        ({"executor": "inline"}, 2),
+        ({"executor": "torch", "num_workers": 2}, 3),
+        ({"executor": "sidecar", "num_workers": 2}, 3),
+    ],
+)
+def test_workers_that_do_not_come_and_go_are_refused(how, workers):
+    loader = FastDataLoader(Drawn(), 4, **how)
+    with pytest.raises(OptionsError, match="Make a new loader"):
+        loader.set_workers(workers)
+    with pytest.raises(OptionsError, match="Make a new loader"):
+        FastDataLoader(Drawn(), 4, tune=tuner(), executor="inline")
+    twin = loader.with_workers(workers)
+    assert twin.num_workers == workers
+    assert len(list(twin)) == len(list(loader)) == 24
+    twin.close()
+    loader.close()
 
 
 @in_real_time
@@ -217,20 +244,30 @@ def test_short_memory_halves_the_workers_at_once_and_for_good():
 
 
 class Refused(FastDataLoader):
-    """The system lets it have no more than two workers."""
+    """It can have no more than two workers."""
+
+    error: Exception
 
     def set_workers(self, workers):
-        at_once = super().set_workers(workers)
+        super().set_workers(workers)
         if workers > 2:
-            raise WorkerError("Side process 3 cannot be started: no memory.")
-        return at_once
+            raise self.error
 
 
 @in_real_time
-def test_workers_that_cannot_be_had_leave_the_training_as_it_was():
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerError("Side process 3 cannot be started: no memory."),
+        OSError("no memory"),
+        TypeError("cannot pickle: no memory of how"),
+    ],
+)
+def test_workers_that_cannot_be_had_leave_the_training_as_it_was(error):
     told = []
     mine = tuner(tell=told.append)
     loader = Refused(Waiting(8 * 80, 0.006), 8, executor="workers", num_workers=1, tune=mine)
+    loader.error = error
     seen = run(loader, 1)
     loader.close()
     assert torch.cat(seen).tolist() == list(range(640))
@@ -278,6 +315,7 @@ class Stream(IterableDataset):
     [
         (Drawn(), {"tune": "off"}, "set by you"),
         (Drawn(), {"num_workers": 2}, "num_workers is set by you"),
+        (Drawn(), {}, "what the training process has opened"),
         (Drawn(), {"num_workers": 0}, "num_workers is set by you"),
         (Stream(), {}, "a stream"),
         (TensorDataset(torch.arange(64.0).reshape(16, 4)), {}, "gather"),
@@ -292,7 +330,7 @@ def test_what_is_not_tuned_says_why(dataset, how, why):
 
 
 def test_what_is_tuned_says_so():
-    loader = FastDataLoader(Drawn(), 4, executor="auto")
+    loader = FastDataLoader(Waiting(64, 0.004), 4, executor="auto")
     assert isinstance(loader.tune, Tuner)
     assert "tune" in loader.plan.explain()
     assert loader.tune.phase is Phase.MEASURING

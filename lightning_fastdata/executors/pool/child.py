@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import deque
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +24,23 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
-from lightning_fastdata.host.system_calls import die_with, keep_freed_memory
+from lightning_fastdata.host.system_calls import (
+    OpenFile,
+    die_with,
+    keep_freed_memory,
+    open_anew,
+)
 from lightning_fastdata.randomness.seeds import keep_own_epochs
 from lightning_fastdata.torch_internals import set_worker_info
+
+
+class Inherited(NamedTuple):
+    """What a fork copied; nothing of a process that was started otherwise."""
+
+    wires: tuple[int, ...] = ()
+    """Descriptors of this process's siblings and of its parent's end, to be closed."""
+    files: tuple[OpenFile, ...] = ()
+    """That the training process may read, with their positions when it was forked."""
 
 
 def child_main(
@@ -34,16 +49,17 @@ def child_main(
     number: int,
     processes: int,
     threads: int,
-    inherited_fds: tuple[int, ...],
+    inherited: Inherited,
     parent: int,
     epoch: int | None,
 ) -> None:
     """Fetch what the training process asks for until it closes the wire.
 
-    ``inherited_fds`` are what a fork copied; the arguments are those of :class:`.ChildProcess`.
+    The arguments are those of :class:`.ChildProcess`.
     ``parent`` is the process that this one ends with; 0: it ends with the wire only.
     """
-    for descriptor in inherited_fds:
+    open_anew(inherited.files)
+    for descriptor in inherited.wires:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A fork copies the handler of the training process, and Lightning's tells the other ranks.

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from lightning_fastdata.batches.slots import Slot, create_shared_memory
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.child import child_main
+from lightning_fastdata.executors.pool.child import Inherited, child_main
 from lightning_fastdata.executors.pool.protocol import (
     FromChild,
     MapSlot,
@@ -29,6 +29,7 @@ from lightning_fastdata.executors.pool.protocol import (
 )
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
+from lightning_fastdata.host.system_calls import files_being_read
 
 _CROWDED_S: Final = 0.001
 """Where a wire has room, and yet nothing can be sent, it is other processes that have to read."""
@@ -88,10 +89,19 @@ class ChildProcess:
         lasting = threading.current_thread() is threading.main_thread()
         parent = os.getpid() if lasting else 0
         # A forked child holds its siblings' wires too, and they would never see them closed.
-        inherited_fds = (ours.fileno(), *inherited_fds) if forked else ()
+        inherited = Inherited((ours.fileno(), *inherited_fds), files_being_read())
         self.process = context.Process(
             target=child_main,
-            args=(theirs, plan, number, processes, threads, inherited_fds, parent, epoch),
+            args=(
+                theirs,
+                plan,
+                number,
+                processes,
+                threads,
+                inherited if forked else Inherited(),
+                parent,
+                epoch,
+            ),
             daemon=True,
             name=f"fastdata-{number}",
         )

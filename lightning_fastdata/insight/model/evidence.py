@@ -20,7 +20,7 @@ from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import batch_costs
+from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +277,7 @@ def evidence_of(
             other_cpus=_taken_cpus(setup.cpus, **measured),
             worker_threads=setups.worker_threads(stamps),
         )
-    epochs = setups.by_epoch(stamps)
+    epochs = by_epoch(stamps)
     costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
     if causes is None:
         totals = CauseTotals()

@@ -70,9 +70,6 @@ class DatasetFacts:
     cost: SampleCost | None = None  # of reading a sample
     draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
     start_method: str | None = None  # of workers, where the usual way was seen to fail
-    shared_file: str | None = None
-    """A file that the training process has opened and the dataset reads by its position, which
-    forked workers would share; None: there is none."""
     warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
 
 
@@ -116,18 +113,13 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         work = partial(try_apart, _answer, reading_on(spec), questions)
         findings = work(start_method=method)
     facts, failure = facts_of(findings), findings.failure
-    if spec.reads_here and (failure is None or _suspects_fork(failure)):
-        return replace(facts, shared_file=None)
-    if failure is None and facts.shared_file is None:
+    if failure is None or (spec.reads_here and _suspects_fork(failure)):
         return facts
-    forked = asked_method is None and method == "fork"
-    if forked and (failure is None or _suspects_fork(failure)) and _can_respawn():
+    if asked_method is None and method == "fork" and _suspects_fork(failure) and _can_respawn():
         again = work(start_method="forkserver")
         if again.failure is None:
-            warning = _forkserver_message(facts, failure)
+            warning = _forkserver_message(failure)
             return replace(facts_of(again), start_method="forkserver", warnings=(warning,))
-    if failure is None:
-        return facts
     if failure.error is not None and questions.sample:
         raise _unreadable(spec, findings.values.get("key", 0), failure)
     decided_without = (
@@ -159,7 +151,6 @@ def refuse_empty(dataset: Dataset[Any], name: str) -> None:
 
 def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
     """Read what the questions need; runs where nothing else uses the dataset or its sampler."""
-    before = _open_files()
     dataset = spec.dataset
     if spec.worker_init_fn is not None:
         set_worker_info(number=0, workers=1, seed=0, dataset=dataset)
@@ -176,7 +167,6 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         sample = dataset[0]
         tell("sample", sample)
         tell("uncollatable", uncollatable(sample) if questions.collated else None)
-        tell("moved", _moved(before))
     if questions.further:
         tell("further", tuple(further_samples(dataset, questions.further)))
     if questions.trial is not None:
@@ -189,7 +179,6 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         collate = collate_samples if spec.default_collation else spec.collate_fn
         cost = measure_samples(dataset, batch_size=spec.batch_size or 1, collate=collate)
         tell("cost", (cost, watch.drew()))
-    tell("moved", _moved(before))
 
 
 def _facts(
@@ -216,31 +205,7 @@ def _facts(
         split=splits and not fetches_in_batches(spec.dataset),
         cost=cost,
         draws=draws,
-        shared_file=next(iter(values.get("moved", ())), None),
     )
-
-
-def _open_files() -> dict[int, tuple[str, int]]:
-    """Return name and position of the regular files that are open for reading, by descriptor."""
-    if sys.platform != "linux":  # no other system tells positions
-        return {}
-    import psutil
-
-    try:
-        files = psutil.Process().open_files()
-    except (psutil.Error, OSError):  # this process may not read /proc
-        return {}
-    return {file.fd: (file.path, file.position) for file in files if file.mode == "r"}
-
-
-def _moved(before: dict[int, tuple[str, int]]) -> list[str]:
-    """Return the files whose position has moved since, of those that were open before."""
-    now = _open_files()
-    return [
-        name
-        for number, (name, position) in before.items()
-        if number > 2 and now.get(number, ("", 0))[0] == name and now[number][1] != position
-    ]
 
 
 def _suspects_fork(failure: Failure) -> bool:
@@ -265,18 +230,12 @@ def _can_respawn() -> bool:
         return False
 
 
-def _forkserver_message(facts: DatasetFacts, failure: Failure | None) -> str:
-    what = (
-        f"reads {facts.shared_file} by a position that it shares with the training process, "
-        "which opened the file"
-        if failure is None
-        else failure.what + _with_stack(failure)
-    )
+def _forkserver_message(failure: Failure) -> str:
     return (
         "workers are started by forkserver instead of fork: the dataset is read well by a process "
-        f"that was started so, whereas a forked one {what}. Something that the training process "
-        "opened or started (a file, a client with threads, CUDA) does not survive a fork. Open it "
-        "on first use in __getitem__ and not in __init__, or set "
+        f"that was started so, whereas a forked one {failure.what}{_with_stack(failure)}. "
+        "Something that the training process opened or started (a client with threads, CUDA) does "
+        "not survive a fork. Open it on first use in __getitem__ and not in __init__, or set "
         'multiprocessing_context="forkserver", and this message goes away.'
     )
 

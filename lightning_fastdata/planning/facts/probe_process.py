@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from lightning_fastdata.host.system_calls import die_with
+from lightning_fastdata.host.system_calls import OpenFile, die_with, files_being_read, open_anew
 
 Tell: TypeAlias = Callable[[str, object], None]
 """Sends a finding to the training process: its name, and a value that can be pickled."""
@@ -82,10 +82,11 @@ def try_apart(
     context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)
     stacks, stack_end = context.Pipe(duplex=False)
-    parent = os.getpid() if start_method == "fork" else 0
+    forked = start_method == "fork"
+    parent, files = os.getpid() if forked else 0, files_being_read() if forked else ()
     process = context.Process(  # type: ignore[attr-defined]  # a context has it
         target=_main,
-        args=(theirs, stack_end, parent, work, arguments),
+        args=(theirs, stack_end, parent, files, work, arguments),
         daemon=True,
         name="fastdata-probe",
     )
@@ -157,11 +158,13 @@ def _main(
     end: Connection,
     stacks: Connection,
     parent: int,
+    files: tuple[OpenFile, ...],
     work: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
+    open_anew(files)
     if _CAN_ASK_FOR_STACKS:
         faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True, chain=False)
     torch.set_num_threads(1)

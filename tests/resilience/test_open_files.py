@@ -1,0 +1,203 @@
+"""Workers read rightly what the training process has open, whenever it opened it."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.host.system_calls import files_being_read, open_anew
+
+SAMPLES = 400
+ROW = 64  # bytes: a few hundred rows are more than one buffer holds
+FOUND_BY_SEEKING = ("unbuffered", "buffered", "descriptor", "zip", "tar", "hdf5")
+
+
+def row(index: int) -> bytes:
+    return f"{index:0{ROW}d}".encode()
+
+
+class Rows(Dataset):
+    """Rows of one file, found by a position that is moved to and then read from."""
+
+    def __init__(self, path: Path, how: str, *, at_once: bool = False) -> None:
+        self.path, self.how = path, how
+        self.write()
+        self.file = self.open() if at_once else None
+
+    def write(self) -> None:
+        if self.how == "zip":
+            with zipfile.ZipFile(self.path, "w") as archive:
+                for index in range(SAMPLES):
+                    archive.writestr(str(index), row(index))
+        elif self.how == "tar":
+            member = self.path.with_suffix(".row")
+            with tarfile.open(self.path, "w") as archive:
+                for index in range(SAMPLES):
+                    member.write_bytes(row(index))
+                    archive.add(member, str(index))
+        elif self.how == "hdf5":
+            with pytest.importorskip("h5py").File(self.path, "w") as file:
+                file["rows"] = [row(index) for index in range(SAMPLES)]
+        else:
+            self.path.write_bytes(b"".join(map(row, range(SAMPLES))))
+
+    def open(self):
+        match self.how:
+            case "zip":
+                return zipfile.ZipFile(self.path)
+            case "tar":
+                return tarfile.open(self.path)
+            case "hdf5":
+                return pytest.importorskip("h5py").File(self.path, "r")
+            case "descriptor":
+                return os.open(self.path, os.O_RDONLY)
+        return self.path.open("rb", buffering=0 if self.how == "unbuffered" else -1)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.file is None:
+            self.file = self.open()
+        match self.how:
+            case "zip":
+                found = self.file.read(str(index))
+            case "tar":
+                found = self.file.extractfile(str(index)).read()
+            case "hdf5":
+                found = self.file["rows"][index]
+            case "descriptor":
+                os.lseek(self.file, index * ROW, os.SEEK_SET)
+                found = os.read(self.file, ROW)
+            case _:
+                self.file.seek(index * ROW)
+                found = self.file.read(ROW)
+        return torch.tensor([int(found), len(found)])
+
+
+WANTED = [[index, ROW] for index in range(SAMPLES)]
+pytestmark = pytest.mark.filterwarnings("ignore:The dataset Rows holds an open h5py")
+
+
+def read(loader) -> list[list[int]]:
+    return [row for batch in loader for row in batch.tolist()]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("executor", ["workers", "torch", "sidecar"])
+@pytest.mark.parametrize("how", FOUND_BY_SEEKING)
+@pytest.mark.parametrize("at_once", [False, True], ids=["on first use", "at once"])
+def test_the_training_process_reads_before_and_beside_the_workers(executor, how, at_once, tmp_path):
+    if executor == "sidecar" and how != "hdf5":
+        pytest.skip("threads of one process share what it opened, as in the training process")
+    dataset = Rows(tmp_path / "rows", how, at_once=at_once)
+    assert dataset[7].tolist() == WANTED[7]
+    loader = FastDataLoader(
+        dataset, 8, num_workers=3, executor=executor, multiprocessing_context="fork"
+    )
+    for _ in range(2):
+        found = []
+        for batch in loader:
+            found += batch.tolist()
+            for index in (len(found) % SAMPLES, 3):
+                assert dataset[index].tolist() == WANTED[index]
+        assert found == WANTED
+    loader.close()
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("how", FOUND_BY_SEEKING)
+def test_planning_reads_a_file_that_is_open_and_moves_nothing(how, tmp_path):
+    rows = Rows(tmp_path / "rows", how, at_once=True)
+    assert rows[0].tolist() == WANTED[0]
+    data = FastDataModule.from_datasets(
+        rows, rows, batch_size=8, options=LoaderOptions(executor="workers", num_workers=2)
+    )
+    assert sorted(read(data.train_dataloader())) == WANTED
+    assert read(data.val_dataloader()) == WANTED
+    assert rows[5].tolist() == WANTED[5]
+    assert "forkserver" not in data.explain()
+    data.teardown("fit")
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["on first use", "at once"])
+def test_workers_that_come_later_have_positions_of_their_own(at_once, tmp_path):
+    dataset = Rows(tmp_path / "rows", "unbuffered", at_once=at_once)
+    loader = FastDataLoader(dataset, 8, num_workers=1, executor="workers")
+    found = []
+    for number, batch in enumerate(loader):
+        found += batch.tolist()
+        assert dataset[number].tolist() == WANTED[number]  # the training process opens it, too
+        if number == 10:
+            loader.set_workers(4)
+    assert found == WANTED
+    loader.close()
+
+
+def test_a_worker_in_the_place_of_a_dead_one_has_positions_of_its_own(tmp_path):
+    class Dying(Rows):
+        def __getitem__(self, index):
+            if index == 200 and not (tmp_path / "died").exists() and os.getpid() != training:
+                (tmp_path / "died").touch()
+                os._exit(9)
+            return super().__getitem__(index)
+
+    training = os.getpid()
+    dataset = Dying(tmp_path / "rows", "unbuffered")
+    loader = FastDataLoader(dataset, 8, num_workers=2, executor="workers")
+    found = []
+    for number, batch in enumerate(loader):
+        found += batch.tolist()
+        assert dataset[number].tolist() == WANTED[number]
+    assert found == WANTED
+    assert (tmp_path / "died").exists()
+    loader.close()
+
+
+def test_a_file_that_was_deleted_since_is_read_as_well(tmp_path):
+    dataset = Rows(tmp_path / "rows", "unbuffered", at_once=True)
+    dataset.path.unlink()
+    loader = FastDataLoader(dataset, 8, num_workers=3, executor="workers")
+    assert read(loader) == WANTED
+    loader.close()
+
+
+def test_positions_and_flags_stay_and_what_is_written_to_is_left_alone(tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(100))
+    descriptors = []
+    for how in ("rb", "r+b", "ab", "wb"):
+        other = path if how == "rb" else tmp_path / "other"
+        other.touch()
+        descriptors.append(
+            os.open(other, {"rb": os.O_RDONLY, "r+b": os.O_RDWR}.get(how, os.O_WRONLY))
+        )
+    os.lseek(descriptors[0], 42, os.SEEK_SET)
+    ours = {each.descriptor: each for each in files_being_read()}
+    assert descriptors[0] in ours
+    assert not ours.keys() & set(descriptors[1:])
+    twin = os.dup(descriptors[0])  # shares the position, as a fork's copy does
+    open_anew([ours[descriptors[0]]])
+    assert os.lseek(descriptors[0], 0, os.SEEK_CUR) == 42
+    assert os.get_inheritable(descriptors[0]) is False
+    os.lseek(twin, 5, os.SEEK_SET)
+    assert os.lseek(descriptors[0], 0, os.SEEK_CUR) == 42
+    for each in (*descriptors, twin):
+        os.close(each)
+
+
+def test_a_file_that_cannot_be_opened_anew_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(100))
+    with path.open("rb") as file:
+        (ours,) = [each for each in files_being_read() if each.descriptor == file.fileno()]
+        monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
+        with pytest.warns(UserWarning, match=f"(?s){path} is open.*open it on first use"):
+            open_anew([ours])
