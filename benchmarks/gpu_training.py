@@ -16,14 +16,16 @@ from torch import nn
 def measure_guard(run):
     if not run.cuda:
         raise Skipped("a memory limit needs a CUDA device")
-    from lightning_fastdata.plugin.guard.prediction import (
+    from lightning_fastdata.plugin.guard.memory import (
         CudaMemoryReader,
+        is_out_of_memory,
+        reserve_bytes,
+    )
+    from lightning_fastdata.plugin.guard.prediction import (
         Probe,
         decide,
-        is_out_of_memory,
         predict_peak_bytes,
         probe_sizes,
-        reserve_bytes,
     )
 
     device, asked = torch.device("cuda", run.device.index or 0), 1 << 16

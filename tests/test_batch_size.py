@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.plugin.guard.memory import is_out_of_memory, reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     Probe,
     decide,
-    is_out_of_memory,
     next_probe_rows,
     predict_peak_bytes,
     probe_sizes,
-    reserve_bytes,
 )
 
 GIB = 2**30

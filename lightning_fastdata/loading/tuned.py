@@ -25,7 +25,7 @@ from lightning_fastdata.planning.worker_count import look_ahead_batches, most_wo
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
 from lightning_fastdata.tuning.events import LoaderSetup, Scheduling
-from lightning_fastdata.tuning.prior import Prior
+from lightning_fastdata.tuning.prior import Prior, about_dataset
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:
@@ -129,11 +129,7 @@ def tuner_for(
     about = {
         "dataset": fingerprint(spec.dataset),
         "length": dataset_length(spec.dataset),
-        "attributes": {
-            name: value
-            for name, value in getattr(spec.dataset, "__dict__", {}).items()
-            if isinstance(value, int | float | str | None)
-        },
+        "attributes": about_dataset(spec.dataset),
         "batch_size": spec.batch_size,
         "collate_fn": getattr(spec.collate_fn, "__qualname__", None),
         "executor": plan.executor,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.run_record import RunRecord
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.plugin.guard.prediction import GuardPolicy
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class DataModule(Protocol):
     """A FastDataModule as its loaders, the callback and the batch-size guard know it."""
 
     batch_size: int
+    chooses_batch_size: bool
+    """No batch size was asked for; that of now is one to begin with."""
     options: LoaderOptions | dict[Stage, LoaderOptions]
     shuffle: bool | Mapping[str, bool] | None
     collate_fn: Callable[[list[Any]], Any] | None
@@ -49,6 +51,9 @@ class DataModule(Protocol):
     def train_dataset(self) -> Any:
         """Return what it is trained on."""
 
+    def val_dataset(self) -> Any:
+        """Return what it is validated on; None: nothing."""
+
     def make_loader(
         self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any
     ) -> FastDataLoader:
@@ -58,12 +63,6 @@ class DataModule(Protocol):
         self, transform: object, *, stage: Stage = "train"
     ) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again."""
-
-    def batch_for_guard(self, rows: int) -> Batch:
-        """Return a training batch with that many rows."""
-
-    def rows_for_guard(self) -> int | None:
-        """Return the number of training samples, or None if no batch can be made of any size."""
 
     def augments_on_device(self, stage: Stage) -> bool:
         """Return whether its last transfer hook transforms the batches of a stage."""

@@ -1,4 +1,4 @@
-"""The number of workers that an earlier training of the same data came to, kept in a file.
+"""What an earlier training of the same data came to, kept in a file.
 
 It is where a training begins, and is measured like any other: never trusted, and replaced by what
 the next training comes to.
@@ -36,14 +36,53 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fastdata"
 
 
-class Prior:
-    """What is known of a loader from earlier trainings, by everything that it rests on.
+class KeptFile:
+    """A few plain values that outlive the process, found again by what they rest on.
 
-    Without a folder that can be written nothing is kept, and nothing is said of it.
+    Without a folder that can be written nothing is kept, and nothing is said of it. What cannot be
+    read, or is older than a month, is not there.
 
     Args:
+        kind: Of the values, which the file's name begins with.
         about: What has to be the same, as plain values: dataset, batch size, machine, ...
         folder: Default: :func:`cache_folder`.
+    """
+
+    def __init__(self, kind: str, about: Mapping[str, Any], folder: Path | None = None) -> None:
+        text = json.dumps({"version": _VERSION, **about}, sort_keys=True, default=str)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        with suppress(RuntimeError):  # no home folder is known
+            folder = cache_folder() if folder is None else folder
+        self.path = None if folder is None else folder / f"{kind}-{name}.json"
+
+    def read(self) -> dict[str, Any]:
+        """Return what was kept; empty: nothing."""
+        if self.path is None:
+            return {}
+        try:
+            if time.time() - self.path.stat().st_mtime > _VALID_S:
+                return {}
+            with self.path.open("rb") as file:
+                kept = json.loads(file.read(_MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Keep values, in a file that only this user may read."""
+        if self.path is None:
+            return
+        with suppress(OSError):
+            self.path.parent.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(dict(values)))
+
+
+class Prior:
+    """The number of workers that earlier trainings came to.
+
+    Args:
+        about: As of :class:`KeptFile`.
+        folder: As there.
         planned: Workers by the plan, which has measured samples: what was kept of a plan for less
             than half or more than twice as many is of other samples.
     """
@@ -52,32 +91,28 @@ class Prior:
         self, about: Mapping[str, Any], folder: Path | None = None, *, planned: int = 0
     ) -> None:
         self._planned = planned
-        text = json.dumps({"version": _VERSION, **about}, sort_keys=True, default=str)
-        name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        with suppress(RuntimeError):  # no home folder is known
-            folder = cache_folder() if folder is None else folder
-        self.path = None if folder is None else folder / f"tune-{name}.json"
+        self._file = KeptFile("tune", about, folder)
+
+    @property
+    def path(self) -> Path | None:
+        """Of its file; None: there is no folder for it."""
+        return self._file.path
 
     def recall(self) -> int | None:
         """Return the number of workers that was kept; None: none, or too long ago."""
-        if self.path is None:
+        kept = self._file.read()
+        workers, planned = kept.get("workers"), kept.get("planned")
+        if type(workers) is not int or type(planned) is not int or workers < 0:
             return None
-        try:
-            if time.time() - self.path.stat().st_mtime > _VALID_S:
-                return None
-            with self.path.open("rb") as file:
-                kept = json.loads(file.read(_MOST_BYTES))
-            workers, planned = kept["workers"], kept["planned"]
-            if not (self._planned + 1) / 2 <= planned + 1 <= 2 * (self._planned + 1):
-                return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        return workers if type(workers) is int and workers >= 0 else None
+        near = (self._planned + 1) / 2 <= planned + 1 <= 2 * (self._planned + 1)
+        return workers if near else None
 
     def keep(self, workers: int) -> None:
-        """Keep a number that has proved itself, in a file that only this user may read."""
-        if self.path is None:
-            return
-        with suppress(OSError):
-            self.path.parent.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"workers": workers, "planned": self._planned}))
+        """Keep a number that has proved itself."""
+        self._file.write({"workers": workers, "planned": self._planned})
+
+
+def about_dataset(dataset: object) -> dict[str, Any]:
+    """Return what tells a dataset from others: the plain values among its attributes."""
+    own = getattr(dataset, "__dict__", {}).items()
+    return {name: value for name, value in own if isinstance(value, int | float | str | None)}

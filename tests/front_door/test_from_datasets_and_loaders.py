@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata import FastDataError, FastDataModule, LoaderOptions
+from lightning_fastdata.plugin.guard.callback import guard_batch, guard_rows
 
 
 class Numbers(Dataset):
@@ -351,10 +352,10 @@ def test_the_guard_gets_batches_as_the_loaders_make_them() -> None:
         "many": DataLoader(Numbers(9), 8, collate_fn=joined),
     }
     data = FastDataModule.from_loaders(loaders, num_workers=0)
-    assert data.rows_for_guard() == 20
-    batch = data.batch_for_guard(2)
+    assert guard_rows(data.train_dataset()) == 20
+    batch = guard_batch(data, "train", 2)
     assert plain(batch) == {"few": [0, 1], "many": [0, 10, 20, 30]}
-    assert FastDataModule.from_loaders(LOADERS["buckets"]()).rows_for_guard() is None
+    assert guard_rows(FastDataModule.from_loaders(LOADERS["buckets"]()).train_dataset()) is None
 
 
 class Odd(DataLoader):

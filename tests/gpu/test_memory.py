@@ -11,11 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.host.memory import read_device_memory
-from lightning_fastdata.plugin.guard.prediction import (
-    CudaMemoryReader,
-    is_out_of_memory,
-    reserve_bytes,
-)
+from lightning_fastdata.plugin.guard.memory import CudaMemoryReader, is_out_of_memory, reserve_bytes
 
 pytestmark = [
     *needs_cuda,

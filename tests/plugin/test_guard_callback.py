@@ -92,7 +92,10 @@ def test_accumulate_loads_smaller_batches_and_keeps_the_effective_size(tmp_path,
     assert guard.decision.accumulate_grad_batches == 4
     assert trainer.global_step == 2
     assert sorted(int(i) for _, ids in model.seen["train"] for i in ids) == list(range(64))
-    assert callback.report.notes == (guard.decision.reason,)
+    assert callback.report.notes == (
+        guard.decision.reason,
+        "The training took 800 MiB of GPU memory at 8 rows; 800 MiB were predicted.",
+    )
     printed = " ".join(capsys.readouterr().out.split())
     assert "the loader now gives 8 rows at a time" in printed
 
@@ -179,7 +182,7 @@ def test_a_second_fit_has_one_note(tmp_path):
     device = Counted(per_row=MIB)
     _, model, module, _ = fit(tmp_path, "accumulate", device=device)
     fit(tmp_path, "accumulate", module=module, model=model, device=device)
-    assert len(module.notes) == 1
+    assert len(module.notes) == 2  # the decision, and what the training took
 
 
 class Stream(IterableDataset):

@@ -55,6 +55,21 @@ def checked_batch_size(batch_size: object) -> int:
     return batch_size
 
 
+def take_batch_size(module: DataModule, batch_size: object) -> None:
+    """Have a data module load batches of this size; ``"auto"``: of 32, until one is chosen.
+
+    Raises:
+        OptionsError: It is something else, or nothing will choose one.
+    """
+    module.chooses_batch_size = batch_size == "auto"
+    if module.chooses_batch_size and module.guard in ("off", "quick"):
+        raise OptionsError(
+            f'batch_size="auto" and guard={module.guard!r} contradict each other, as the guard '
+            'chooses the size by trying training steps. Set guard="warn", or a batch size.'
+        )
+    module.batch_size = 32 if module.chooses_batch_size else checked_batch_size(batch_size)
+
+
 def checked_shuffle(shuffle: object) -> bool | Mapping[str, bool] | None:
     """Return whether to shuffle: training, or the stages of a dict; None: training is shuffled.
 
@@ -133,8 +148,10 @@ def take_over_hyperparameters(module: Any) -> None:
         now = getattr(module, name, default)
         if value == default or now not in (default, LoaderOptions()):
             continue  # as it is here, or set by the subclass
-        if name in _TAKEN_OVER:
-            setattr(module, name, checked_batch_size(value) if name == "batch_size" else value)
+        if name == "batch_size":
+            take_batch_size(module, value)
+        elif name in _TAKEN_OVER:
+            setattr(module, name, value)
         else:
             lost.append(name)
     if lost:

@@ -26,12 +26,13 @@ from lightning_fastdata.plugin.data.arguments import (
     checked_shuffle,
     joined_options,
     remembers_given,
+    take_batch_size,
     take_over_hyperparameters,
 )
 from lightning_fastdata.plugin.data.checkpoint import SavesProgress
-from lightning_fastdata.plugin.data.datasets import in_form_of, named, of_datasets, of_loaders
+from lightning_fastdata.plugin.data.datasets import of_datasets, of_loaders
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
-from lightning_fastdata.plugin.guard.callback import attach_guard, first_rows, guard_rows
+from lightning_fastdata.plugin.guard.callback import attach_guard
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.types import Batch
 
 _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor's default holds
 
@@ -63,7 +63,9 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
     ``save_hyperparameters()`` is used; whatever else stops there is warned of.
 
     Args:
-        batch_size: Samples per batch and rank, for all stages.
+        batch_size: Samples per batch and rank, for all stages. ``"auto"``: on a CUDA GPU the
+            smallest that trains 95 % of the most samples a second of all that fit, by training
+            steps that are tried and undone before the fit; elsewhere 32.
         options: How to load; every ``"auto"`` is chosen for this machine. See
             :class:`LoaderOptions`. For all stages, or a dict with stages as keys.
         num_workers: Short for the option of this name, for all stages; as are the next three.
@@ -85,7 +87,9 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
             ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
-            ``"raise"`` an error; ``"off"``: nothing. The first three train in parts what does not.
+            ``"raise"`` an error; ``"quick"``: warn, by what earlier trainings took and without
+            trying a step; ``"off"``: nothing. All but the last and ``"raise"`` train in parts what
+            does not fit all the same.
         prefetch: On a CUDA GPU, move batches beside the computing. ``"stream"``: when it is their
             turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
@@ -101,7 +105,7 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
 
     def __init__(
         self,
-        batch_size: int = 32,
+        batch_size: int | Auto = 32,
         *,
         options: LoaderOptions | Mapping[str, LoaderOptions] | None = None,
         num_workers: int | Auto | None = None,
@@ -125,11 +129,11 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         check_choice("guard", guard, get_args(GuardPolicy))
         check_choice("augment_on", augment_on, get_args(AugmentOn))
         check_batches(collate_fn, drop_last=drop_last, image=image, mask=mask)
-        self.batch_size = checked_batch_size(batch_size)
+        self.guard: GuardPolicy = guard
+        take_batch_size(self, batch_size)
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
-        self.guard: GuardPolicy = guard
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self.seed = None if seed is None else checked_seed(seed)
@@ -173,7 +177,7 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
         if self.guard != "off" and self._guard_callback is not None:
-            attach_guard(trainer, self._guard_callback)
+            attach_guard(trainer, self._guard_callback, always=self.chooses_batch_size)
         # A subclass's own hook may leave out super(), and then Lightning's warning is right.
         choose_own_hooks(self, trainer, set(HOOKS) - self.written_hooks())
 
@@ -200,7 +204,7 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         val_dataset: object = None,
         test_dataset: object = None,
         predict_dataset: object = None,
-        batch_size: int = _OF_THE_CLASS,
+        batch_size: int | Auto = _OF_THE_CLASS,
         num_workers: int | Auto | None = None,
         **arguments: Any,
     ):
@@ -218,7 +222,9 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
         given = {"num_workers": num_workers, **arguments}
         if batch_size is not _OF_THE_CLASS:
-            given["batch_size"] = checked_batch_size(batch_size)
+            # Checked here, too: the constructor of a subclass may not look at it.
+            auto = batch_size == "auto"
+            given["batch_size"] = "auto" if auto else checked_batch_size(batch_size)
         return of_datasets(cls, datasets, given)
 
     @classmethod
@@ -316,15 +322,6 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
             BatchError: A transform for images was registered and the samples hold none.
         """
         return self._loaders.make(self, dataset, stage, name, overrides)
-
-    def batch_for_guard(self, rows: int) -> Batch:
-        """Return a training batch with that many rows, for the batch-size guard."""
-        datasets = self.train_dataset()
-        return in_form_of(datasets, [first_rows(self, d, rows) for _, d in named(datasets, "")])
-
-    def rows_for_guard(self) -> int | None:
-        """Return the number of training samples, or None if no batch can be made of any size."""
-        return guard_rows(dataset for _, dataset in named(self.train_dataset(), ""))
 
     def explain(self) -> str:
         """Return every choice that was made, its value and its reason, as text.

@@ -25,9 +25,9 @@ from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
     OPTION_OF,
-    checked_batch_size,
     checked_shuffle,
     joined_options,
+    take_batch_size,
 )
 from lightning_fastdata.plugin.seams.internals import combined_mode
 from lightning_fastdata.torch_internals import MAKES_BATCHES
@@ -325,7 +325,7 @@ def _made(cls: Callable[..., M], arguments: Mapping[str, Any]) -> M:
     module = cls(**{n: v for n, v in given.items() if n not in later})
     rest = {n: v for n, v in given.items() if n in later}
     if "batch_size" in rest:
-        module.batch_size = checked_batch_size(rest["batch_size"])
+        take_batch_size(module, rest["batch_size"])
     if "shuffle" in rest:
         module.shuffle = checked_shuffle(rest["shuffle"])
     loader_arguments = {name: rest.get(name) for name in LOADER_ARGUMENTS}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -11,27 +14,43 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.plugin.data.datasets import GivenLoader, taken_apart
-from lightning_fastdata.plugin.guard.prediction import (
+from lightning_fastdata.plugin.data.datasets import GivenLoader, in_form_of, named, taken_apart
+from lightning_fastdata.plugin.guard.earlier import by_earlier, earlier_peaks, keep
+from lightning_fastdata.plugin.guard.memory import (
     CudaMemoryReader,
     is_out_of_memory,
+    size_text,
+)
+from lightning_fastdata.plugin.guard.prediction import (
+    Probe,
+    predict_peak_bytes,
     skipped,
 )
 from lightning_fastdata.plugin.guard.replay import RunsInParts, why_not_in_parts
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.plugin.guard.prediction import GuardDecision, MemoryReader
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.plugin.guard.memory import MemoryReader
+    from lightning_fastdata.plugin.guard.prediction import GuardDecision
+    from lightning_fastdata.tuning.prior import KeptFile
+    from lightning_fastdata.types import Batch, Stage
 
 
+log = logging.getLogger(__name__)
+
+_STEPS = 10  # a rank takes in an epoch at least, where the batch size is chosen
+_NO_GPU = (
+    'batch_size="auto" fills the memory of a GPU, and the training is on {1}: batches have '
+    "{0.batch_size} samples. Set a batch size."
+)
 _TOO_LARGE = (
     "Memory ran out in the trainer's stage {stage}. Batches of a training step on one device are "
     "taken in parts by themselves; elsewhere set a smaller batch_size, of validation, too."
@@ -46,21 +65,28 @@ class GuardHooks:
     Args:
         reader: Reads the device's memory. Default: the CUDA device of the trainer; on another
             device nothing is checked.
+        clock: Seconds from any start, for ``batch_size="auto"``.
     """
 
-    def __init__(self, reader: MemoryReader | None = None) -> None:
+    def __init__(
+        self,
+        reader: MemoryReader | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         super().__init__()
-        self.reader = reader
+        self.reader, self.clock = reader, clock
         self.decision: GuardDecision | None = None
         self.parts: RunsInParts | None = None
         """What takes batches in parts that do not fit; None: they cannot be, or not yet."""
         self._resumed: dict[str, int] | None = None
         self._undo: Callable[[], None] | None = None
+        self._watched: tuple[MemoryReader, KeptFile] | None = None
+        """Where the memory of the run is read, and what trainings of its kind took."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the sizes that were changed, so that a resumed run trains with the same."""
         decision = self.decision
-        if decision is None or decision.action not in ("accumulate", "reduce"):
+        if decision is None or decision.action not in ("accumulate", "reduce", "chosen"):
             return {}
         return {
             "batch_size": decision.batch_size,
@@ -72,8 +98,9 @@ class GuardHooks:
         self._resumed = dict(state_dict) or None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure two small training steps, decide, and apply the decision."""
+        """Try training steps of growing batches, decide, and apply the decision."""
         datamodule, device = own_datamodule(trainer), trainer.strategy.root_device
+        self._watched = None
         if datamodule is None or datamodule.guard == "off":
             return
         if why_not_in_parts(trainer, pl_module) is None:
@@ -83,34 +110,72 @@ class GuardHooks:
         reader = self.reader
         if reader is None:
             if device.type != "cuda":
+                if datamodule.chooses_batch_size:
+                    warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
                 return
             reader = CudaMemoryReader(device)
+        kept = earlier_peaks(trainer, pl_module, datamodule)
         self._undo = _sizes_as_now(trainer, datamodule)
-        rows = datamodule.rows_for_guard()
-        if self._resumed is not None:
-            self.decision = _as_before(self._resumed, trainer, datamodule)
-        elif rows is None:
-            why = (
-                "the training data is a stream, has a batch sampler of its own, or comes from the "
-                "module's own train_dataloader(), so that no batch of another size can be made"
-            )
-            self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
-        else:
-            try:
-                self.decision = run_guard(
-                    trainer,
-                    pl_module,
-                    batch_of=datamodule.batch_for_guard,
-                    batch_size=datamodule.batch_size,
-                    policy=datamodule.guard,
-                    reader=reader,
-                    dataset_rows=rows,
-                )
-            except DatasetError as error:  # the training may read by other keys, and tells else
-                why = f"no batch could be made of the first samples: {error}"
-                self.decision = skipped(datamodule.batch_size, trainer.accumulate_grad_batches, why)
-            self.decision = _with_repeats(self.decision, datamodule.repeats_of("train"))
+        self._watched = reader, kept
+        self.decision = self._decided(trainer, pl_module, datamodule, reader, kept)
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
+        reader.reset_peak()
+
+    def _decided(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        datamodule: DataModule,
+        reader: MemoryReader,
+        kept: KeptFile,
+    ) -> GuardDecision:
+        asked, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
+        if self._resumed is not None:
+            return _as_before(self._resumed, trainer, datamodule)
+        if datamodule.guard == "quick":
+            return by_earlier(asked, accumulate, kept, reader)
+        rows = guard_rows(datamodule.train_dataset())
+        if rows is None:
+            return skipped(
+                asked,
+                accumulate,
+                "the training data is a stream, has a batch sampler of its own, or comes from the "
+                "module's own train_dataloader(), so that no batch of another size can be made",
+            )
+        auto = datamodule.chooses_batch_size
+        try:
+            decision = run_guard(
+                trainer,
+                pl_module,
+                batch_of=partial(guard_batch, datamodule, "train"),
+                batch_size=max(1, rows // (_STEPS * trainer.world_size)) if auto else asked,
+                policy=datamodule.guard,
+                reader=reader,
+                dataset_rows=rows,
+                validation_batch_of=_validation_of(trainer, pl_module, datamodule),
+                clock=self.clock if auto else None,
+            )
+        except DatasetError as error:  # the training may read by other keys, and tells else
+            why = f"no batch could be made of the first samples: {error}"
+            return skipped(asked, accumulate, why)
+        return _with_repeats(decision, datamodule.repeats_of("train"))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Say what memory the training took, beside what was predicted, and keep it."""
+        datamodule, decision = own_datamodule(trainer), self.decision
+        if self._watched is None or datamodule is None or decision is None:
+            return
+        reader, kept = self._watched
+        rows = (self.parts and self.parts.largest) or datamodule.batch_size
+        rows = min(rows, guard_rows(datamodule.train_dataset()) or rows)
+        actual = Probe(rows, reader.peak_bytes())
+        predicted = predict_peak_bytes(decision.probes, rows)
+        note = f"The training took {size_text(actual.peak_bytes or 0)} of GPU memory at {rows} rows"
+        note += "." if predicted is None else f"; {size_text(predicted)} were predicted."
+        datamodule.notes.append(note)
+        log.info(note)
+        if trainer.is_global_zero:
+            keep(kept, [*decision.probes, actual])
 
     def on_before_backward(
         self,
@@ -153,6 +218,17 @@ class GuardHooks:
             undo()
 
 
+def _validation_of(
+    trainer: Trainer, pl_module: LightningModule, datamodule: DataModule
+) -> Callable[[int], Batch] | None:
+    """Return what gives validation batches of any size; None: a step of them cannot be tried."""
+    datasets = datamodule.val_dataset()
+    written = overridden_hook(pl_module, "validation_step") is not None
+    if len(named(datasets, "")) != 1 or not written or not trainer.limit_val_batches:
+        return None
+    return partial(guard_batch, datamodule, "val") if guard_rows(datasets) else None
+
+
 def _sizes_as_now(trainer: Trainer, datamodule: DataModule) -> Callable[[], None]:
     batch_size, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
 
@@ -176,26 +252,31 @@ def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) 
     same = skipped(asked, trainer.accumulate_grad_batches, "the run is resumed")
     return replace(
         same,
-        **sizes,
+        batch_size=sizes["batch_size"],
+        accumulate_grad_batches=sizes["accumulate_grad_batches"],
         action="accumulate",
         reason=f"The run is resumed with the batch size of {sizes['batch_size']} that its guard "
         f"chose instead of {asked}.",
     )
 
 
-def attach_guard(trainer: Trainer, guard: type[Callback]) -> None:
-    """Add the guard to a trainer that runs on CUDA, unless it has one.
+def attach_guard(trainer: Trainer, guard: type[Callback], *, always: bool) -> None:
+    """Add the guard to a trainer that runs on CUDA, or ``always``, unless it has one.
 
     It comes first, to decide before another callback looks at the batch size.
     """
     callbacks = attributes_of(trainer).callbacks
-    if has_cuda(trainer) and not any(isinstance(own, guard) for own in callbacks):
+    known = any(isinstance(own, guard) for own in callbacks)
+    if (always or has_cuda(trainer)) and not known:
         callbacks.insert(0, guard())
 
 
-def guard_rows(datasets: Iterable[Any]) -> int | None:
-    """Return the samples of the longest dataset; None if one is a stream, or there is none."""
-    known = list(datasets)
+def guard_rows(datasets: object) -> int | None:
+    """Return the samples of the longest dataset; None if one is a stream, or there is none.
+
+    ``datasets`` are as a data module's method returns them.
+    """
+    known = [dataset for _, dataset in named(datasets, "")]
     if any(isinstance(item, GivenLoader) and item.batch_size is None for item in known):
         return None
     known = [taken_apart(item, 1)[0] for item in known]
@@ -203,8 +284,15 @@ def guard_rows(datasets: Iterable[Any]) -> int | None:
     return None if None in lengths else max((n for n in lengths if n is not None), default=None)
 
 
-def first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
-    """Return one training batch with that many rows, from the first samples of the dataset.
+def guard_batch(datamodule: DataModule, stage: Stage, rows: int) -> Batch:
+    """Return a batch of training (``"train"``) or of the one validation dataset (``"val"``)."""
+    datasets = datamodule.train_dataset() if stage == "train" else datamodule.val_dataset()
+    batches = [_first_rows(datamodule, each, rows, stage) for _, each in named(datasets, "")]
+    return in_form_of(datasets, batches) if stage == "train" else batches[0]
+
+
+def _first_rows(datamodule: DataModule, dataset: Any, rows: int, stage: Stage) -> Batch:
+    """Return one batch with that many rows, from the first samples of the dataset.
 
     Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
     that nothing of the dataset is opened in the training process before all workers start.
@@ -217,7 +305,7 @@ def first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
         warnings.simplefilter("ignore", FastDataWarning)
         loader = datamodule.make_loader(
             dataset,
-            stage="train",
+            stage=stage,
             batch_size=rows,
             collate_fn=known.get("collate_fn", datamodule.collate_fn),
             sampler=[i % length for i in range(rows)],

@@ -7,100 +7,43 @@
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.plugin.guard.memory import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-GuardPolicy: TypeAlias = Literal["accumulate", "reduce", "raise", "warn", "off"]
+GuardPolicy: TypeAlias = Literal["accumulate", "reduce", "raise", "warn", "quick", "off"]
 """What to do with a batch that does not fit.
 
 ``accumulate`` loads smaller batches and accumulates gradients over more of them, ``reduce`` only
-loads smaller batches, ``raise`` stops the run, ``warn`` lets it go on, ``off`` does not look.
+loads smaller batches, ``raise`` stops the run, ``warn`` lets it go on, ``quick`` does the same, by
+what earlier trainings took and without trying anything, ``off`` does not look.
 """
 
-GuardAction: TypeAlias = Literal["keep", "accumulate", "reduce", "raise", "warn", "skipped"]
+GuardAction: TypeAlias = Literal[
+    "keep", "accumulate", "reduce", "chosen", "raise", "warn", "skipped"
+]
 
-_MIB, _GIB = 2**20, 2**30
 _CLOSE = 8
-# cuDNN gives these three for a workspace that it could not get
-_OUT_OF_MEMORY = re.compile(
-    "(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    "|CUDNN_STATUS_(ALLOC_FAILED|NOT_SUPPORTED|INTERNAL_ERROR)"
-    "|DefaultCPUAllocator: (can't allocate|not enough) memory"
-)
+_NEARLY = 0.95  # of the most rows a second
+_FEWEST_RATES = 3
+_NO_FASTER = 1.05  # times as many rows a second are not worth twice the batch
 
 
-class MemoryReader(Protocol):
-    """Reads the memory of one device. All numbers are bytes."""
-
-    def reset_peak(self) -> None:
-        """Give cached memory back to the driver and start to measure a new peak."""
-
-    def peak_bytes(self) -> int:
-        """Return the most that live tensors of this process took since the last reset."""
-
-    def free_bytes(self) -> int:
-        """Return what live tensors of this process could take at most.
-
-        What the driver says is free, and what torch's allocator has reserved already.
-        """
-
-    def total_bytes(self) -> int:
-        """Return the memory of the device, or the part of it that this process may use."""
-
-
-class CudaMemoryReader:
-    """Reads the memory of one CUDA (or ROCm) device from the driver and from torch's allocator.
-
-    The peak is that of allocated, not of reserved memory: the allocator reserves segments of 2 to
-    20 MiB, so that at a few rows the reserved memory often does not grow at all. The difference,
-    fragmentation, is part of what :func:`reserve_bytes` is for.
-    """
-
-    def __init__(self, device: torch.device | int | str = "cuda") -> None:
-        named = torch.device(device)
-        # Some of torch's memory functions take a device only with its index.
-        index = torch.cuda.current_device() if named.index is None else named.index
-        self._device = torch.device(named.type, index)
-
-    def reset_peak(self) -> None:
-        """Give cached memory back, and start to measure a new peak."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> int:
-        """Return the most that live tensors took since the last reset."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def free_bytes(self) -> int:
-        """Return the free memory, with what is reserved already."""
-        free, _total = torch.cuda.mem_get_info(self._device)
-        return min(free + torch.cuda.memory_reserved(self._device), self.total_bytes())
-
-    def total_bytes(self) -> int:
-        """Return the memory of the device, or the part that may be used."""
-        # Absent before torch 2.7; without it a limit set by the user is not seen.
-        read_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-        total = torch.cuda.mem_get_info(self._device)[1]
-        return int(total * read_fraction(self._device))
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What one training step at a small batch size took."""
+class Probe(NamedTuple):
+    """What steps at one batch size took."""
 
     rows: int
     """Rows of the batch."""
     peak_bytes: int | None
-    """Most memory held during the step; None if the device ran out of memory."""
+    """Most memory held during the steps; None if the device ran out of memory."""
+    step_s: float | None = None
+    """Seconds of a training step, without the transfer of its batch; None: not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,30 +61,13 @@ class GuardDecision:
     budget_bytes: int | None
     """What a training step may take: free memory less the reserve; None if not read."""
     action: GuardAction
-    """``keep``: it fits. ``accumulate``, ``reduce``: it does not, load smaller batches. ``raise``,
-    ``warn``: it does not, stop or tell. ``skipped``: not looked at, nothing is known."""
+    """``keep``: it fits. ``accumulate``, ``reduce``: it does not, load smaller batches.
+    ``chosen``: no size was asked for. ``raise``, ``warn``: it does not fit, stop or tell.
+    ``skipped``: not looked at, nothing is known."""
     reason: str
     """The decision and its cause as sentences for a person."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device, or torch's host allocator, ran out of memory.
-
-    Besides ``torch.OutOfMemoryError`` these are plain ``RuntimeError`` that name an allocator, a
-    cuBLAS handle, or a cuDNN workspace. The cuDNN statuses ``NOT_SUPPORTED`` and ``INTERNAL_ERROR``
-    have other causes too; such an error comes back at the smallest batch.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-
-
-def reserve_bytes(total_bytes: int) -> int:
-    """Return the memory to leave free: the larger of 5 % of the device and 512 MiB.
-
-    It covers what :func:`predict_peak_bytes` misses, fragmentation, and growth of others.
-    """
-    return max(math.ceil(total_bytes / 20), 512 * _MIB)
+    probes: tuple[Probe, ...] = ()
+    """What it rests on."""
 
 
 def next_probe_rows(asked: int, probes: Sequence[Probe]) -> int | None:
@@ -266,7 +192,7 @@ def decide(
 
     predicted = predict_peak_bytes(probes, full)
     need = f"A training step on {full} rows needs {_needed(probes, full, predicted)} of GPU memory"
-    have = f"{_size(budget_bytes)} may be used"
+    have = f"{size_text(budget_bytes)} may be used"
     keep = GuardDecision(
         asked_batch_size=asked,
         batch_size=asked,
@@ -314,6 +240,49 @@ def _act(
     )
 
 
+def is_past_knee(probes: Sequence[Probe]) -> bool:
+    """Return whether larger batches train no more rows a second.
+
+    The last two sizes brought less than 5 % together. Without times it is never so.
+    """
+    rates = _rows_per_s(probes)
+    if len(rates) < _FEWEST_RATES:
+        return False
+    *before, _, _ = rates.values()
+    return max(list(rates.values())[-2:]) <= _NO_FASTER * max(before)
+
+
+def at_knee(largest: GuardDecision, probes: Sequence[Probe]) -> GuardDecision:
+    """Return the decision where no batch size was asked for, given the largest one that fits.
+
+    The smallest size is chosen that trains 95 % of the most rows a second: a larger one takes
+    memory, and optimizer steps from each epoch, for nothing.
+    """
+    rates = _rows_per_s(probes)
+    if largest.action not in ("keep", "reduce") or not rates:
+        return largest
+    best = max(rates.values())
+    rows = next(rows for rows, rate in rates.items() if rate >= _NEARLY * best)
+    peak, room = predict_peak_bytes(probes, rows) or 0, largest.budget_bytes or 0
+    tried = ", ".join(f"{rows}: {rate:.4g}" for rows, rate in rates.items())
+    return replace(
+        largest,
+        batch_size=rows,
+        action="chosen",
+        predicted_peak_bytes=peak,
+        reason=f'batch_size="auto": {rows} rows at a time, which takes {size_text(peak)} of the '
+        f"{size_text(room)} that may be used and trains {rates[rows] / best:.0%} of the most rows "
+        f"a second; {largest.batch_size} would fit. Rows a second that were measured, by batch "
+        f"size: {tried}.",
+    )
+
+
+def _rows_per_s(probes: Sequence[Probe]) -> dict[int, float]:
+    """Return the rows a second by size, the smallest first, of sizes that ran and were timed."""
+    timed = sorted(each for each in probes if each.peak_bytes is not None and each.step_s)
+    return {each.rows: each.rows / each.step_s for each in timed if each.step_s}
+
+
 def skipped(asked: int, accumulate_now: int, why: str) -> GuardDecision:
     """Return the decision to leave everything as it is because nothing could be measured."""
     return GuardDecision(
@@ -339,8 +308,4 @@ def _needed(probes: Sequence[Probe], rows: int, predicted: int | None) -> str:
     failed = [probe.rows for probe in probes if probe.peak_bytes is None and probe.rows <= rows]
     if failed:
         return f"more than there is (a step on {min(failed)} rows ran out of memory)"
-    return f"about {_size(predicted or 0)}"
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.2f} GiB" if abs(count) >= _GIB else f"{count / _MIB:.0f} MiB"
+    return f"about {size_text(predicted or 0)}"

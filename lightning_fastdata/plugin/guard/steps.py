@@ -1,4 +1,4 @@
-"""The batch-size guard on a Lightning trainer: two training steps before the fit, then a decision.
+"""The batch-size guard on a Lightning trainer: steps of growing batches before the fit, a decision.
 
 Made to be called from ``Callback.on_fit_start``: the model is on the device, its optimizers exist,
 and no batch has been trained on. The same functions serve ``lightning.pytorch`` and
@@ -8,10 +8,9 @@ and no batch has been trained on. The same functions serve ``lightning.pytorch``
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,19 +20,20 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
+from lightning_fastdata.plugin.guard.memory import MemoryReader, reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     GuardPolicy,
-    MemoryReader,
     Probe,
+    at_knee,
     decide,
-    is_out_of_memory,
+    is_past_knee,
     probe_sizes,
-    reserve_bytes,
     skipped,
 )
-from lightning_fastdata.plugin.guard.replay import NORMALISED, rows_of, samples_of, why_not_tried
-from lightning_fastdata.plugin.guard.snapshots import Undo, snapshot, snapshot_random_states
+from lightning_fastdata.plugin.guard.replay import NORMALISED, why_not_tried
+from lightning_fastdata.plugin.guard.snapshots import snapshot, snapshot_random_states
+from lightning_fastdata.plugin.guard.tried_steps import NoLossError, Repeated, TriedSteps
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
 from lightning_fastdata.plugin.seams.trainer import unseen_steps
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 _LOG = logging.getLogger(__name__)
-_STEPS = 2  # the second one has the optimizer's state and the gradients of the first in memory
 _READ_ROWS = 8  # samples that larger batches are made of
 _NO_MEMORY = 2**62  # in the place of a peak
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
@@ -61,17 +60,20 @@ def run_guard(
     policy: GuardPolicy,
     reader: MemoryReader,
     dataset_rows: int | None = None,
+    validation_batch_of: Callable[[int], Batch] | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> GuardDecision:
-    """Return what to do about the batch size, from training steps on a few rows.
+    """Return what to do about the batch size, from steps on batches of growing sizes.
 
     Sizes are doubled while the next one is predicted to fit, until the chosen one has been run;
     ranks agree on each. Each is tried in two real training steps: precision plugin, transfer hooks,
-    ``training_step``, backward, gradient clipping, optimizer step. Callbacks, loggers and the
-    profiler do not see them, ``self.log`` does nothing, and modules are in the train or eval mode
-    in which training will find them. Afterwards all is as it was: parameters, buffers, metric
-    states, modes, plain attributes and containers of the modules, optimizers, schedulers, gradient
-    scaler, gradients (none), and the random states of Python, numpy and torch; the copies are kept
-    in host memory. Not undone: what a step does to other objects, and to the world outside.
+    ``training_step``, backward, gradient clipping, optimizer step; and in a validation step.
+    Callbacks, loggers and the profiler do not see them, ``self.log`` does nothing, and modules are
+    in the train or eval mode in which training will find them. Afterwards all is as it was:
+    parameters, buffers, metric states, modes, plain attributes and containers of the modules,
+    optimizers, schedulers, gradient scaler, gradients (none), and the random states of Python,
+    numpy and torch; the copies are kept in host memory. Not undone: what a step does to other
+    objects, and to the world outside.
 
     The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely.
     Nothing is applied yet, see :func:`apply_decision`. What a training step raises goes through,
@@ -85,6 +87,9 @@ def run_guard(
         policy: What to do if they do not fit.
         reader: Of the device that the module is on.
         dataset_rows: Rows of the training dataset, if known: no batch has more.
+        validation_batch_of: As ``batch_of``, of validation; None: no validation step is tried.
+        clock: Seconds from any start. With it the size is chosen: the smallest one up to
+            ``batch_size`` that trains nearly as many rows a second as any that fits.
     """
     asked = batch_size or 0
     accumulate_now = trainer.accumulate_grad_batches
@@ -100,13 +105,15 @@ def run_guard(
                 *(config.scheduler for config in trainer.lr_scheduler_configs),
                 getattr(trainer.precision_plugin, "scaler", None),
             )
-            measure = partial(
-                _measure,
+            few = min(_READ_ROWS, largest)
+            tried = TriedSteps(
                 trainer,
                 pl_module,
-                batch_of=_Repeated(batch_of, min(_READ_ROWS, largest)),
+                batch_of=Repeated(batch_of, few),
+                validation_batch_of=validation_batch_of and Repeated(validation_batch_of, few),
                 reader=reader,
                 restore=restore,
+                clock=clock,
             )
             gc.collect()
             reader.reset_peak()
@@ -119,29 +126,36 @@ def run_guard(
                 reader=reader,
                 free_before=free_before,
                 asked=asked,
-                policy=policy,
+                policy=policy if clock is None else "reduce",
                 accumulate_now=accumulate_now,
                 dataset_rows=dataset_rows,
             )
-            probes = probe_sizes(
-                largest,
-                partial(_measured_by_all, trainer, measure),
-                lambda probes: _to_run(decided(probes), largest),
-            )
-    except _NoLossError:
+
+            def to_run(probes: Sequence[Probe]) -> int | None:
+                return None if is_past_knee(probes) else _to_run(decided(probes), largest)
+
+            probes = probe_sizes(largest, partial(_measured_by_all, trainer, tried), to_run)
+    except NoLossError:
         return skipped(asked, accumulate_now, "training_step returned no loss")
     finally:
         restore_random()
         if may_have_compiled():
             # else a compiled module has seen two sizes and compiles for any size from now on
             torch.compiler.reset()
-    decision = decided(probes)
-    if decision.batch_size != asked and any(
-        isinstance(module, NORMALISED) and module.training for module in pl_module.modules()
+    decision = decided(probes) if clock is None else at_knee(decided(probes), probes)
+    notes = [decision.reason]
+    if (
+        clock is None
+        and decision.batch_size != asked
+        and any(
+            isinstance(module, NORMALISED) and module.training for module in pl_module.modules()
+        )
     ):
-        note = f"Batch normalisation now averages over {decision.batch_size} rows."
-        return replace(decision, reason=f"{decision.reason} {note}")
-    return decision
+        notes.append(f"Batch normalisation now averages over {decision.batch_size} rows.")
+    if tried.not_validated is not None:
+        error = tried.not_validated
+        notes.append(f"No validation step could be tried ({type(error).__name__}: {error}).")
+    return replace(decision, probes=probes, reason=" ".join(notes))
 
 
 def _decided(
@@ -182,9 +196,9 @@ def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: in
     """
     if trainer.world_size == 1:
         return measure(rows)
-    error, peak = None, _NO_MEMORY
+    error, peak, step_s = None, _NO_MEMORY, None
     try:
-        found = measure(rows).peak_bytes
+        _, found, step_s = measure(rows)
         peak = _NO_MEMORY if found is None else found
     except Exception as raised:
         error = raised
@@ -197,28 +211,8 @@ def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: in
             "rank, whose error says why."
         )
     peak = _of_ranks(trainer, peak)
-    return Probe(rows, None if peak == _NO_MEMORY else peak)
-
-
-class _Repeated:
-    """Gives batches of any size: the samples of a small one, again and again.
-
-    Reading thousands of samples takes longer than training on them. A batch whose samples cannot be
-    told apart is read at each size.
-    """
-
-    def __init__(self, batch_of: Callable[[int], Batch], rows: int) -> None:
-        self._batch_of, self._rows = batch_of, rows
-        self._few: Batch | None = None
-        self._known: int | None = None
-
-    def __call__(self, rows: int) -> Batch:
-        if self._few is None:
-            self._few = self._batch_of(self._rows)
-            self._known = rows_of(self._few)
-        if self._known != self._rows:
-            return self._batch_of(rows)
-        return samples_of(self._few, [i % self._rows for i in range(rows)], self._rows)
+    slowest_s = _of_ranks(trainer, int((step_s or 0.0) * 1e9)) / 1e9
+    return Probe(rows, None if peak == _NO_MEMORY else peak, slowest_s or None)
 
 
 def apply_decision(
@@ -237,7 +231,7 @@ def apply_decision(
         raise BatchSizeError(decision.reason)
     if decision.action == "warn":
         warnings.warn(decision.reason, FastDataWarning, stacklevel=2)
-    if decision.action in ("accumulate", "reduce"):
+    if decision.action in ("accumulate", "reduce", "chosen"):
         if not hasattr(datamodule, "batch_size"):
             raise OptionsError(
                 f"The batch-size guard cannot set {type(datamodule).__name__}.batch_size to "
@@ -271,79 +265,3 @@ def _why_not(
     }
     why = next((why for why, holds in reasons.items() if holds), None)
     return why or why_not_tried(trainer, pl_module)
-
-
-class _NoLossError(Exception):
-    """``training_step`` returned None, so that there is no backward pass to measure."""
-
-
-def _measure(
-    trainer: Trainer,
-    pl_module: LightningModule,
-    rows: int,
-    *,
-    batch_of: Callable[[int], Batch],
-    reader: MemoryReader,
-    restore: Undo,
-) -> Probe:
-    """Return the peak of training steps on that many rows; everything is restored and freed."""
-    batch = batch_of(rows)
-    reader.reset_peak()
-    try:
-        for _ in range(_STEPS):
-            _training_step(trainer, pl_module, batch)
-        return Probe(rows, reader.peak_bytes())
-    except Exception as error:
-        if is_out_of_memory(error):
-            return Probe(rows, None)
-        error.add_note(
-            f"Raised in a training step on {rows} rows that the batch-size guard tried before the "
-            "fit. If training itself would not raise it, set the guard's policy to 'off'."
-        )
-        raise
-    finally:
-        restore()
-        gc.collect()
-        reader.reset_peak()
-
-
-def _training_step(trainer: Trainer, pl_module: LightningModule, batch: Batch) -> None:
-    """Do what the fit loop does with the first batch, in its order."""
-    strategy = trainer.strategy
-    optimizer = strategy.optimizers[0]
-    datamodule: Any = attributes_of(trainer).datamodule
-    owned = overridden_hook(datamodule, "on_before_batch_transfer") is not None
-    owner = datamodule if owned else pl_module
-    batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
-    batch = strategy.batch_to_device(batch, dataloader_idx=0)
-    wanted = inspect.signature(pl_module.training_step).parameters.values()
-    with_index = len(wanted) > 1 or any(own.kind is own.VAR_POSITIONAL for own in wanted)
-
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and scaler.is_enabled():
-        # At its usual first scale gradients often overflow; the optimizer step, and the state that
-        # it allocates, would then be left out.
-        scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
-
-    def step() -> Any:
-        arguments = (batch, 0) if with_index else (batch,)
-        if trainer.world_size == 1:
-            return strategy.training_step(*arguments)
-        # Not through the wrapper of DistributedDataParallel, whose collectives would wait for a
-        # rank that has run out of memory. Backward, it leaves gradients alone for the same reason.
-        with trainer.precision_plugin.train_step_context():
-            return pl_module.training_step(*arguments)
-
-    @torch.enable_grad()
-    def closure() -> Any:
-        output = step()
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None:
-            raise _NoLossError
-        pl_module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
-        strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
-        return loss.detach()
-
-    # through `optimizers()`, because its `step` goes by the strategy and the precision plugin
-    stepped: Any = pl_module.optimizers()
-    pl_module.optimizer_step(trainer.current_epoch, 0, stepped, closure)

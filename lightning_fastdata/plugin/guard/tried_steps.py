@@ -1,0 +1,194 @@
+"""Steps that the batch-size guard tries, as the fit would do them, and undoes."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from lightning_fastdata.plugin.guard.memory import MemoryReader, is_out_of_memory
+from lightning_fastdata.plugin.guard.prediction import Probe
+from lightning_fastdata.plugin.guard.replay import rows_of, samples_of
+from lightning_fastdata.plugin.guard.snapshots import Undo
+from lightning_fastdata.plugin.seams.hooks import overridden_hook
+from lightning_fastdata.plugin.seams.internals import attributes_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_fastdata.types import Batch
+
+_TRAINED: Final = 2
+"""Training steps of each size: the second one has the optimizer's state and the gradients of the
+first in memory."""
+_TIMED: Final = 3
+"""The same where the time counts: the first ones load kernels and choose algorithms."""
+
+
+class NoLossError(Exception):
+    """``training_step`` returned None, so that there is no backward pass to measure."""
+
+
+class Repeated:
+    """Gives batches of any size: the samples of a small one, again and again.
+
+    Reading thousands of samples takes longer than training on them. A batch whose samples cannot be
+    told apart is read at each size.
+    """
+
+    def __init__(self, batch_of: Callable[[int], Batch], rows: int) -> None:
+        self._batch_of, self._rows = batch_of, rows
+        self._few: Batch | None = None
+        self._known: int | None = None
+
+    def __call__(self, rows: int) -> Batch:
+        """Return a batch with that many rows."""
+        if self._few is None:
+            self._few = self._batch_of(self._rows)
+            self._known = rows_of(self._few)
+        if self._known != self._rows:
+            return self._batch_of(rows)
+        return samples_of(self._few, [i % self._rows for i in range(rows)], self._rows)
+
+
+class TriedSteps:
+    """Tries steps of any size on a trainer, and undoes them.
+
+    Args:
+        trainer: It has set up its strategy for a fit; nobody sees its steps.
+        pl_module: The module it trains.
+        batch_of: Gives a training batch with that many rows, on the CPU, as the loader does.
+        validation_batch_of: The same of validation; None: there is none.
+        reader: Of the device that the module is on.
+        restore: Undoes what a step does.
+        clock: Seconds from any start; None: the time of steps does not count.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        *,
+        batch_of: Callable[[int], Batch],
+        validation_batch_of: Callable[[int], Batch] | None,
+        reader: MemoryReader,
+        restore: Undo,
+        clock: Callable[[], float] | None,
+    ) -> None:
+        self.trainer, self.pl_module = trainer, pl_module
+        self.batch_of, self.validation_batch_of = batch_of, validation_batch_of
+        self.reader, self.restore, self.clock = reader, restore, clock
+        self.not_validated: Exception | None = None
+        """Why no validation step could be tried."""
+
+    def __call__(self, rows: int) -> Probe:
+        """Return what steps on that many rows took; everything is restored and freed.
+
+        Raises:
+            NoLossError: The training step returned no loss.
+            Exception: Whatever it raised, but for a lack of memory.
+        """
+        batch, times_s = self.batch_of(rows), []
+        self.reader.reset_peak()
+        try:
+            for _ in range(_TRAINED if self.clock is None else _TIMED):
+                times_s.append(self._trained_s(batch))
+            batch = None
+            self._validate(rows)
+            step_s = None if self.clock is None else min(times_s[1:])
+            return Probe(rows, self.reader.peak_bytes(), step_s)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return Probe(rows, None)
+            error.add_note(
+                f"Raised in a training step on {rows} rows that the batch-size guard tried before "
+                "the fit. If training itself would not raise it, set the guard's policy to 'off'."
+            )
+            raise
+        finally:
+            self.restore()
+            gc.collect()
+            self.reader.reset_peak()
+
+    def _moved(self, batch: Batch) -> Batch:
+        trainer, pl_module = self.trainer, self.pl_module
+        datamodule: Any = attributes_of(trainer).datamodule
+        owned = overridden_hook(datamodule, "on_before_batch_transfer") is not None
+        owner = datamodule if owned else pl_module
+        batch = owner.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _trained_s(self, batch: Batch) -> float:
+        """Do what the fit loop does with its first batch, in its order; return how long it took."""
+        trainer, pl_module = self.trainer, self.pl_module
+        strategy = trainer.strategy
+        optimizer = strategy.optimizers[0]
+        batch = self._moved(batch)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            # At its usual first scale gradients often overflow; the optimizer step, and the state
+            # that it allocates, would then be left out.
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
+
+        def step() -> Any:
+            arguments = _arguments(pl_module.training_step, batch)
+            if trainer.world_size == 1:
+                return strategy.training_step(*arguments)
+            # Not through the wrapper of DistributedDataParallel, whose collectives would wait for a
+            # rank that has run out of memory. Backward, it leaves gradients alone for that, too.
+            with trainer.precision_plugin.train_step_context():
+                return pl_module.training_step(*arguments)
+
+        @torch.enable_grad()
+        def closure() -> Any:
+            output = step()
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                raise NoLossError
+            pl_module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
+            strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
+            return loss.detach()
+
+        began_s = self._now_s()
+        # through `optimizers()`, because its `step` goes by the strategy and the precision plugin
+        stepped: Any = pl_module.optimizers()
+        pl_module.optimizer_step(trainer.current_epoch, 0, stepped, closure)
+        return self._now_s() - began_s
+
+    def _now_s(self) -> float:
+        if self.clock is None:
+            return 0.0
+        device = self.trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return self.clock()
+
+    def _validate(self, rows: int) -> None:
+        """Do a validation step, with the optimizer's state in memory, as the fit will."""
+        if self.validation_batch_of is None or self.not_validated is not None:
+            return
+        trainer, pl_module = self.trainer, self.pl_module
+        stage = trainer.state.stage
+        pl_module.eval()
+        try:
+            trainer.validating = True  # the hooks of a transfer ask for it
+            batch = self._moved(self.validation_batch_of(rows))
+            with torch.no_grad(), trainer.precision_plugin.val_step_context():
+                pl_module.validation_step(*_arguments(pl_module.validation_step, batch))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # It may rest on what hooks of the validation's start prepare.
+            self.not_validated = error
+        finally:
+            trainer.state.stage = stage
+
+
+def _arguments(step: Callable[..., Any], batch: Batch) -> tuple[Any, ...]:
+    """Return what a step of a module is called with."""
+    wanted = inspect.signature(step).parameters.values()
+    with_index = len(wanted) > 1 or any(own.kind is own.VAR_POSITIONAL for own in wanted)
+    return (batch, 0) if with_index else (batch,)

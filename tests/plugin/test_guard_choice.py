@@ -1,0 +1,302 @@
+"""``batch_size="auto"`` and ``guard="quick"``: on a device whose memory and time are counted."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import pytest
+import torch
+from conformance.pieces import Linear, Rows, RowsModule, make_trainer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.plugin.bindings import BatchSizeGuard
+from lightning_fastdata.plugin.guard.prediction import (
+    Probe,
+    at_knee,
+    decide,
+    is_past_knee,
+    probe_sizes,
+)
+
+MIB, GIB = 2**20, 2**30
+QUIET = LoaderOptions(num_workers=0)
+
+
+class Device:
+    """Of 4 GiB; a row takes 20 MiB, and a step 10 ms plus what its rows beyond 64 take."""
+
+    def __init__(self, per_row=20 * MIB, total=4 * GIB):
+        self.per_row, self.total = per_row, total
+        self.now_s = self.peak = 0
+        self.trained, self.validated = [], []
+
+    def train(self, rows):
+        self.trained.append(rows)
+        self.take(rows)
+        self.now_s += 0.010 + max(0, rows - 64) * 0.010 / 64
+
+    def take(self, rows):
+        if rows * self.per_row > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.peak = max(self.peak, rows * self.per_row)
+
+    def clock(self):
+        return self.now_s
+
+    def reset_peak(self):
+        self.peak = 0
+
+    def peak_bytes(self):
+        return self.peak
+
+    def free_bytes(self):
+        return self.total
+
+    def total_bytes(self):
+        return self.total
+
+
+class Model(Linear):
+    def __init__(self, device, validation=1.0):
+        super().__init__()
+        self.memory, self.validation = device, validation
+
+    def training_step(self, batch, batch_idx):
+        assert self.training
+        self.memory.train(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        assert self.trainer.validating or self.trainer.sanity_checking
+        self.memory.validated.append(len(batch[0]))
+        self.memory.take(len(batch[0]) * self.validation)
+        super().validation_step(batch, batch_idx)
+
+
+def fit(tmp_path, data, model, ckpt=None, **how):
+    guard = BatchSizeGuard(reader=model.memory, clock=model.memory.clock)
+    trainer = make_trainer(tmp_path, callbacks=[guard], num_sanity_val_steps=0, **how)
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt)
+    return trainer, guard.decision
+
+
+def sizes(batches):
+    return {len(batch[0]) for batch in batches}
+
+
+# --- the knee ----------------------------------------------------------------------------------
+
+
+@given(
+    fixed_s=st.floats(1e-4, 1.0), per_row_s=st.floats(1e-7, 1e-2), wide=st.integers(1, 4096),
+    most=st.integers(3, 5000), total=st.integers(1, 64),
+)  # fmt: skip
+def test_what_is_chosen_has_run_fits_and_is_nearly_as_fast_as_anything_that_ran(
+    fixed_s, per_row_s, wide, most, total
+):
+    def measure(rows):
+        seconds = fixed_s + per_row_s * max(0, rows - wide)
+        return Probe(rows, rows * 50 * MIB if rows * 50 * MIB <= total * GIB else None, seconds)
+
+    def largest(probes):
+        how = {"budget_bytes": total * GIB * 9 // 10, "policy": "reduce", "dataset_rows": most}
+        return decide(asked=most, probes=probes, **how)
+
+    def to_run(probes):
+        return None if is_past_knee(probes) else largest(probes).batch_size
+
+    probes = probe_sizes(most, measure, to_run)
+    found = at_knee(largest(probes), probes)
+    if largest(probes).action == "raise":
+        return
+    assert found.action == "chosen"
+    ran = {each.rows: each.rows / each.step_s for each in probes if each.peak_bytes is not None}
+    assert ran[found.batch_size] >= 0.95 * max(ran.values())
+    assert not any(
+        rate >= 0.95 * max(ran.values()) for n, rate in ran.items() if n < found.batch_size
+    )
+    assert found.batch_size <= largest(probes).batch_size or found.batch_size in ran
+    assert str(found.batch_size) in found.reason
+
+
+def test_no_larger_size_is_tried_where_larger_ones_train_no_more_rows_a_second():
+    tried = []
+
+    def measure(rows):
+        tried.append(rows)
+        return Probe(rows, rows * MIB, 0.010 * max(1.0, rows / 64))
+
+    probe_sizes(10_000, measure, lambda probes: None if is_past_knee(probes) else 10_000)
+    assert tried == [4, 8, 16, 32, 64, 128, 256]
+    assert not is_past_knee([Probe(4, 1, 1.0), Probe(8, 2, 1.0)])
+    assert not is_past_knee([Probe(4, 1), Probe(8, 2), Probe(16, 4)])  # no times
+
+
+# --- batch_size="auto" -------------------------------------------------------------------------
+
+
+def test_the_smallest_size_that_trains_as_many_rows_a_second_is_trained_with(tmp_path):
+    device = Device()
+    data = RowsModule("auto", length=4000, options=QUIET)
+    assert data.batch_size == 32  # until it is chosen
+    model = Model(device)
+    _, decision = fit(tmp_path, data, model, limit_train_batches=3)
+    assert decision.action == "chosen"
+    assert decision.batch_size == 64
+    assert sizes(model.seen["train"]) == {64}
+    assert sizes(model.seen["val"]) == {64, 2000 % 64}
+    assert 'batch_size="auto": 64 rows' in decision.reason
+    assert "64: 6400" in decision.reason
+    assert "would fit" in decision.reason
+    assert data.batch_size == 32  # as before, for another fit
+    assert data.notes[0] == decision.reason
+    assert data.notes[1].startswith("The training took 1.25 GiB of GPU memory at 64 rows; 1.25 GiB")
+
+
+def test_of_what_does_not_fit_nothing_is_chosen(tmp_path):
+    device = Device(per_row=200 * MIB)  # of which 17 fit
+    model = Model(device)
+    _, decision = fit(
+        tmp_path, RowsModule("auto", length=4000, options=QUIET), model, limit_train_batches=3
+    )
+    assert 8 <= decision.batch_size <= 17
+    assert sizes(model.seen["train"]) == {decision.batch_size}
+
+
+def test_an_epoch_keeps_at_least_ten_steps(tmp_path):
+    _, decision = fit(tmp_path, RowsModule("auto", length=300, options=QUIET), Model(Device()))
+    assert decision.batch_size <= 30
+
+
+def test_a_resumed_run_trains_with_what_was_chosen(tmp_path):
+    trainer, decision = fit(
+        tmp_path,
+        RowsModule("auto", length=4000, options=QUIET),
+        Model(Device()),
+        max_steps=3,
+        max_epochs=3,
+    )
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    model = Model(Device())
+    data = RowsModule("auto", length=4000, options=QUIET)
+    fit(tmp_path, data, model, ckpt=tmp_path / "one.ckpt", max_steps=6, max_epochs=3)
+    assert sizes(model.seen["train"]) == {decision.batch_size} == {64}
+    assert model.memory.trained == [64] * 3  # nothing was tried
+
+
+def test_without_a_gpu_it_is_said_and_32_are_taken(tmp_path):
+    data = RowsModule("auto", length=320, options=QUIET)
+    model = Linear()
+    with pytest.warns(FastDataWarning, match="training is on cpu: batches have 32 samples"):
+        make_trainer(tmp_path, limit_val_batches=0).fit(model, datamodule=data)
+    assert sizes(model.seen["train"]) == {32}
+
+
+@pytest.mark.parametrize("guard", ["off", "quick"])
+def test_nobody_would_choose_it(guard):
+    with pytest.raises(OptionsError, match=f"guard='{guard}' contradict"):
+        FastDataModule("auto", guard=guard)
+
+
+@pytest.mark.parametrize("wrong", ["largest", 0, True, 2.0])
+def test_other_sizes_are_refused(wrong):
+    with pytest.raises(OptionsError, match="whole number"):
+        FastDataModule(wrong)
+
+
+def test_a_saved_hyperparameter_and_from_datasets_say_so_as_well(tmp_path):
+    class Own(FastDataModule):
+        def __init__(self, batch_size="auto"):
+            super().__init__(options=QUIET)
+            self.save_hyperparameters()
+
+        def train_dataset(self):
+            return Rows(4000)
+
+    model = Model(Device())
+    assert fit(tmp_path, Own(), model, max_steps=1)[1].batch_size == 64
+    given = FastDataModule.from_datasets(Rows(4000), batch_size="auto", options=QUIET)
+    assert fit(tmp_path, given, Model(Device()), max_steps=1)[1].batch_size == 64
+
+
+# --- a validation step is tried, too -----------------------------------------------------------
+
+
+def test_a_validation_that_takes_more_memory_decides(tmp_path):
+    device = Device(per_row=100 * MIB)
+    model = Model(device, validation=2.0)
+    data = RowsModule(32, length=320, guard="reduce", options=QUIET)
+    _, decision = fit(tmp_path, data, model)
+    assert decision.action == "reduce"
+    assert decision.batch_size == 17  # (4 GiB - 512 MiB) / 200 MiB
+    assert 17 in device.validated
+
+
+@pytest.mark.parametrize("how", [{"limit_val_batches": 0}, {}])
+def test_without_validation_none_is_tried(tmp_path, how):
+    class NoValidation(RowsModule):
+        def val_dataset(self):
+            return None if not how else super().val_dataset()
+
+    device = Device()
+    fit(tmp_path, NoValidation(8, length=64, guard="warn", options=QUIET), Model(device), **how)
+    assert device.validated == []
+
+
+def test_a_validation_step_that_needs_its_start_stops_nothing(tmp_path):
+    class NeedsStart(Model):
+        def on_validation_epoch_start(self):
+            self.outputs = []
+
+        def validation_step(self, batch, batch_idx):
+            self.outputs.append(len(batch[0]))
+
+    data = RowsModule(8, length=64, guard="warn", options=QUIET)
+    _, decision = fit(tmp_path, data, NeedsStart(Device()))
+    assert decision.action == "keep"
+    assert "No validation step could be tried (AttributeError" in decision.reason
+
+
+# --- guard="quick" -----------------------------------------------------------------------------
+
+
+def test_quick_tries_nothing_and_knows_what_earlier_trainings_took(tmp_path):
+    def run(batch_size, guard, per_row=20 * MIB):
+        model = Model(Device(per_row))
+        data = RowsModule(batch_size, length=64, guard=guard, options=QUIET)
+        return fit(tmp_path, data, model, max_epochs=1, limit_val_batches=0)[1], model.memory
+
+    first, _ = run(8, "quick")
+    assert first.action == "skipped"
+    assert "no earlier training of this kind is known" in first.reason
+    run(16, "warn")
+    with pytest.warns(FastDataWarning, match="At most 179 rows fit"):
+        decision, _ = run(200, "quick")
+    assert decision.action == "warn"
+    assert "no step was tried" in decision.reason
+    decision, device = run(32, "quick")
+    assert decision.action == "keep"
+    assert device.trained == [32, 32]
+    assert decision.predicted_peak_bytes == 640 * MIB
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"peak_bytes_by_rows": 3}', '{"peak_bytes_by_rows": [[1, "x"]]}']
+)
+def test_a_file_that_is_damaged_is_no_file(tmp_path, content):
+    def run(guard):
+        data = RowsModule(8, length=64, guard=guard, options=QUIET)
+        return fit(tmp_path, data, Model(Device()), limit_val_batches=0)[1]
+
+    run("warn")
+    (kept,) = os.scandir(os.environ["LIGHTNING_FASTDATA_CACHE"])
+    with open(kept.path, "w") as file:
+        file.write(content)
+    assert run("quick").action == "skipped"
