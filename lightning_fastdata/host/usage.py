@@ -79,6 +79,8 @@ class DeviceUsage:
     total_bytes: int
     alloc_retries: int
     """How often the allocator had to free its cache and try again."""
+    held_bytes: int = 0
+    """What tensors of this process take now."""
 
 
 class SpentTime(NamedTuple):
@@ -242,6 +244,7 @@ def read_device_usage(device: torch.device) -> DeviceUsage | None:
         never_used_bytes=max(0, room - torch.cuda.max_memory_reserved(device)),
         total_bytes=total_bytes,
         alloc_retries=torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+        held_bytes=torch.cuda.memory_allocated(device),
     )
 
 

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.host.cpu import CpuThrottling
 from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
+from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import (
+    HostMeter,
     device_scalars,
+    full_in_s,
     host_evidence,
     host_scalars,
 )
@@ -95,3 +101,54 @@ def test_evidence_has_a_field_for_each_fact():
     found = host_evidence(before, after, device(), device())
     assert len(found) == 5
     assert Evidence(**found).pressure_percent == pytest.approx(0)
+
+
+MIB = 2**20
+
+
+def readings(sizes_mib):
+    return [(10.0 * number, int(size * MIB)) for number, size in enumerate(sizes_mib)]
+
+
+@given(st.floats(0.5, 50), st.lists(st.floats(0, 400), min_size=30, max_size=60))
+def test_memory_that_grows_from_step_to_step_is_full_when_it_says(step_mib, batches_mib):
+    """Above what is held there are batches of any size, now and then none."""
+    above = [0 if number % 3 == 0 else each for number, each in enumerate(batches_mib)]
+    held = readings(100 + number * step_mib + each for number, each in enumerate(above))
+    found = full_in_s(held, room_bytes=1000 * MIB)
+    assert found == pytest.approx(10.0 * 1000 / step_mib, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [100] * 40,
+        [100, 400] * 20,
+        [100] * 3 + [300] * 37,  # the optimizer's state
+        [100] * 15 + [300] * 25,  # a cache that was filled once
+        [min(100 + 10 * number, 250) for number in range(60)],  # it levels off
+        [500 - number for number in range(40)],
+        [100 + number for number in range(9)],  # too few
+        [],
+    ],
+)
+def test_memory_that_is_kept_once_is_no_growth(sizes):
+    assert full_in_s(readings(sizes), room_bytes=1000 * MIB) is None
+
+
+def test_a_meter_of_a_device_that_fills_up_says_so_and_keeps_few_readings(monkeypatch):
+    now = iter(range(10**6))
+    held = iter(range(10 * MIB, 10**15, MIB))
+
+    def read(_):
+        found = device(never_used=100 * MIB)
+        return replace(found, held_bytes=next(held))
+
+    monkeypatch.setattr(host_metrics, "read_device_usage", read)
+    monkeypatch.setattr(host_metrics, "_REST", 0)
+    meter = HostMeter(torch.device("cpu"), clock_s=lambda: float(next(now)), workers=list)
+    for _ in range(1000):
+        meter.metrics(memory=False)
+    found = Evidence(**meter.evidence()).device_full_in_s
+    assert found == pytest.approx(100 * (next(now) / 1001), rel=0.1)
+    assert len(meter._held) <= 300

@@ -107,6 +107,7 @@ TABLE = {
     ),
     "FD316": (Evidence(**FINE, rank_stalls_ms=(0.1, 9.0, 0.2, 0.1)), "rank 1 stalls 9.0 ms"),
     "FD317": (Evidence(**FINE, alloc_retries=12, device_headroom_share=0.01), "12 times"),
+    "FD326": (Evidence(**FINE, device_full_in_s=3000.0), "in 50 min"),
     "FD318": (Evidence(**FINE, val_stall_share=0.4), "40%"),
     "FD319": (Evidence(**FINE), "0.2%"),
     "FD323": (late({"sampler_ms": 18.0, "handover_ms": 1.0, "read_cpu_ms": 5.0}), "75%"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.host.usage import (
@@ -95,6 +95,29 @@ def host_evidence(
     return _known(found)
 
 
+def full_in_s(held: Sequence[tuple[float, int]], *, room_bytes: int) -> float | None:
+    """Return when memory that is held from step to step will be full; None: it does not grow so.
+
+    The least that is held in each third of the readings is what all steps of it hold. It has to
+    rise from the first to the second third, and at least half as much again to the last: what a
+    training keeps once (the state of an optimizer, a cache) levels off.
+
+    Args:
+        held: Seconds from any start, and bytes then.
+        room_bytes: What is left.
+    """
+    third = (len(held) - 1) // 3
+    if third < _FEWEST_READINGS:
+        return None
+    parts = [held[len(held) - n * third : len(held) - (n - 1) * third] for n in (3, 2, 1)]
+    floors = [min(size for _, size in part) for part in parts]
+    middles_s = [part[third // 2][0] for part in parts]
+    before, rise, span_s = floors[1] - floors[0], floors[2] - floors[1], middles_s[2] - middles_s[1]
+    if before <= 0 or 2 * rise < before or rise < _LEAST_RISE * room_bytes or span_s <= 0:
+        return None
+    return room_bytes * span_s / rise
+
+
 def throttled_share(before: HostUsage, after: HostUsage) -> float | None:
     """Return the part of the quota's periods in which it was used up; None without a quota."""
     if before.throttling is None or after.throttling is None:
@@ -114,6 +137,11 @@ def _known(found: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+_FEWEST_READINGS: Final = 3
+"""In each third."""
+_LEAST_RISE: Final = 1e-3
+"""Of the room that is left: less is no danger."""
+_MOST_READINGS: Final = 300
 _REST: Final = 1000
 """A reading that took a second is made again after so many: a thousandth of the time is spent."""
 
@@ -135,6 +163,9 @@ class HostMeter:
         self._workers = workers
         self._began = self._last = self._newest = read_host_usage(workers(), at_s=clock_s())
         self._device_began = self._device_newest = read_device_usage(device)
+        self._held: list[tuple[float, int]] = []
+        """Seconds, and bytes that tensors took on the device then, at each so many readings."""
+        self._readings, self._each = 0, 1
         self._due_s = self._memory_due_s = clock_s()
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
@@ -162,11 +193,23 @@ class HostMeter:
         """Return the fields of ``Evidence`` that the machine reports of the training so far."""
         if self._newest is self._began:
             self._read()
-        return host_evidence(self._began, self._newest, self._device_began, self._device_newest)
+        found = host_evidence(self._began, self._newest, self._device_began, self._device_newest)
+        if self._device_newest is not None:
+            full_s = full_in_s(self._held, room_bytes=self._device_newest.never_used_bytes)
+            found |= _known({"device_full_in_s": full_s})
+        return found
 
     def _read(self) -> None:
         self._newest = read_host_usage(self._workers(), at_s=self._clock_s())
-        self._device_newest = read_device_usage(self._device)
+        self._device_newest = device = read_device_usage(self._device)
+        if device is None:
+            return
+        if self._readings % self._each == 0:
+            self._held.append((self._newest.at_s, device.held_bytes))
+        self._readings += 1
+        if len(self._held) > _MOST_READINGS:
+            del self._held[1::2]
+            self._each *= 2
 
 
 def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:

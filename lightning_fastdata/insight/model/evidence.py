@@ -151,6 +151,8 @@ class Evidence:
     """How often the device's allocator had to free its cache and try again."""
     device_headroom_share: float | None = None
     """Of the device's memory, what was never used."""
+    device_full_in_s: float | None = None
+    """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
     rank_stalls_ms: tuple[float, ...] = ()
     rank_hosts: tuple[str, ...] = ()
     rank_reasons: tuple[str, ...] = ()

@@ -73,6 +73,8 @@ _FREE: Final = 0.01
 _GAP_HIGH: Final = 0.10
 _GAP_LEAST_MS: Final = 1.0
 """What any training loop takes between two steps is no finding."""
+_SOON_S: Final = 24 * 3600
+"""Later is no danger to most trainings."""
 _HEADROOM_LOW: Final = 0.03
 
 
@@ -173,6 +175,21 @@ def _memory(e: Evidence) -> Finding | None:
     )
 
 
+def _fills_up(e: Evidence) -> Finding | None:
+    seconds = e.device_full_in_s
+    if seconds is None or seconds > _SOON_S:
+        return None
+    return Finding(
+        code="FD326",
+        severity="high",
+        cause="the device's memory that is held between steps grows from step to step: it is full "
+        f"in {max(1, round(seconds / 60))} min, if it goes on so",
+        remedy="look for tensors that are kept with their graph, as losses in a list or in self: "
+        "keep loss.item() or loss.detach(); torch.cuda.memory._record_memory_history shows who",
+        leave_alone="the loader",
+    )
+
+
 def _free(e: Evidence) -> Finding | None:
     share = e.stall_share
     if share is None or share >= _FREE or e.held_up:
@@ -195,5 +212,6 @@ RULES: Final = (
     Rule("FD314", "the device waits for the host", _host_gap),
     Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
     Rule("FD317", "the device is short of memory", _memory),
+    Rule("FD326", "the device's memory fills up", _fills_up, after="FD317"),
     Rule("FD319", "data is free", _free),
 )
