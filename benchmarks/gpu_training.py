@@ -12,35 +12,14 @@ import torch
 from gpu_run import Skipped, new_trainer
 from torch import nn
 
+from lightning_fastdata.plugin.guard.memory import is_out_of_memory
+from lightning_fastdata.plugin.guard.prediction import predict_peak_bytes
+
 
 def measure_guard(run):
     if not run.cuda:
         raise Skipped("a memory limit needs a CUDA device")
-    from lightning_fastdata.plugin.guard.memory import (
-        CudaMemoryReader,
-        is_out_of_memory,
-        reserve_bytes,
-    )
-    from lightning_fastdata.plugin.guard.prediction import (
-        Probe,
-        decide,
-        predict_peak_bytes,
-        probe_sizes,
-    )
-
-    device, asked = torch.device("cuda", run.device.index or 0), 1 << 16
-    reader = CudaMemoryReader(device)
-
-    def measure(rows):
-        reader.reset_peak()
-        try:
-            _convolution_steps(device, rows)
-            return Probe(rows, reader.peak_bytes())
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return Probe(rows, None)
-
+    device = torch.device("cuda", run.device.index or 0)
     for fraction in (0.02, 0.05, 0.1):
         name = f"guard, {fraction:.0%} of the device"
         if run.left_s() < 45:
@@ -49,45 +28,82 @@ def measure_guard(run):
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(fraction, device)
         try:
-            at = time.perf_counter()
-            probes = probe_sizes(asked, measure)
-            budget = reader.free_bytes() - reserve_bytes(reader.total_bytes())
-            choice = decide(asked=asked, probes=probes, budget_bytes=budget, policy="reduce")
-            run.add(name, "time to decide", time.perf_counter() - at, "s")
+            decision, took_s, peak = fit_convolutions(run, 1 << 16, guard="reduce", steps=200)
+            run.add(name, "time to decide", took_s, "s")
             low, high = 1, 2  # rows that train, and that do not
-            while measure(high).peak_bytes is not None:
+            while _trains(run, high):
                 low, high = high, 2 * high
-            while high - low > max(1, low // 100):
+            while high - low > max(1, low // 50):
                 middle = (low + high) // 2
-                trains = measure(middle).peak_bytes is not None
-                low, high = (middle, high) if trains else (low, middle)
-            peak = measure(low).peak_bytes
+                low, high = (middle, high) if _trains(run, middle) else (low, middle)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
-        run.add(name, "the most that trains", low, "rows", "by bisection, to 1 %")
-        chosen = choice.batch_size if choice.action == "reduce" else None
-        run.add(name, "chosen", chosen, "rows", choice.action)
-        if chosen is not None:
-            run.add(name, "chosen of the most", chosen / low, "")
-        predicted = predict_peak_bytes(probes, low)
+        run.add(name, "the most that trains", low, "rows", "by bisection, to 2 %")
+        chosen = decision.batch_size
+        run.add(name, "chosen, trained 200 steps", chosen, "rows", decision.action)
+        run.add(name, "chosen of the most", chosen / low, "")
+        predicted = predict_peak_bytes(decision.probes, chosen)
         if predicted and peak:
-            run.add(name, "error of the prediction at the most", predicted / peak - 1, "")
+            run.add(name, "error of the prediction", predicted / peak - 1, "", "of the training")
 
 
-def _convolution_steps(device, rows):
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 48, 3, padding=1)]
-    for _ in range(4):
-        layers += [nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1)]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    images = torch.randn(rows, 3, 128, 128, device=device)
-    for _ in range(2):
-        loss = model(images).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    torch.cuda.synchronize(device)
+def _trains(run, rows):
+    try:
+        fit_convolutions(run, rows, guard="off", steps=3)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def fit_convolutions(run, batch_size, *, guard, steps):
+    """Return the guard's decision (None: "off"), its seconds, and the peak of the training."""
+    import lightning.pytorch as pl
+
+    from lightning_fastdata import FastDataModule, LoaderOptions
+    from lightning_fastdata.plugin.bindings import BatchSizeGuard
+
+    class Convolutions(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            layers = [nn.Conv2d(3, 48, 3, padding=1)]
+            for _ in range(4):
+                layers += [nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1)]
+            self.network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+        def training_step(self, batch, _):
+            return self.network(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    class Same(torch.utils.data.Dataset):
+        image = torch.randn(3, 128, 128)
+
+        def __len__(self):
+            return 1 << 20
+
+        def __getitem__(self, index):
+            return self.image
+
+    class Timed(BatchSizeGuard):
+        took_s = 0.0
+
+        def on_fit_start(self, trainer, pl_module):
+            began_s = time.perf_counter()
+            super().on_fit_start(trainer, pl_module)
+            self.took_s = time.perf_counter() - began_s
+
+    timed = Timed()
+    data = FastDataModule.from_datasets(
+        Same(), batch_size=batch_size, guard=guard, options=LoaderOptions(num_workers=0)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = new_trainer(run, folder, max_steps=steps, callbacks=[timed])
+        trainer.fit(Convolutions(), datamodule=data)
+    peak = torch.cuda.max_memory_allocated(run.device) if run.cuda else 0
+    return timed.decision, timed.took_s, peak
 
 
 def measure_training(run):

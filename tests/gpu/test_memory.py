@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.host.memory import read_device_memory
+from lightning_fastdata.plugin.bindings import BatchSizeGuard
 from lightning_fastdata.plugin.guard.memory import CudaMemoryReader, is_out_of_memory, reserve_bytes
 
 pytestmark = [
@@ -121,7 +122,8 @@ def fit(tmp_path, *, batch_size, guard, precision, steps=20):
         default_root_dir=str(tmp_path),
     )
     trainer.fit(Convolutions(), datamodule=datamodule)
-    return trainer, datamodule
+    guards = [each for each in trainer.callbacks if isinstance(each, BatchSizeGuard)]
+    return trainer, guards[0].decision if guards else None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
@@ -134,12 +136,12 @@ def test_the_batch_that_the_guard_chooses_trains_and_twice_as_much_would_not(
     if limit < 2 * reserve_bytes(limit):
         pytest.skip(f"{fraction} of this device is too little beside the guard's reserve")
     torch.cuda.set_per_process_memory_fraction(fraction, CUDA)
-    trainer, datamodule = fit(tmp_path, batch_size=ASKED, guard="reduce", precision=precision)
+    trainer, decision = fit(tmp_path, batch_size=ASKED, guard="reduce", precision=precision)
     assert trainer.global_step == 20
-    assert 1 < datamodule.batch_size < ASKED
+    assert 1 < decision.batch_size < ASKED
     assert torch.cuda.max_memory_allocated(CUDA) <= limit
-    chosen = datamodule.batch_size
-    del trainer, datamodule
+    chosen = decision.batch_size
+    del trainer
     gc.collect()
     torch.cuda.empty_cache()
     with pytest.raises(torch.OutOfMemoryError):
@@ -148,8 +150,25 @@ def test_the_batch_that_the_guard_chooses_trains_and_twice_as_much_would_not(
 
 def test_accumulated_batches_keep_the_rows_of_an_optimizer_step(tmp_path):
     torch.cuda.set_per_process_memory_fraction(0.1, CUDA)
-    trainer, datamodule = fit(
+    _, decision = fit(
         tmp_path, batch_size=ASKED, guard="accumulate", precision="bf16-mixed", steps=2
     )
-    assert trainer.accumulate_grad_batches > 1
-    assert datamodule.batch_size * trainer.accumulate_grad_batches >= ASKED
+    assert decision.accumulate_grad_batches > 1
+    assert decision.batch_size * decision.accumulate_grad_batches >= ASKED
+
+
+def test_a_chosen_batch_trains_nearly_as_many_rows_a_second_as_any(tmp_path):
+    trainer, decision = fit(tmp_path, batch_size="auto", guard="warn", precision="bf16-mixed")
+    assert trainer.global_step == 20
+    assert decision.action == "chosen"
+    ran = [each for each in decision.probes if each.peak_bytes is not None]
+    rates = {each.rows: each.rows / each.step_s for each in ran}
+    assert rates[decision.batch_size] >= 0.95 * max(rates.values())
+
+
+def test_what_a_training_took_is_known_to_the_next_one(tmp_path):
+    fit(tmp_path, batch_size=64, guard="warn", precision="32-true", steps=4)
+    _, decision = fit(tmp_path, batch_size=128, guard="quick", precision="32-true", steps=4)
+    assert decision.action == "keep"
+    actual = torch.cuda.max_memory_allocated(CUDA)
+    assert abs(decision.predicted_peak_bytes - actual) < 0.05 * actual
