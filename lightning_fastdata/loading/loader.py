@@ -25,14 +25,15 @@ from lightning_fastdata.loading.source import (
     open_source,
     reads_with_torch,
 )
-from lightning_fastdata.loading.tuned import TunedLoader, tuner_for
+from lightning_fastdata.loading.tuned import LoaderWorkers, tuner_for
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import RankSampler, set_epoch
+from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_asked
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.randomness.seeds import EpochCell
+from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Stage
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
 
-class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
+class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     All of torch's arguments keep their meaning and are found under the same attributes, so that
@@ -65,10 +66,10 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs. None: if ``executor`` is ``"auto"``.
+        persistent_workers: Keep the workers between epochs. None: if ``executor="auto"`` is given.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
-        seed: Seed of the per-sample randomness.
+        seed: Seed of the per-sample randomness. None: that of ``seed_everything``, else 0.
         epoch: Asked for the epoch, counted from 0, at the start of each iteration and again at its
             first batch; an iteration that began as another epoch begins anew. Default: the number
             of iterations that gave a batch so far.
@@ -84,7 +85,9 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
             leave to the device what they can. Not with a ``transform`` that starts in the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
-            and says why in ``plan.explain()``. An iterable dataset, which has no index, is read by
+            and says why in ``plan.explain()``. None: ``"auto"``, without keeping workers; but
+            ``"torch"`` where it would have to start processes in a script that cannot be imported
+            again. An iterable dataset, which has no index, is read by
             ``"workers"`` in place of ``"gather"`` and ``"sidecar"``, DataPipes always by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
@@ -138,14 +141,14 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
         persistent_workers: bool | None = None,
         pin_memory_device: str = "",
         in_order: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         epoch: Callable[[], int] | None = None,
         transform: StageTransform | None = None,
         on_device: bool = False,
         worker_nice: int | None = None,
         staged: Stage | None = None,
         recording: DatasetRecording | None = None,
-        executor: ExecutorName | Literal["auto"] = "torch",
+        executor: ExecutorName | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
         device_resident: bool | str | torch.device = False,
@@ -154,6 +157,10 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         tune: Literal["auto", "off"] | Tuner = "auto",
     ) -> None:
+        if executor is None:
+            # What torch does not keep, mutated datasets rest on: workers that are started anew.
+            persistent_workers = bool(persistent_workers)
+            executor = "auto" if num_workers is not None or may_start_processes() else "torch"
         check_loader(
             dataset,
             executor=executor,
@@ -237,7 +244,7 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
             # torch puts a sequential one there; Lightning shares that out among the ranks again.
             vars(self)["sampler"] = inner_sampler
         warn_of_unkeyed(dataset, collate_fn)
-        self.seed = checked_seed(seed)
+        self.seed = global_seed() if seed is None else checked_seed(seed)
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
@@ -320,31 +327,8 @@ class FastDataLoader(Resumable, TunedLoader, HasQuarantine, DataLoader[Any]):
             batches = OpenedNotes(batches, self.faults)
         return self._dropped(batches, begun)
 
-    def _keep(
-        self, inner: Source | None, settings: tuple[SourceSettings, bool] | None = None
-    ) -> None:
-        # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
-        # so in the whole process if the hook raises. A record would keep the workers alive.
-        vars(self).update(_inner=inner, _inner_settings=settings)
-
-    def close(self) -> None:
-        """Stop the workers; the next iteration starts new ones."""
-        if isinstance(self._inner, KeptExecutor):
-            self._inner.close()
-        self._keep(None)
-
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
         gone = ("_inner", "_inner_settings", "_indices", "records", "tuning_records")
         own = {**dict.fromkeys(gone), "_ledger": Ledger(), "tune": "off"}
         return {**self.__dict__, **own}
-
-    # torch keeps persistent workers under this name and Lightning stops them through it.
-    @property
-    def _iterator(self) -> Any:
-        return None if self._inner is None else self._inner._iterator
-
-    @_iterator.setter
-    def _iterator(self, value: object) -> None:
-        if value is None:
-            self.close()

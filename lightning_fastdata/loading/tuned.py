@@ -164,8 +164,8 @@ class _Both(deque["BatchStamps"]):
             each.append(stamps)
 
 
-class TunedLoader:
-    """The part of a FastDataLoader that takes stamps, and changes its workers while it is read."""
+class LoaderWorkers:
+    """The part of a FastDataLoader that has its workers: takes stamps, changes and stops them."""
 
     dataset: Dataset[Any]
     executor: ExecutorName
@@ -249,3 +249,26 @@ class TunedLoader:
         # torch refuses to change this one, as its own workers are kept by it.
         vars(twin)["persistent_workers"] = self.persistent_workers and workers > 0
         return twin
+
+    def _keep(
+        self, inner: Source | None, settings: tuple[SourceSettings, bool] | None = None
+    ) -> None:
+        # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
+        # so in the whole process if the hook raises. A record would keep the workers alive.
+        vars(self).update(_inner=inner, _inner_settings=settings)
+
+    def close(self) -> None:
+        """Stop the workers; the next iteration starts new ones."""
+        if isinstance(self._inner, KeptExecutor):
+            self._inner.close()
+        self._keep(None)
+
+    # torch keeps persistent workers under this name and Lightning stops them through it.
+    @property
+    def _iterator(self) -> Any:
+        return None if self._inner is None else self._inner._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: object) -> None:
+        if value is None:
+            self.close()

@@ -9,6 +9,7 @@ depend on nothing but its key.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -71,6 +72,11 @@ def _seed(generator: np.random.Generator, key: SampleKey, position: int = 0) -> 
         "uinteger": 0,
     }
     return int.from_bytes(rest, "little")
+
+
+def global_seed() -> int:
+    """Return the seed that Lightning's ``seed_everything`` has set for this process, else 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 class EpochCell:

@@ -150,7 +150,8 @@ def test_the_loader_is_as_far_ahead_as_its_executor_is_told(workers, prefetch, s
 @pytest.mark.parametrize("prefetch", [None, 1, 5])
 def test_torch_is_as_far_ahead_as_torch_says(prefetch):
     told = DataLoader(Waiting(), 4, num_workers=3, prefetch_factor=prefetch).prefetch_factor
-    assert setup(num_workers=3, prefetch_factor=prefetch).look_ahead == 3 * told
+    made = setup(num_workers=3, prefetch_factor=prefetch, executor="torch")
+    assert made.look_ahead == 3 * told
 
 
 @pytest.mark.cases(4)

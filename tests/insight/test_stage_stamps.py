@@ -50,7 +50,7 @@ def test_a_loader_that_is_gone_is_not_the_slowest_any_more_once_another_one_has_
 
 def test_slow_samples_have_the_files_of_their_own_loader():
     stamps = StageStamps("data")
-    loaders = [FastDataLoader(Files(folder), batch_size=4) for folder in "abc"]
+    loaders = [FastDataLoader(Files(folder), batch_size=4, executor="torch") for folder in "abc"]
     stamps.watch(loaders[:2])
     read(loaders[0])
     del loaders[0]

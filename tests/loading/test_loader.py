@@ -266,7 +266,9 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 def test_shutting_down_through_lightnings_protocol_stops_the_workers():
     """Lightning calls ``loader._iterator._shutdown_workers()`` and sets the attribute to None."""
-    loader = FastDataLoader(TensorDataset(torch.arange(8)), num_workers=2, persistent_workers=True)
+    loader = FastDataLoader(
+        TensorDataset(torch.arange(8)), num_workers=2, persistent_workers=True, executor="torch"
+    )
     assert loader._iterator is None
     assert sum(1 for _ in loader) == 8
     workers = list(loader._iterator._workers)

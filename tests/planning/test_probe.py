@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import random
+import sys
 import time
 from dataclasses import replace
 
@@ -24,11 +26,17 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
+from lightning_fastdata.planning.facts.inspection import (
+    DatasetFacts,
+    Questions,
+    inspect_dataset,
+    may_start_processes,
+)
 from lightning_fastdata.planning.facts.probe import (
     Clocks,
     SampleCost,
@@ -647,11 +655,25 @@ def test_a_loader_chooses_around_whatever_else_is_set(settings, work):
         loader.close()
 
 
-def test_without_a_choice_a_loader_is_as_torchs():
+def test_without_a_choice_a_loader_is_automatic_but_keeps_no_workers():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
-    assert (loader.num_workers, loader.persistent_workers, loader.executor) == (0, False, "torch")
-    assert loader.plan is None
-    assert loader.worker_nice == 0
+    assert (loader.num_workers, loader.persistent_workers, loader.executor) == (1, False, "gather")
+    assert loader.plan is not None
+    four = FastDataLoader(Keeping(keeps=False), 4, num_workers=4)
+    assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
+    none = FastDataLoader(Keeping(keeps=False), 4, num_workers=0)
+    assert (none.num_workers, KINDS[none.executor].side_processes) == (0, False)
+
+
+def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("loader = ...")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
+    loader = FastDataLoader(Keeping(keeps=False), 4)
+    assert (loader.executor, loader.num_workers) == ("torch", 0)
+    script.write_text("if __name__ == '__main__': loader = ...")
+    assert may_start_processes()
 
 
 class Keeping(Dataset):

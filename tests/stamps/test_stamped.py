@@ -84,7 +84,7 @@ def epochs(dataset, *, stamp, times=2, step_s=0.0, **options):
     torch.manual_seed(5)
     np.random.seed(5)
     records = deque()
-    loader = FastDataLoader(dataset, **options)
+    loader = FastDataLoader(dataset, **{"executor": "torch", **options})
     if stamp:
         loader.record_stamps(records)
     batches = []
@@ -195,8 +195,9 @@ def test_datapipes_are_left_alone():
 def test_recording_begins_and_ends_with_an_iteration(workers):
     first, second = deque(), deque()
     loader = FastDataLoader(
-        TensorDataset(torch.arange(8)), 2, num_workers=workers, persistent_workers=workers > 0
-    )
+        TensorDataset(torch.arange(8)), 2, num_workers=workers, persistent_workers=workers > 0,
+        executor="torch",
+    )  # fmt: skip
     running = iter(loader)
     next(running)
     loader.record_stamps(first)
@@ -222,7 +223,7 @@ def test_a_failing_sample_fails_as_ever_and_spoils_no_stamp():
             return i
 
     records = deque()
-    loader = FastDataLoader(Fails(12), 4)
+    loader = FastDataLoader(Fails(12), 4, executor="torch")
     loader.record_stamps(records)
     batches = iter(loader)
     next(batches)
@@ -233,7 +234,7 @@ def test_a_failing_sample_fails_as_ever_and_spoils_no_stamp():
 
 
 def test_the_iterator_is_torchs_own_but_for_its_batches():
-    loader = FastDataLoader(Draws(), 6, num_workers=1)
+    loader = FastDataLoader(Draws(), 6, num_workers=1, executor="torch")
     loader.record_stamps(deque())
     batches = iter(loader)
     assert len(batches) == 4

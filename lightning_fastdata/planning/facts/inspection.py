@@ -115,7 +115,12 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     facts, failure = facts_of(findings), findings.failure
     if failure is None or (spec.reads_here and _suspects_fork(failure)):
         return facts
-    if asked_method is None and method == "fork" and _suspects_fork(failure) and _can_respawn():
+    if (
+        asked_method is None
+        and method == "fork"
+        and _suspects_fork(failure)
+        and can_be_started_anew()
+    ):
         again = work(start_method="forkserver")
         if again.failure is None:
             warning = _forkserver_message(failure)
@@ -219,7 +224,12 @@ def _suspects_fork(failure: Failure) -> bool:
     return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
 
 
-def _can_respawn() -> bool:
+def may_start_processes() -> bool:
+    """Return whether side processes can be started without a word of the user's."""
+    return multiprocessing.get_start_method() == "fork" or can_be_started_anew()
+
+
+def can_be_started_anew() -> bool:
     """Return whether another process may import the program's script once more."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return False

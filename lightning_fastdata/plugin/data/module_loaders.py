@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,6 +46,7 @@ from lightning_fastdata.plugin.seams.trainer import (
     running_stage,
 )
 from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import global_seed
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class ModuleLoaders:
     def seed(self, module: DataModule) -> int:
         """Return the seed of order and draws; a run that goes on keeps its own if none is set."""
         seed = self.progress.seed if module.seed is None else module.seed
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        return global_seed() if seed is None else seed
 
     def _inspect(self, of: StagePlan) -> DatasetFacts:
         """Find out what a loader rests on, and check the first sample of its dataset."""

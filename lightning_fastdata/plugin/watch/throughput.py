@@ -44,6 +44,7 @@ from lightning_fastdata.plugin.watch.measured_run import (
     predicted_step_ms,
 )
 from lightning_fastdata.plugin.watch.recording import Recording
+from lightning_fastdata.randomness.seeds import global_seed
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -182,7 +183,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             trainer,
             pl_module,
             self.augment,  # type: ignore[arg-type]
-            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            seed=global_seed(),
             in_transfer=lambda: recording.in_transfer,
         )
 
