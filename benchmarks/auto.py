@@ -1,6 +1,7 @@
 """What ``executor="auto"`` chooses, beside every choice it has and torch's own DataLoader.
 
     python benchmarks/auto.py [--quick] [--only images] [--rounds 3] [--json results.json]
+    python benchmarks/auto.py --same-workers
 
 For each workload: torch's DataLoader with 0 and with 2 workers (kept between epochs), an automatic
 ``FastDataLoader``, the loader of an automatic ``FastDataModule``, and the best of a sweep over the
@@ -9,6 +10,9 @@ process, after a warm-up, with nothing done to the batches; then the same with a
 after each batch that computes in the training process on one thread. Ratios are medians over rounds
 of the samples per second within a round: the one wanted is at least 0.95 of the better of torch's
 two. With ``--quick`` there is no sweep, and there are fewer rounds and shorter epochs.
+
+With ``--same-workers``: what a ``FastDataLoader`` gives in the place of torch's DataLoader with the
+same ``num_workers``, 0, 2 and 4, as whoever changes the name of the class has it.
 """
 
 from __future__ import annotations
@@ -205,6 +209,24 @@ def measure(work: Workload, scratch: Path, *, rounds: int, epoch_s: float, sweep
     )
 
 
+def with_same_workers(work: Workload, scratch: Path, *, rounds: int, epoch_s: float) -> list[str]:
+    """Return the choice and the ratio to torch's loader at each number of workers."""
+    data, found = sized(work, scratch, epoch_s), []
+    for workers in (0, 2, 4):
+        loaders = {
+            "torch": torch_loader(work, data, workers),
+            "ours": ours(work, data, None, workers),
+        }
+        with opened(loaders):
+            rates = in_turn(
+                {name: epoch(each, work.batch_size, None) for name, each in loaders.items()},
+                rounds=rounds,
+            )
+            chose = loaders["ours"].executor
+        found.append(f"{chose:>8} {ratio(rates['ours'], rates['torch']):6.2f}")
+    return found
+
+
 AUTO = (LOADER, MODULE)
 
 
@@ -245,11 +267,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="no sweep, 1 round")
     parser.add_argument("--only", default="", help="workloads whose name contains one of a,b,c")
     parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--same-workers", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     wanted = asked.only.casefold().split(",")
     works = [work for work in WORKLOADS if any(part in work.name.casefold() for part in wanted)]
+    if asked.same_workers:
+        with tempfile.TemporaryDirectory() as scratch:
+            for work in works:
+                row = with_same_workers(work, Path(scratch), rounds=asked.rounds, epoch_s=0.5)
+                print(f"{work.name:34s} {'   '.join(row)}", flush=True)
+        write(asked.json, "auto --same-workers", {})
+        return
     print(
         f"{'':34s} {'auto chose':23s} {'torch 0 /s':>11s} {'torch 2 /s':>11s} {'auto /s':>11s}  "
         f"{'x torch':11s}  {'with step':11s}  {'x sweep':11s}  noise  best of the sweep"

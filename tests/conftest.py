@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def torchs_own_loaders():
         if f"__old{name}" in vars(kind):
             setattr(kind, name, method)
             delattr(kind, f"__old{name}")
+
+
+@pytest.fixture(scope="module")
+def quick_collections():
+    """Leave what was imported by now out of collections of garbage, as the guard has many."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

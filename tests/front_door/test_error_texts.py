@@ -279,7 +279,6 @@ LOADERS = {
     "a loader": ((DataLoader(Samples()),), {}, "a DataLoader, not a dataset.*loader.dataset"),
     "no length": ((NoLength(),), {}, "no __len__"),
     "executor": ((Samples(),), {"executor": "threads"}, "executor is 'threads'.*'sidecar'"),
-    "no executor": ((Samples(),), {"executor": None}, "executor is None"),
     "collate_fn": ((Samples(),), {"collate_fn": 3}, "collate_fn is 3"),
     "seed": ((Samples(),), {"seed": "a"}, "seed is 'a'"),
     "batch_size": ((Samples(),), {"batch_size": "4"}, "batch_size is '4'"),

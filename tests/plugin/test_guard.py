@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import importlib
 import random
 import warnings
@@ -30,16 +29,10 @@ FEATURES = 6
 CLASSES = 3
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning|pytorch_lightning|torch")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections():
-    """The guard collects garbage; what the imports left need not be looked through each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = [
+    pytest.mark.usefixtures("quick_collections"),
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning|pytorch_lightning|torch"),
+]
 
 
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])

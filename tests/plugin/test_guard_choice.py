@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -25,6 +26,7 @@ from lightning_fastdata.plugin.guard.prediction import (
 
 MIB, GIB = 2**20, 2**30
 QUIET = LoaderOptions(num_workers=0)
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 class Device:
@@ -82,6 +84,7 @@ class Model(Linear):
 
 def fit(tmp_path, data, model, ckpt=None, **how):
     guard = BatchSizeGuard(reader=model.memory, clock=model.memory.clock)
+    how = {"limit_val_batches": 2, **how}
     trainer = make_trainer(tmp_path, callbacks=[guard], num_sanity_val_steps=0, **how)
     trainer.fit(model, datamodule=data, ckpt_path=ckpt)
     return trainer, guard.decision
@@ -151,7 +154,7 @@ def test_the_smallest_size_that_trains_as_many_rows_a_second_is_trained_with(tmp
     assert decision.action == "chosen"
     assert decision.batch_size == 64
     assert sizes(model.seen["train"]) == {64}
-    assert sizes(model.seen["val"]) == {64, 2000 % 64}
+    assert sizes(model.seen["val"]) == {64}
     assert 'batch_size="auto": 64 rows' in decision.reason
     assert "64: 6400" in decision.reason
     assert "would fit" in decision.reason
@@ -262,6 +265,38 @@ def test_a_validation_step_that_needs_its_start_stops_nothing(tmp_path):
     _, decision = fit(tmp_path, data, NeedsStart(Device()))
     assert decision.action == "keep"
     assert "No validation step could be tried (AttributeError" in decision.reason
+
+
+# --- samples of unequal length -----------------------------------------------------------------
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Short ones first, the longest of 64 words in the end."""
+
+    def __len__(self):
+        return 640
+
+    def __getitem__(self, index):
+        return torch.zeros(1 + index // 10)
+
+
+class OfWords(Model):
+    def training_step(self, batch, batch_idx):
+        self.memory.train(batch.numel() / 64)
+        return (self.layer.weight * batch.mean()).sum()
+
+
+def test_what_is_padded_is_tried_as_long_as_the_longest_that_was_read(tmp_path):
+    device = Device(per_row=100 * MIB)  # and 64 words; 35 of these fit
+    data = FastDataModule.from_datasets(
+        Sentences(), batch_size=320, guard="accumulate", options=QUIET,
+        collate_fn=partial(torch.nn.utils.rnn.pad_sequence, batch_first=True),
+    )  # fmt: skip
+    _, decision = fit(tmp_path, data, OfWords(device))
+    assert decision.batch_size == 32
+    assert "longest of 64 samples" in decision.reason
+    plain = RowsModule(8, length=64, guard="warn", options=QUIET)
+    assert "longest" not in fit(tmp_path, plain, Model(Device()))[1].reason
 
 
 # --- guard="quick" -----------------------------------------------------------------------------

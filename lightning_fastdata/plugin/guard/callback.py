@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
@@ -47,6 +47,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STEPS = 10  # a rank takes in an epoch at least, where the batch size is chosen
+_FEW_ROWS = 8  # that batches of any size are made of
+_MORE_ROWS = 64  # where they may be of unequal length, which is then that of the longest
+_PADDED = (
+    "What collate_fn pads was as long as the longest of {} samples from all over the dataset; "
+    "longer ones take more."
+)
 _NO_GPU = (
     'batch_size="auto" fills the memory of a GPU, and the training is on {1}: batches have '
     "{0.batch_size} samples. Set a batch size."
@@ -154,11 +160,12 @@ class GuardHooks:
                 dataset_rows=rows,
                 validation_batch_of=_validation_of(trainer, pl_module, datamodule),
                 clock=self.clock if auto else None,
+                read_rows=_MORE_ROWS if _collates(datamodule) else _FEW_ROWS,
             )
         except DatasetError as error:  # the training may read by other keys, and tells else
             why = f"no batch could be made of the first samples: {error}"
             return skipped(asked, accumulate, why)
-        return _with_repeats(decision, datamodule.repeats_of("train"))
+        return _with_notes(decision, datamodule)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Say what memory the training took, beside what was predicted, and keep it."""
@@ -238,12 +245,23 @@ def _sizes_as_now(trainer: Trainer, datamodule: DataModule) -> Callable[[], None
     return restore
 
 
-def _with_repeats(decision: GuardDecision, repeats: int) -> GuardDecision:
-    """Return a decision that says what its rows are, where the model gets several of each."""
-    if repeats == 1 or decision.action == "skipped":
-        return decision
-    note = f"These are rows of the loader; the model gets {repeats} of each (repeats={repeats})."
-    return replace(decision, reason=f"{decision.reason} {note}")
+def _with_notes(decision: GuardDecision, datamodule: DataModule) -> GuardDecision:
+    """Return a decision that says what its rows were."""
+    repeats, notes = datamodule.repeats_of("train"), [decision.reason]
+    if repeats > 1:
+        notes.append(
+            f"These are rows of the loader; the model gets {repeats} of each (repeats={repeats})."
+        )
+    if _collates(datamodule):
+        notes.append(_PADDED.format(_MORE_ROWS))
+    return decision if decision.action == "skipped" else replace(decision, reason=" ".join(notes))
+
+
+def _collates(datamodule: DataModule) -> bool:
+    """Return whether training batches are collated by a function of the user's."""
+    datasets = [dataset for _, dataset in named(datamodule.train_dataset(), "")]
+    own = [taken_apart(each, 1)[1].get("collate_fn", datamodule.collate_fn) for each in datasets]
+    return any(each is not None and each is not default_collate for each in own)
 
 
 def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) -> GuardDecision:
@@ -292,7 +310,7 @@ def guard_batch(datamodule: DataModule, stage: Stage, rows: int) -> Batch:
 
 
 def _first_rows(datamodule: DataModule, dataset: Any, rows: int, stage: Stage) -> Batch:
-    """Return one batch with that many rows, from the first samples of the dataset.
+    """Return one batch with that many rows, from all over the dataset.
 
     Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
     that nothing of the dataset is opened in the training process before all workers start.
@@ -308,7 +326,7 @@ def _first_rows(datamodule: DataModule, dataset: Any, rows: int, stage: Stage) -
             stage=stage,
             batch_size=rows,
             collate_fn=known.get("collate_fn", datamodule.collate_fn),
-            sampler=[i % length for i in range(rows)],
+            sampler=[i * length // rows if rows < length else i % length for i in range(rows)],
             drop_last=False,
             num_workers=1,
             persistent_workers=False,

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 _LOG = logging.getLogger(__name__)
-_READ_ROWS = 8  # samples that larger batches are made of
 _NO_MEMORY = 2**62  # in the place of a peak
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
 
@@ -62,6 +61,7 @@ def run_guard(
     dataset_rows: int | None = None,
     validation_batch_of: Callable[[int], Batch] | None = None,
     clock: Callable[[], float] | None = None,
+    read_rows: int = 8,
 ) -> GuardDecision:
     """Return what to do about the batch size, from steps on batches of growing sizes.
 
@@ -90,6 +90,7 @@ def run_guard(
         validation_batch_of: As ``batch_of``, of validation; None: no validation step is tried.
         clock: Seconds from any start. With it the size is chosen: the smallest one up to
             ``batch_size`` that trains nearly as many rows a second as any that fits.
+        read_rows: Samples that are read, of which larger batches are made.
     """
     asked = batch_size or 0
     accumulate_now = trainer.accumulate_grad_batches
@@ -105,7 +106,7 @@ def run_guard(
                 *(config.scheduler for config in trainer.lr_scheduler_configs),
                 getattr(trainer.precision_plugin, "scaler", None),
             )
-            few = min(_READ_ROWS, largest)
+            few = min(read_rows, largest)
             tried = TriedSteps(
                 trainer,
                 pl_module,
