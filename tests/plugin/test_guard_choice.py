@@ -335,3 +335,71 @@ def test_a_file_that_is_damaged_is_no_file(tmp_path, content):
     with open(kept.path, "w") as file:
         file.write(content)
     assert run("quick").action == "skipped"
+
+
+# --- what Lightning's BatchSizeFinder is known to get wrong ------------------------------------
+
+
+@pytest.mark.parametrize("asked", [64, 256, 4096, "auto"])
+@pytest.mark.parametrize("length", [50, 64, 1000])
+def test_a_size_that_is_chosen_has_run_however_long_the_dataset_is(tmp_path, asked, length):
+    device = Device(per_row=100 * MIB)  # 40 rows fit, 35 with the reserve
+    data = RowsModule(asked, length=length, guard="reduce", options=QUIET)
+    model = Model(device)
+    _, decision = fit(tmp_path, data, model)
+    tried = device.trained[: -len(model.seen["train"])]
+    assert min(decision.batch_size, length) in tried
+    assert decision.batch_size <= 35
+    assert len(set(tried)) <= 10
+    assert sizes(model.seen["train"]) <= {decision.batch_size, length % decision.batch_size}
+
+
+def test_nothing_is_written_and_the_loader_of_the_training_is_made_once(tmp_path):
+    made = []
+
+    class Counts(RowsModule):
+        def train_dataloader(self):
+            made.append(self.batch_size)
+            return super().train_dataloader()
+
+    data = Counts(4096, length=400, guard="reduce", options=QUIET)
+    _, decision = fit(tmp_path, data, Model(Device(per_row=100 * MIB)))
+    assert made == [decision.batch_size]
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2 GiB",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear",
+        "XPU out of memory. Tried to allocate",
+        "MPS backend out of memory (MPS allocated: 8 GB)",
+    ],
+)
+@pytest.mark.parametrize("where", ["training_step", "validation_step", "on_before_batch_transfer"])
+def test_it_knows_the_words_of_every_backend_wherever_they_are_raised(tmp_path, text, where):
+    def taking(self, rows):
+        if rows > 8:
+            raise RuntimeError(text)
+
+    class Raises(Model):
+        def training_step(self, batch, batch_idx):
+            if where == "training_step":
+                taking(self, len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            if where == "validation_step":
+                taking(self, len(batch[0]))
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            if where == "on_before_batch_transfer":
+                taking(self, len(batch[0]))
+            return batch
+
+    data = RowsModule(64, length=320, guard="accumulate", options=QUIET)
+    _, decision = fit(tmp_path, data, Raises(Device(per_row=MIB)))
+    assert decision.batch_size == 8
+    assert decision.accumulate_grad_batches == 8
