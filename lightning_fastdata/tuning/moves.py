@@ -27,6 +27,8 @@ _LEAST_GAIN: Final = 0.05
 """Of the step: less is within what steps differ by anyway."""
 _MOST_TIMES: Final = 4
 """No more times the workers in one move, as the model was not seen to be right so far away."""
+_LEAST_PART: Final = 1 / 3
+"""Of the workers, left by one move, for the same reason."""
 _FEWER: Final = 0.75
 """Workers are given up if no more than this part of them is needed."""
 _WRONG: Final = 1.1
@@ -231,7 +233,7 @@ def propose(
                 return None
             hoped_ms = (1 - _LEAST_GAIN) * window.step_ms
             return Proposal(more, hoped_ms, f"{late}, and the model knows no reason")
-    fewer = [number for number in numbers if number <= _FEWER * now]
+    fewer = [number for number in numbers if _LEAST_PART * now <= number <= _FEWER * now]
     slower = scaled(costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
     limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)
 
