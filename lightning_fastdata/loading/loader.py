@@ -157,9 +157,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         tune: Literal["auto", "off"] | Tuner = "auto",
     ) -> None:
+        keeps = executor is not None
         if executor is None:
-            # What torch does not keep, mutated datasets rest on: workers that are started anew.
-            persistent_workers = bool(persistent_workers)
             executor = "auto" if num_workers is not None or may_start_processes() else "torch"
         check_loader(
             dataset,
@@ -201,6 +200,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             )
             self.plan = plan = plan_asked(
                 spec,
+                keeps=keeps,
                 tune=tune if isinstance(tune, str) else None,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,

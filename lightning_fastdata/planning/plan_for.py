@@ -53,6 +53,7 @@ _POLITE: Final = 5
 _SURELY_MS: Final = 2
 _PIN: Final = "page-locked memory speeds up copies to CUDA devices only"
 _KEEP: Final = "kept between the epochs of training and validation; a single pass does not need it"
+_ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
 _AS_IT_IS: Final = (None, "left as Python and torch have it")
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
 _FEW_FILES: Final = "shared by name, as the open-file limit is too low to share by descriptor"
@@ -263,10 +264,12 @@ def _setting(options: LoaderOptions, option: str, auto: Value, why: str) -> Sett
     return Setting(option=option, value=asked, why=SET, by="you")
 
 
-def plan_asked(spec: LoaderSpec, *, multiprocessing_context: Any, **asked: Any) -> LoaderPlan:
+def plan_asked(
+    spec: LoaderSpec, *, keeps: bool, multiprocessing_context: Any, **asked: Any
+) -> LoaderPlan:
     """Return the plan of a loader of which only some settings were ``asked`` for; None: not given.
 
-    What it warns of is warned of here.
+    What it warns of is warned of here. ``keeps``: workers may be kept between epochs.
     """
     method = multiprocessing_context
     if method is not None and not isinstance(method, str):
@@ -274,6 +277,11 @@ def plan_asked(spec: LoaderSpec, *, multiprocessing_context: Any, **asked: Any) 
     given = {**asked, "multiprocessing_context": method}
     options = LoaderOptions(**{name: value for name, value in given.items() if value is not None})
     plan = plan_for(replace(spec, options=options))
+    if not keeps and options.persistent_workers == "auto":
+        name = "persistent_workers"
+        anew = Setting(option=name, value=False, why=_ANEW, by="auto")
+        choices = tuple(anew if each.option == name else each for each in plan.choices)
+        plan = replace(plan, persistent_workers=False, choices=choices)
     for warning in plan.warnings:
         warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=4)
     return plan

@@ -293,3 +293,22 @@ def test_a_loader_with_running_workers_can_be_copied_and_pickled():
 def test_staging_without_batches_is_refused():
     with pytest.raises(TransformError, match="batch_size=None"):
         FastDataLoader(TensorDataset(torch.arange(4)), batch_size=None, staged="train")
+
+
+@pytest.mark.parametrize("workers", [0, 2, None])
+def test_a_dataset_that_is_changed_between_two_epochs_is_read_as_changed(workers):
+    class Offset(Dataset):
+        offset = 0
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return index + self.offset
+
+    dataset = Offset()
+    loader = FastDataLoader(dataset, 4, num_workers=workers)
+    assert torch.cat(list(loader)).tolist() == list(range(8))
+    dataset.offset = 100
+    assert torch.cat(list(loader)).tolist() == list(range(100, 108))
+    loader.close()
