@@ -199,20 +199,52 @@ class OwnLoader(RowsModule):
         return torch.utils.data.DataLoader(Rows(32), batch_size=32)
 
 
+def of_first_batches(kind, guard):
+    if kind == "own loader":
+        return OwnLoader(32, guard=guard)
+    return FastDataModule.from_datasets(
+        Stream(), batch_size=16, guard=guard, options=LoaderOptions(num_workers=0)
+    )
+
+
 @pytest.mark.parametrize("kind", ["stream", "own loader"])
-def test_data_of_which_no_batch_can_be_made_is_skipped_with_the_reason(tmp_path, kind):
-    if kind == "stream":
-        module = FastDataModule.from_datasets(
-            Stream(), batch_size=16, guard="raise", options=LoaderOptions(num_workers=0)
-        )
-    else:
-        module = OwnLoader(32, guard="raise")
+@pytest.mark.parametrize("guard", ["accumulate", "reduce"])
+def test_a_stream_is_tried_with_its_first_batch_and_trained_on_in_parts(tmp_path, kind, guard):
+    asked = {"stream": 16, "own loader": 32}[kind]
     callback = DataThroughputCallback(report=False, summary=False)
-    _, model, _, guard = fit(tmp_path, "raise", module=module, callbacks=[callback])
-    assert guard.decision.action == "skipped"
-    assert "stream" in guard.decision.reason
-    assert callback.report.notes[0] == guard.decision.reason
-    assert sum(sizes(model.seen["train"])) in (16, 32)
+    device = Counted()
+    trainer, model, _, found = fit(
+        tmp_path, guard, module=of_first_batches(kind, guard), device=device, callbacks=[callback]
+    )
+    assert trainer.global_step == 1
+    assert found.decision.action == "reduce"
+    assert f"batches of {asked} rows; they are trained on in parts of 15" in found.decision.reason
+    assert callback.report.notes[0] == found.decision.reason
+    # Each sample once, in the parts that fit; no other one was taken from the stream.
+    assert sizes(model.seen["train"]) == {16: [15, 1], 32: [15, 15, 2]}[asked]
+    seen = [int(i) for _, ids in model.seen["train"] for i in ids]
+    assert sorted(seen) == list(range(asked))
+    assert 15 in device.tried[:-3]
+
+
+@pytest.mark.parametrize("kind", ["stream", "own loader"])
+def test_a_stream_whose_batches_do_not_fit_is_told_of_before_the_first_step(tmp_path, kind):
+    with pytest.raises(BatchSizeError, match="At most 15 rows fit"):
+        fit(tmp_path, "raise", module=of_first_batches(kind, "raise"))
+    with pytest.warns(FastDataWarning, match="At most 15 rows fit"):
+        _, model, _, _ = fit(tmp_path, "warn", module=of_first_batches(kind, "warn"))
+    assert sizes(model.seen["train"]) in ([16], [32])
+
+
+def test_a_stream_whose_batches_fit_is_trained_on_as_without_a_guard(tmp_path):
+    def weights(guard):
+        torch.manual_seed(0)
+        module = of_first_batches("stream", guard)
+        _, model, *_ = fit(tmp_path, guard, module=module, device=Counted(per_row=MIB))
+        assert sizes(model.seen["train"]) == [16]
+        return model.layer.weight
+
+    assert torch.equal(weights("accumulate"), weights("off"))
 
 
 @pytest.mark.slow

@@ -9,12 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset, default_collate
-
-from lightning_fastdata.errors import DatasetError, FastDataWarning
-from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.plugin.data.datasets import GivenLoader, in_form_of, named, taken_apart
+from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
+from lightning_fastdata.plugin.data.datasets import named
+from lightning_fastdata.plugin.guard.batches import collates, guard_batch, guard_rows
 from lightning_fastdata.plugin.guard.earlier import by_earlier, earlier_peaks, keep
 from lightning_fastdata.plugin.guard.memory import (
     CudaMemoryReader,
@@ -26,7 +23,7 @@ from lightning_fastdata.plugin.guard.prediction import (
     predict_peak_bytes,
     skipped,
 )
-from lightning_fastdata.plugin.guard.replay import RunsInParts, why_not_in_parts
+from lightning_fastdata.plugin.guard.replay import RunsInParts, samples_of, why_not_in_parts
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
@@ -39,9 +36,9 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.guard.memory import MemoryReader
-    from lightning_fastdata.plugin.guard.prediction import GuardDecision
+    from lightning_fastdata.plugin.guard.prediction import GuardDecision, GuardPolicy
     from lightning_fastdata.tuning.prior import KeptFile
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Batch
 
 
 log = logging.getLogger(__name__)
@@ -49,6 +46,10 @@ log = logging.getLogger(__name__)
 _STEPS = 10  # a rank takes in an epoch at least, where the batch size is chosen
 _FEW_ROWS = 8  # that batches of any size are made of
 _MORE_ROWS = 64  # where they may be of unequal length, which is then that of the longest
+_IN_PARTS = (
+    "{2}. The loader goes on giving batches of {0} rows; they are trained on in parts of {1}, with "
+    "the same optimizer steps."
+)
 _PADDED = (
     "What collate_fn pads was as long as the longest of {} samples from all over the dataset; "
     "longer ones take more."
@@ -142,6 +143,9 @@ class GuardHooks:
             return by_earlier(asked, accumulate, kept, reader)
         rows = guard_rows(datamodule.train_dataset())
         if rows is None:
+            if self.parts is not None:
+                look = partial(self._look_at, trainer, pl_module, datamodule, reader)
+                self.parts.first_look = look
             return skipped(
                 asked,
                 accumulate,
@@ -160,12 +164,50 @@ class GuardHooks:
                 dataset_rows=rows,
                 validation_batch_of=_validation_of(trainer, pl_module, datamodule),
                 clock=self.clock if auto else None,
-                read_rows=_MORE_ROWS if _collates(datamodule) else _FEW_ROWS,
+                read_rows=_MORE_ROWS if collates(datamodule) else _FEW_ROWS,
             )
         except DatasetError as error:  # the training may read by other keys, and tells else
             why = f"no batch could be made of the first samples: {error}"
             return skipped(asked, accumulate, why)
         return _with_notes(decision, datamodule)
+
+    def _look_at(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        datamodule: DataModule,
+        reader: MemoryReader,
+        batch: Batch,
+        rows: int,
+    ) -> int | None:
+        """Try steps on parts of the first batch, where no other can be made; return what fits.
+
+        None: all of it does, or it is not known.
+
+        Raises:
+            BatchSizeError: It does not fit, and ``guard="raise"`` was set.
+        """
+        policy: GuardPolicy = "reduce" if datamodule.guard == "accumulate" else datamodule.guard
+        decision = run_guard(
+            trainer,
+            pl_module,
+            batch_of=lambda few: samples_of(batch, range(few), rows),
+            batch_size=rows,
+            policy=policy,
+            reader=reader,
+            moves=False,
+        )
+        if decision.action == "reduce":
+            reason = _IN_PARTS.format(rows, decision.batch_size, decision.reason.partition(":")[0])
+            decision = replace(decision, reason=reason)
+        self.decision = decision
+        datamodule.notes[:] = [decision.reason]
+        if decision.action == "raise":
+            raise BatchSizeError(decision.reason)
+        if decision.action == "warn":
+            warnings.warn(decision.reason, FastDataWarning, stacklevel=2)
+        log.info(decision.reason)
+        return decision.batch_size if decision.action == "reduce" else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Say what memory the training took, beside what was predicted, and keep it."""
@@ -252,16 +294,9 @@ def _with_notes(decision: GuardDecision, datamodule: DataModule) -> GuardDecisio
         notes.append(
             f"These are rows of the loader; the model gets {repeats} of each (repeats={repeats})."
         )
-    if _collates(datamodule):
+    if collates(datamodule):
         notes.append(_PADDED.format(_MORE_ROWS))
     return decision if decision.action == "skipped" else replace(decision, reason=" ".join(notes))
-
-
-def _collates(datamodule: DataModule) -> bool:
-    """Return whether training batches are collated by a function of the user's."""
-    datasets = [dataset for _, dataset in named(datamodule.train_dataset(), "")]
-    own = [taken_apart(each, 1)[1].get("collate_fn", datamodule.collate_fn) for each in datasets]
-    return any(each is not None and each is not default_collate for each in own)
 
 
 def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) -> GuardDecision:
@@ -287,53 +322,3 @@ def attach_guard(trainer: Trainer, guard: type[Callback], *, always: bool) -> No
     known = any(isinstance(own, guard) for own in callbacks)
     if (always or has_cuda(trainer)) and not known:
         callbacks.insert(0, guard())
-
-
-def guard_rows(datasets: object) -> int | None:
-    """Return the samples of the longest dataset; None if one is a stream, or there is none.
-
-    ``datasets`` are as a data module's method returns them.
-    """
-    known = [dataset for _, dataset in named(datasets, "")]
-    if any(isinstance(item, GivenLoader) and item.batch_size is None for item in known):
-        return None
-    known = [taken_apart(item, 1)[0] for item in known]
-    lengths = [None if isinstance(d, IterableDataset) else dataset_length(d) for d in known]
-    return None if None in lengths else max((n for n in lengths if n is not None), default=None)
-
-
-def guard_batch(datamodule: DataModule, stage: Stage, rows: int) -> Batch:
-    """Return a batch of training (``"train"``) or of the one validation dataset (``"val"``)."""
-    datasets = datamodule.train_dataset() if stage == "train" else datamodule.val_dataset()
-    batches = [_first_rows(datamodule, each, rows, stage) for _, each in named(datasets, "")]
-    return in_form_of(datasets, batches) if stage == "train" else batches[0]
-
-
-def _first_rows(datamodule: DataModule, dataset: Any, rows: int, stage: Stage) -> Batch:
-    """Return one batch with that many rows, from all over the dataset.
-
-    Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
-    that nothing of the dataset is opened in the training process before all workers start.
-    """
-    dataset, known = taken_apart(dataset, rows)
-    rows = known.get("batch_size", rows)
-    length = len(dataset)
-    with warnings.catch_warnings():
-        # What there is to say of the dataset is said when its own loader is made.
-        warnings.simplefilter("ignore", FastDataWarning)
-        loader = datamodule.make_loader(
-            dataset,
-            stage=stage,
-            batch_size=rows,
-            collate_fn=known.get("collate_fn", datamodule.collate_fn),
-            sampler=[i * length // rows if rows < length else i % length for i in range(rows)],
-            drop_last=False,
-            num_workers=1,
-            persistent_workers=False,
-        )
-    if KINDS[loader.executor].caller_reads:
-        loader.executor = "workers"
-    try:
-        return next(iter(loader))
-    finally:
-        loader.close()

@@ -62,6 +62,7 @@ def run_guard(
     validation_batch_of: Callable[[int], Batch] | None = None,
     clock: Callable[[], float] | None = None,
     read_rows: int = 8,
+    moves: bool = True,
 ) -> GuardDecision:
     """Return what to do about the batch size, from steps on batches of growing sizes.
 
@@ -91,6 +92,7 @@ def run_guard(
         clock: Seconds from any start. With it the size is chosen: the smallest one up to
             ``batch_size`` that trains nearly as many rows a second as any that fits.
         read_rows: Samples that are read, of which larger batches are made.
+        moves: Batches go through the hooks of a transfer; False: they are on the device.
     """
     asked = batch_size or 0
     accumulate_now = trainer.accumulate_grad_batches
@@ -115,6 +117,7 @@ def run_guard(
                 reader=reader,
                 restore=restore,
                 clock=clock,
+                moves=moves,
             )
             gc.collect()
             reader.reset_peak()

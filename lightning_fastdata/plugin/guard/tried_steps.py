@@ -65,6 +65,7 @@ class TriedSteps:
         reader: Of the device that the module is on.
         restore: Undoes what a step does.
         clock: Seconds from any start; None: the time of steps does not count.
+        moves: Batches go through the hooks of a transfer; False: they have.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class TriedSteps:
         reader: MemoryReader,
         restore: Undo,
         clock: Callable[[], float] | None,
+        moves: bool = True,
     ) -> None:
         self.trainer, self.pl_module = trainer, pl_module
         self.batch_of, self.validation_batch_of = batch_of, validation_batch_of
-        self.reader, self.restore, self.clock = reader, restore, clock
+        self.reader, self.restore, self.clock, self.moves = reader, restore, clock, moves
         self.not_validated: Exception | None = None
         """Why no validation step could be tried."""
 
@@ -114,6 +116,8 @@ class TriedSteps:
             self.reader.reset_peak()
 
     def _moved(self, batch: Batch) -> Batch:
+        if not self.moves:
+            return batch
         trainer, pl_module = self.trainer, self.pl_module
         datamodule: Any = attributes_of(trainer).datamodule
         owned = overridden_hook(datamodule, "on_before_batch_transfer") is not None
