@@ -78,7 +78,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             otherwise it is the whole Albumentations pipeline.
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
         worker_nice: Added to the niceness of the workers, 0 to 19: how much the calling process
-            goes first where both want a CPU. None: 0, or 5 if ``executor`` is ``"auto"``.
+            goes first where both want a CPU. All other programs go before them, too. None: 0.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         recording: With ``staged``, has the Albumentations pipelines that the dataset calls itself

@@ -286,7 +286,8 @@ class LoaderOptions:
         in_order: Batches come as the sampler gives them; False hands over whichever is ready
             first.
         worker_nice: How much the training process goes before the workers where both want a CPU:
-            0 (not at all) to 19, added to the niceness of the workers.
+            0 (not at all, the default) to 19, added to the niceness of the workers. All other
+            programs then go before them, too.
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
             training process, ``"gather"`` rows of tensors in one call, ``"workers"`` processes,
             ``"sidecar"`` num_workers threads outside the training process.

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 # Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
 # they also wait for each other and for CPUs.
 _WORTH_IT: Final = 0.8
-_POLITE: Final = 5
 # Shorter waits may come from other programs, which is no reason to warn of what the user set.
 _SURELY_MS: Final = 2
 _PIN: Final = "page-locked memory speeds up copies to CUDA devices only"
@@ -203,7 +202,9 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
             "60 s without progress, or 20 times as long as tasks take",
         ),
         "in_order": (True, "as the sampler gives them"),
-        "worker_nice": (_POLITE, "the training process goes first where both want a CPU"),
+        # Nicer workers get a fourth of a CPU that another program wants, too: half the samples
+        # beside two busy programs on two CPUs, and none more where the machine is free.
+        "worker_nice": (0, "workers get as much of a CPU as other programs"),
         "executor": (chosen.executor, chosen.why),
         "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
         "on_bad_sample": ("raise", "an error names the sample, and the training ends"),

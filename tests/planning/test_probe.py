@@ -659,6 +659,7 @@ def test_without_a_choice_a_loader_is_automatic_but_keeps_no_workers():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
     assert (loader.num_workers, loader.persistent_workers, loader.executor) == (1, False, "gather")
     assert loader.plan is not None
+    assert loader.plan.worker_nice == loader.worker_nice == 0
     four = FastDataLoader(Keeping(keeps=False), 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
     none = FastDataLoader(Keeping(keeps=False), 4, num_workers=0)

@@ -519,3 +519,11 @@ def test_programs_share_cpus_thread_by_thread(wanted, cpus, others):
         assert left == cpus
     else:
         assert left == pytest.approx(max(cpus - others, cpus * wanted / (wanted + others)))
+
+
+def test_workers_that_give_way_to_other_programs_are_told_not_to():
+    beside = TABLE["FD315"][0]
+    assert "worker_nice" not in findings(beside)[0].remedy
+    nicer = replace(beside, setup=replace(beside.setup or setup(2), worker_nice=5))
+    (found,) = [each for each in findings(nicer) if each.code == "FD315"]
+    assert "LoaderOptions(worker_nice=0)" in found.remedy

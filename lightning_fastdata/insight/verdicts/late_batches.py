@@ -277,13 +277,15 @@ def _neighbours(e: Evidence) -> Finding | None:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     if slowed:
         facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
+    nice = ""
+    if e.setup is not None and e.setup.worker_nice:
+        nice = f"; {e.settings_in}(worker_nice=0), as nicer workers give way to all others"
     return found(
         "FD315",
         e.stall_share,
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
-        "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup); "
-        "LoaderOptions(worker_nice=5) keeps the training ahead of the workers",
+        f"(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup){nice}",
         leave_alone="more workers: they would wait, too",
     )
 
