@@ -30,6 +30,7 @@ _GIVE_MS, _GIVE_ROW_MS = 0.17, 0.0006
 _TAKE_MS, _TAKE_ROW_MS = 0.16, 0.0016
 _KEY_MS: Final = 0.006
 _EPOCHS: Final = 10  # of a training, where a dataset keeps what it has read
+_FEWEST_OF_STREAM: Final = 4
 _FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
 _FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
 _TENSORS_PER_BATCH: Final = 2  # each takes open files on its way to torch's loader
@@ -117,16 +118,18 @@ def workers_of_stream(
 ) -> tuple[int, str, list[str]]:
     """Return how many workers read a stream, why, and what to report where it is not known.
 
-    There would be ``computing`` of them, more than one, if it had an index.
+    There would be ``computing`` of them, more than one, if it had an index. Here they are four at
+    least: streams often wait, and none can be tried beforehand without losing samples.
     """
     if stream is None or not stream.splits:
         unseen = "it was not looked at" if stream is None else stream.why
         limit = _ONE_STREAM.format(count=computing, why=unseen)
         return 1, f"several might each read the whole stream: {unseen}", [limit]
-    most = stream.most_workers
-    if most is not None and most < computing:
+    count, most = max(computing, _FEWEST_OF_STREAM), stream.most_workers
+    if most is not None and most < count:
         return max(1, most), f"no more than it has shards: {stream.why}", []
-    return computing, f"{why}; {stream.why}", []
+    why = why if count == computing else f"{count} at least, as streams often wait"
+    return count, f"{why}; {stream.why}", []
 
 
 def workers_that_wait(

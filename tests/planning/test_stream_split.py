@@ -200,10 +200,15 @@ def test_a_worker_init_fn_that_configures_the_copy_of_its_worker_shares_out() ->
     assert not splits_itself(Plain(), worker_init_fn=seeds).splits
 
 
-def test_there_are_as_many_workers_as_cpus_and_no_more_than_shards() -> None:
-    for shards, wanted in ((None, 6), (9, 6), (4, 4), (1, 1), (0, 1)):
+def test_there_are_as_many_workers_as_cpus_four_at_least_and_no_more_than_shards() -> None:
+    of_six = ((None, 6), (9, 6), (4, 4), (1, 1), (0, 1))
+    of_two = ((None, 4), (9, 4), (3, 3), (2, 2), (0, 1))
+    for cpus, shards, wanted in (
+        *((6, *each) for each in of_six),
+        *((2, *each) for each in of_two),
+    ):
         found = StreamSplit(splits=True, why="it has shards", most_workers=shards)
-        count, why, told = workers_of_stream(6, "CPUs", found)
+        count, why, told = workers_of_stream(cpus, "CPUs", found)
         assert (count, told) == (wanted, [])
         assert "it has shards" in why
     count, _, told = workers_of_stream(6, "CPUs", StreamSplit(splits=False, why="of its code"))
