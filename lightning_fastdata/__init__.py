@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.gather.columns import TokenWindows as TokenWindows
     from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.images.packed import PackedStrings as PackedStrings
+    from lightning_fastdata.images.reading import decode_crop as decode_crop
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
@@ -46,6 +47,7 @@ _HOME = {
     "StepTimer": "insight.step_timer",
     "TokenWindows": "executors.gather.columns",
     "as_batch_transform": "augment.transform",
+    "decode_crop": "images.reading",
     "prefetch": "device.prefetch",
 }
 

@@ -3,18 +3,20 @@
 All libraries here decode a baseline or progressive JPEG to the same pixels (they wrap the same
 libjpeg-turbo), so the choice is about what they refuse and what they can skip:
 
-============ ====== ============= =============================================================
-decoder      strict scaled decode comes with
-============ ====== ============= =============================================================
-simplejpeg   yes    yes           this package
-torchcodec   no     no            ``pip install torchcodec``; has wheels for free-threaded Python
-opencv       no     yes           albumentations
-pillow       no     yes           torchvision
-============ ====== ============= =============================================================
+============ ====== ====== ===== ==============================================================
+decoder      strict scaled parts comes with
+============ ====== ====== ===== ==============================================================
+simplejpeg   yes    yes    yes   this package
+torchcodec   no     no     no    ``pip install torchcodec``; has wheels for free-threaded Python
+opencv       no     yes    no    albumentations
+pillow       no     yes    no    torchvision
+============ ====== ====== ===== ==============================================================
 
 A *strict* library refuses a JPEG whose entropy-coded data is garbled. The others would return grey
 or shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
 before them (``wholeness``). All of them refuse a truncated file.
+*Scaled*: a picture decoded at a half, a quarter or an eighth costs less. *Parts*: so does a part of
+one, where TurboJPEG 3 is there (``region``).
 What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
 palettes, alpha and CMYK mean what they mean to ``ImageFolder``.
 """
@@ -30,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.images.region import region_decoder
 from lightning_fastdata.images.wholeness import (
     check_jpeg_codes,
     check_jpeg_scans,
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
     from PIL.ImageFile import ImageFile
+
+    from lightning_fastdata.images.resized_crop import Box
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """``[height, width, 3]`` uint8, red-green-blue."""
@@ -93,6 +98,14 @@ class Decoder:
             rgb = _to_rgb(image)
             return np.array(rgb.reduce(left) if left > 1 else rgb)
 
+    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:  # noqa: ARG002
+        """Return what ``decode(data, scale=scale)`` has within ``box``, decoding little else.
+
+        None if that is not possible: of another format or library, and of a file that is damaged
+        where it was read. Damage outside the part is not seen.
+        """
+        return None
+
     def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:  # noqa: ARG002
         """Return the pixels; None for what Pillow decodes."""
         return None
@@ -126,6 +139,11 @@ class _SimpleJpegDecoder(Decoder):
         return self._decode(
             data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale
         )
+
+    def decode_part(self, data: bytes, box: Box, *, scale: Scale = 1) -> Pixels | None:
+        """Return the pixels within ``box``; None if they cannot be had alone."""
+        decoder = region_decoder() if is_jpeg(data) else None
+        return None if decoder is None else decoder.decode(data, box, scale)
 
     def _read_header(self, data: bytes) -> tuple[int, int, str] | None:
         """Return height, width and colour space; None for what Pillow has to judge."""

@@ -21,6 +21,7 @@ from lightning_fastdata.images.resized_crop import (
     render,
     settle_resample,
 )
+from lightning_fastdata.images.wholeness import WholeFiles
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
@@ -84,6 +85,11 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         max_pixels: Height x width above which a file is refused before it is decoded.
         apply_exif_orientation: Turn pictures as their EXIF tag says. Default: as stored, like
             ``ImageFolder``.
+        check_files: Random crops of a JPEG decode no more of it than they need, if a library for
+            that is there (``pip install lightning-fastdata[jpeg]``), to the same pixels. True: not
+            before the file was decoded whole once, which finds damage anywhere in it; processes
+            that were forked share what is known. False: from the first time on; damage outside
+            the crops stays unseen.
         is_valid_file: Which paths belong to the dataset; None: ``ImageFolder``'s extensions.
         allow_empty: Whether a class may have no files.
 
@@ -113,6 +119,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         decoder: DecoderName = "auto",
         max_pixels: int = MAX_PIXELS,
         apply_exif_orientation: bool = False,
+        check_files: bool = True,
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> None:
@@ -132,6 +139,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self._paths = PackedStrings(path for path, _ in samples)
         self._targets = np.array([target for _, target in samples], np.int32)
         self._samples: list[tuple[str, int]] | None = None
+        self._whole = WholeFiles(len(samples)) if check_files else None
 
     @property
     def decoder(self) -> Decoder:
@@ -229,13 +237,15 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index))
         placement = self.rule.place(image.height, image.width, uniform)
         plan = plan_resample(placement, self.resample, scalable=image.scalable)
-        if self._tables is None:
-            render(image, placement, plan, out)
-        else:
+        unchecked = self._whole is not None and index not in self._whole
+        size = self.rule.size
+        pixels: Pixels = out if self._tables is None else np.empty((size, size, 3), np.uint8)
+        render(image, placement, plan, pixels, whole=unchecked)
+        if self._whole is not None:
+            self._whole.add(index)
+        if self._tables is not None:
             import cv2
 
-            pixels: Pixels = np.empty((self.rule.size, self.rule.size, 3), np.uint8)
-            render(image, placement, plan, pixels)
             for plane, table, floats in zip(cv2.split(pixels), self._tables, out, strict=True):
                 cv2.LUT(plane, table, dst=floats)
         return int(self._targets[index])

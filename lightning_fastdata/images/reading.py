@@ -8,11 +8,12 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.images.decoders import is_jpeg
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.images.decoders import choose_decoder, is_jpeg
+from lightning_fastdata.images.resized_crop import Box
 
 if TYPE_CHECKING:
-    from lightning_fastdata.images.decoders import Decoder, Pixels, Scale
+    from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, Scale
 
 MAX_PIXELS = 178_956_970
 """Pixels above which a file is refused by default: where Pillow refuses, 537 MB RGB."""
@@ -20,6 +21,7 @@ MAX_PIXELS = 178_956_970
 _EXIF_ORIENTATION = 0x0112
 _NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0)
 """Opening a named pipe would wait for its other end."""
+_IN_MEMORY: Final = "in memory"
 _BYTES_BESIDE_PIXELS: Final = 64 << 20
 _BYTES_PER_PIXEL: Final = 8
 """Of 16-bit colour with alpha, uncompressed."""
@@ -59,6 +61,23 @@ class EncodedImage:
             raise _damaged(self.path, self.decoder, error) from error
         return oriented(pixels, self.orientation)
 
+    def decode_part(self, box: Box, *, scale: Scale = 1) -> Pixels:
+        """Return ``decode(scale=scale)`` within ``box``, decoding less than that where possible.
+
+        Damage outside the box may stay unseen.
+
+        Raises:
+            DatasetError: If the data is damaged where it was read.
+        """
+        top, left, height, width = box
+        rows, columns = -(-self.height // scale), -(-self.width // scale)
+        if height < rows or width < columns:
+            stored = stored_box(box, rows, columns, self.orientation)
+            pixels = self.decoder.decode_part(self.data, stored, scale=scale)
+            if pixels is not None:
+                return oriented(pixels, self.orientation)
+        return self.decode(scale=scale)[top : top + height, left : left + width]
+
 
 def open_image(
     path: str,
@@ -87,6 +106,14 @@ def open_image(
             f"Cannot read the image {path}: {error.strerror or error}. Check that the file is "
             "there and may be read."
         ) from error
+    orientation = exif_orientation(data) if apply_exif_orientation else 1
+    return _opened(path, data, decoder, max_pixels, orientation)
+
+
+def _opened(
+    path: str, data: bytes, decoder: Decoder, max_pixels: int, orientation: int = 1
+) -> EncodedImage:
+    """Check the header of an image that was read."""
     try:
         height, width = decoder.size(data)
     except ValueError as error:
@@ -97,10 +124,42 @@ def open_image(
             f"and max_pixels is {max_pixels:,}: it may be a decompression bomb. "
             "Raise max_pixels if you trust it, or remove the file."
         )
-    orientation = exif_orientation(data) if apply_exif_orientation else 1
     if orientation >= 5:
         height, width = width, height
     return EncodedImage(path, data, height, width, orientation, decoder)
+
+
+def decode_crop(
+    data: bytes, box: tuple[int, int, int, int], *, decoder: DecoderName = "auto"
+) -> Pixels:
+    """Return the pixels of an encoded image within a box, ``[height, width, 3]`` uint8 RGB.
+
+    They are those of the whole picture, as it is stored (EXIF orientation is not applied). Of a
+    JPEG only what the box needs is decoded, if a library for that is there (``pip install
+    lightning-fastdata[jpeg]``); damage outside the box then stays unseen.
+
+    Args:
+        data: A file of any format that Pillow reads.
+        box: ``(top, left, height, width)`` in pixels.
+        decoder: As for :class:`~lightning_fastdata.FastImageFolder`; parts are simplejpeg's.
+
+    Raises:
+        OptionsError: If the box is empty or reaches beyond the picture.
+        DatasetError: If the data is damaged where it was read, or no image.
+
+    Example:
+        >>> from pathlib import Path
+        >>> crop = decode_crop(Path("photo.jpg").read_bytes(), (0, 0, 224, 224))  # doctest: +SKIP
+    """
+    image = _opened(_IN_MEMORY, data, choose_decoder(decoder), MAX_PIXELS)
+    top, left, height, width = (int(side) for side in box)
+    inside = top >= 0 and left >= 0 and height > 0 and width > 0
+    if not inside or top + height > image.height or left + width > image.width:
+        raise OptionsError(
+            f"The box (top, left, height, width) = {tuple(box)} is not within the picture of "
+            f"{image.height} x {image.width} pixels (height x width)."
+        )
+    return image.decode_part(Box(top, left, height, width))
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -151,6 +210,19 @@ def oriented(pixels: Pixels, orientation: int) -> Pixels:
     rows = -1 if orientation in (3, 4, 7, 8) else 1
     columns = -1 if orientation in (2, 3, 6, 7) else 1
     return pixels[::rows, ::columns]
+
+
+def stored_box(box: Box, height: int, width: int, orientation: int) -> Box:
+    """Return where a box of an upright ``height`` x ``width`` picture lies in it as it is stored.
+
+    The inverse of what :func:`oriented` does for an EXIF orientation of 1 to 8.
+    """
+    top, left, rows, columns = box
+    if orientation in (3, 4, 7, 8):
+        top = height - top - rows
+    if orientation in (2, 3, 6, 7):
+        left = width - left - columns
+    return Box(left, top, columns, rows) if orientation >= 5 else Box(top, left, rows, columns)
 
 
 def _damaged(path: str, decoder: Decoder, error: ValueError) -> DatasetError:

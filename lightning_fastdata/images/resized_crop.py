@@ -197,14 +197,27 @@ def settle_resample(resample: Resample, crop: Crop) -> Resample:
     return "exact" if resample == "auto" and crop != "random_resized" else resample
 
 
-def render(image: EncodedImage, placement: Placement, plan: ResamplePlan, out: Pixels) -> None:
+def render(
+    image: EncodedImage,
+    placement: Placement,
+    plan: ResamplePlan,
+    out: Pixels,
+    *,
+    whole: bool = True,
+) -> None:
     """Decode, cut, resize and mirror one picture into ``out``, C-contiguous ``[size, size, 3]``.
+
+    With ``whole=False`` no more is decoded than the box needs, so damage outside may stay unseen.
 
     Raises:
         DatasetError: If the file is damaged.
     """
-    top, left, height, width = scaled_box(placement.box, plan.scale)
-    pixels = image.decode(scale=plan.scale)[top : top + height, left : left + width]
+    box = scaled_box(placement.box, plan.scale)
+    if whole:
+        top, left, height, width = box
+        pixels = image.decode(scale=plan.scale)[top : top + height, left : left + width]
+    else:
+        pixels = image.decode_part(box, scale=plan.scale)
     if image.orientation != 1:
         pixels = np.ascontiguousarray(pixels)
     _, rows, columns, top, left, flip = placement

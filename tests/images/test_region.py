@@ -1,0 +1,224 @@
+"""A part of a JPEG that is decoded alone has the pixels of the same part of the whole picture."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import lightning_fastdata as ld
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.images import decoders, region
+from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.images.resized_crop import Box
+from lightning_fastdata.images.wholeness import WholeFiles
+from lightning_fastdata.types import SampleKey
+
+needs_library = pytest.mark.skipif(
+    region.region_decoder() is None, reason="TurboJPEG 3 is not installed"
+)
+
+
+@st.composite
+def files(draw, photograph):
+    """A JPEG of a part of a photograph: any size, subsampling and coding that can be written."""
+    height, width = draw(st.integers(1, 90)), draw(st.integers(1, 90))
+    top, left = draw(st.integers(0, 300)), draw(st.integers(0, 500))
+    picture = photograph.crop((left, top, left + width, top + height))
+    quality = draw(st.sampled_from([20, 75, 92, 100]))
+    subsampling = draw(st.sampled_from(["4:4:4", "4:2:2", "4:2:0", "440", "411", "grey"]))
+    if subsampling in ("440", "411"):
+        import simplejpeg
+
+        pixels = np.ascontiguousarray(np.asarray(picture))
+        return simplejpeg.encode_jpeg(pixels, quality=quality, colorsubsampling=subsampling)
+    options = {"quality": quality, "progressive": draw(st.booleans())}
+    if blocks := draw(st.integers(0, 5)):
+        options["restart_marker_blocks"] = blocks
+    if subsampling == "grey":
+        picture = picture.convert("L")
+    else:
+        options["subsampling"] = subsampling
+    file = io.BytesIO()
+    picture.save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+@needs_library
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), scale=st.sampled_from([1, 1, 2, 4, 8]))
+def test_a_part_is_that_part_of_the_whole(china, data, scale):
+    file = data.draw(files(china))
+    whole = choose_decoder("simplejpeg").decode(file, scale=scale)
+    rows, columns = whole.shape[:2]
+    height, width = data.draw(st.integers(1, rows)), data.draw(st.integers(1, columns))
+    top, left = data.draw(st.integers(0, rows - height)), data.draw(st.integers(0, columns - width))
+    part = region.region_decoder().decode(file, Box(top, left, height, width), scale)
+    np.testing.assert_array_equal(part, whole[top : top + height, left : left + width])
+
+
+@pytest.mark.parametrize("library", ["there", "missing"])
+@pytest.mark.parametrize(
+    "name", ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "tiny"]
+)
+def test_any_image_can_be_decoded_in_part(jpegs, name, library, as_image_folder_loads, monkeypatch):
+    if library == "missing":
+        monkeypatch.setattr(decoders, "region_decoder", lambda: None)
+    whole = as_image_folder_loads(jpegs[name])
+    rows, columns = whole.shape[:2]
+    for box in (
+        (0, 0, 1, 1),
+        (rows // 3, columns // 2, rows // 2, columns // 3),
+        (0, 0, rows, columns),
+    ):
+        top, left, height, width = box
+        if height and width:
+            wanted = whole[top : top + height, left : left + width]
+            np.testing.assert_array_equal(ld.decode_crop(jpegs[name], box), wanted)
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "opencv", "simplejpeg"])
+def test_what_is_no_jpeg_can_be_decoded_in_part(china, encode, decoder):
+    data = encode(china, format="PNG")
+    part = ld.decode_crop(data, (100, 50, 30, 20), decoder=decoder)
+    np.testing.assert_array_equal(part, np.asarray(china)[100:130, 50:70])
+
+
+@pytest.mark.parametrize("box", [(0, 0, 0, 5), (-1, 0, 5, 5), (250, 0, 8, 5), (0, 330, 5, 4)])
+def test_a_box_that_is_not_within_the_picture_is_named(jpegs, box):
+    with pytest.raises(OptionsError, match=r"257 x 333 pixels"):
+        ld.decode_crop(jpegs["420"], box)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("check_files", [True, False])
+def test_turned_pictures_are_cut_where_they_are_seen(tmp_path, china, orientation, check_files):
+    (tmp_path / "a").mkdir()
+    picture = china.crop((0, 0, 200, 150))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture.save(tmp_path / "a" / "x.jpg", quality=95, exif=exif)
+    folder = FastImageFolder(
+        tmp_path, size=40, apply_exif_orientation=True, check_files=check_files, resample="linear"
+    )
+    for epoch in range(6):
+        out = np.empty((40, 40, 3), np.uint8)
+        folder.write_into(0, out, key=SampleKey(0, epoch, 0))
+        whole = FastImageFolder(tmp_path, size=40, apply_exif_orientation=True, resample="linear")
+        wanted = np.empty_like(out)
+        whole.write_into(0, wanted, key=SampleKey(0, epoch, 0))
+        np.testing.assert_array_equal(out, wanted)
+
+
+@needs_library
+def test_epochs_have_the_same_samples_with_and_without_the_library(folder, monkeypatch):
+    in_parts = FastImageFolder(folder, size=32, horizontal_flip=0.5)
+    found = []
+    for epoch in range(3):
+        in_parts.set_epoch(epoch)
+        found.append([in_parts[index][0].numpy() for index in range(len(in_parts))])
+    monkeypatch.setattr(decoders, "region_decoder", lambda: None)
+    whole = FastImageFolder(folder, size=32, horizontal_flip=0.5)
+    for epoch in range(3):
+        whole.set_epoch(epoch)
+        for index, pixels in enumerate(found[epoch]):
+            np.testing.assert_array_equal(pixels, whole[index][0].numpy())
+
+
+def damage_below(data):
+    """Garble codes in the last tenth of a JPEG's bytes; its end is left."""
+    at = len(data) - len(data) // 10
+    return data[:at] + bytes(byte ^ 0x55 for byte in data[at : at + 40]) + data[at + 40 :]
+
+
+@pytest.fixture
+def damaged(tmp_path, china):
+    """A folder with one JPEG that is garbled near its lower edge."""
+    (tmp_path / "a").mkdir()
+    file = io.BytesIO()
+    china.save(file, "JPEG", quality=92)
+    path = tmp_path / "a" / "x.jpg"
+    path.write_bytes(damage_below(file.getvalue()))
+    return tmp_path
+
+
+def test_damage_anywhere_is_found_when_a_file_is_first_read(damaged):
+    folder = FastImageFolder(damaged, size=16, scale=(0.01, 0.02))
+    for epoch in range(20):
+        folder.set_epoch(epoch)
+        with pytest.raises(DatasetError, match=r"x\.jpg"):
+            folder[0]
+
+
+@needs_library
+def test_unchecked_files_are_right_above_their_damage(damaged, china):
+    with Image.open(io.BytesIO((damaged / "a" / "x.jpg").read_bytes())) as image:
+        assert image.size == china.size
+    folder = FastImageFolder(damaged, size=16, scale=(0.01, 0.02), check_files=False)
+    outcomes = set()
+    for epoch in range(60):
+        folder.set_epoch(epoch)
+        try:
+            folder[0]
+        except DatasetError:
+            outcomes.add("error")
+        else:
+            outcomes.add("sample")
+    assert "sample" in outcomes
+
+
+@needs_library
+def test_damage_within_the_part_is_an_error(jpegs):
+    data = jpegs["420"]
+    middle = len(data) // 2
+    garbled = data[:middle] + b"\xff\xd9" + data[middle + 2 :]
+    with pytest.raises(DatasetError, match="in memory"):
+        ld.decode_crop(garbled, (200, 0, 57, 333))
+
+
+def test_a_file_that_was_cut_off_is_an_error(jpegs):
+    with pytest.raises(DatasetError):
+        ld.decode_crop(jpegs["420"][:-500], (0, 0, 10, 10))
+
+
+def test_forked_processes_share_which_files_are_whole():
+    whole = WholeFiles(3)
+    process = multiprocessing.get_context("fork").Process(target=whole.add, args=(1,))
+    process.start()
+    process.join()
+    assert [index in whole for index in range(3)] == [False, True, False]
+    for other in (pickle.loads(pickle.dumps(whole)), copy.deepcopy(whole)):
+        assert 1 not in other
+
+
+def test_an_older_library_is_not_used(monkeypatch):
+    region.region_decoder.cache_clear()
+    monkeypatch.setattr(region, "_libraries", lambda: iter(["libc.so.6", "/nowhere.so"]))
+    try:
+        assert region.region_decoder() is None
+    finally:
+        region.region_decoder.cache_clear()
+
+
+def test_a_library_with_other_pixels_is_not_used(monkeypatch):
+    found = region.region_decoder()
+    region.region_decoder.cache_clear()
+    monkeypatch.setattr(
+        region.RegionDecoder,
+        "decode",
+        lambda *_args: np.zeros((_args[2].height, _args[2].width, 3), np.uint8),
+    )
+    try:
+        assert region.region_decoder() is None
+    finally:
+        monkeypatch.undo()
+        region.region_decoder.cache_clear()
+    assert (region.region_decoder() is None) == (found is None)
