@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from turns import arguments, write
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.executors.fetch import seed_global_generators
 from lightning_fastdata.planning.facts.probe import known_work
 from lightning_fastdata.randomness.generators import GENERATORS
+from lightning_fastdata.randomness.seeds import seed_global_generators
 
 SIZES = (1, 32, 512)
 LEAST_BATCHES, ROWS = 40, 10_000

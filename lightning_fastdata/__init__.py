@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import BatchTransform as BatchTransform
     from lightning_fastdata.augment import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
+    from lightning_fastdata.caches.cached_dataset import CachedDataset as CachedDataset
     from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BadSamples": "batches.bad_samples",
     "BatchTransform": "augment.transform",
+    "CachedDataset": "caches.cached_dataset",
     "ColumnDataset": "executors.gather.columns",
     "DataThroughputCallback": "plugin.bindings",
     "EpochOrder": "order.epoch_order",

@@ -1,4 +1,4 @@
-"""The command line: ``fastdata demo``, ``doctor``, ``show-augment``, ``compare``, ``tune``..."""
+"""The command line: ``fastdata demo``, ``doctor``, ``compare``, ``tune``, ``cache``..."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from functools import partial
 from json import dumps as dump_json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_fastdata.errors import FastDataError, OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from jsonargparse import ArgumentParser
 
@@ -137,12 +137,13 @@ def replay(
     """
     import torch
 
+    from lightning_fastdata.plugin.data.commands import open_datamodule
     from lightning_fastdata.plugin.data.run_record import read_run
     from lightning_fastdata.plugin.loggers.pictures import draw_batch
 
     record, hyperparameters = read_run(run)
     numbers = record.batches_of_step(step)
-    module = _open_datamodule(datamodule, hyperparameters)
+    module = open_datamodule(datamodule, hyperparameters)
     batches = [module.batch_at(number, rank=rank, run=record) for number in numbers]
     for batch in batches:
         _print_lines([(line, "") for line in batch.text().splitlines()])
@@ -167,10 +168,11 @@ def which(run: str, index: int, datamodule: str | None = None) -> None:
         index: Of the sample in the training dataset, from 0.
         datamodule: Where the data module is, to print what was drawn for the sample; None: nowhere.
     """
+    from lightning_fastdata.plugin.data.commands import open_datamodule
     from lightning_fastdata.plugin.data.run_record import read_run
 
     record, hyperparameters = read_run(run)
-    module = None if datamodule is None else _open_datamodule(datamodule, hyperparameters)
+    module = None if datamodule is None else open_datamodule(datamodule, hyperparameters)
     count = 0
     for seen in record.seen(index):
         count += 1
@@ -199,12 +201,13 @@ def tune(
         out: PNG file for the curve; None: none. Of several loaders, each one's has its number.
     """
     from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.plugin.data.commands import open_datamodule
     from lightning_fastdata.plugin.seams.loaders import flattened
     from lightning_fastdata.tuning.sweep import sweep
 
     if step_ms < 0 or seconds <= 0:
         raise OptionsError(f"step_ms is {step_ms} and seconds {seconds}; give 0 ms, 2 s or more.")
-    module = _open_datamodule(datamodule, {})
+    module = open_datamodule(datamodule, {})
     loaders = list(flattened(module.train_dataloader()))
     for number, loader in enumerate(loaders):
         if not isinstance(loader, FastDataLoader):
@@ -226,21 +229,19 @@ def tune(
             _print_lines([(f"{path} written.", "dim")])
 
 
-def _open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
-    """Return the data module that a user named; nothing else is imported."""
-    from lightning_fastdata.augment import import_by_name
-    from lightning_fastdata.plugin.data.time_travel import made_datamodule
+def cache(datamodule: str, folder: str = "disk") -> None:
+    """Fill the caches of the training and validation datasets before a training.
 
-    module_name, _, name = spec.rpartition(":")
-    if not module_name or not name:
-        raise OptionsError(
-            f"{spec!r} does not say where the data module is. Write MODULE:NAME, for example "
-            "train:Data for `class Data(FastDataModule)` in train.py."
-        )
-    found = vars(import_by_name(module_name, "the data module"))
-    if name not in found:
-        raise OptionsError(f"{module_name} has no {name!r}.")
-    return made_datamodule(found[name], hyperparameters)
+    Args:
+        datamodule: Where the data module is: module:name, or path/to/file.py:name.
+        folder: Where caches are kept, as for ``FastDataModule(cache=...)``.
+    """
+    from lightning_fastdata.plugin.data.commands import fill_caches, open_datamodule
+
+    if folder == "ram":
+        raise OptionsError("What is in memory ends with this command; give a folder, or 'disk'.")
+    module = open_datamodule(datamodule, {})
+    fill_caches(module, folder, lambda line: _print_lines([(line, "")]))
 
 
 def _write(path: str, write: Callable[[], object]) -> None:
@@ -266,6 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
         "doctor": doctor,
         "show-augment": show_augment,
         "tune": tune,
+        "cache": cache,
     }
     for name, function in functions.items():
         summary = (function.__doc__ or "").partition("\n")[0]

@@ -168,4 +168,4 @@ def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["compair"])
     assert ended.value.code == 2
-    assert "'doctor', 'show-augment', 'tune', 'compare'" in capsys.readouterr().err
+    assert "'doctor', 'show-augment', 'tune', 'cache', 'compare'" in capsys.readouterr().err

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
-import torch
 
 from lightning_fastdata.batches.bad_samples import (
     NO_SAMPLES,
@@ -24,7 +19,8 @@ from lightning_fastdata.batches.bad_samples import (
 )
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.randomness.generators import GENERATORS, DrawWatch, kept_random_state
+from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
@@ -330,21 +326,3 @@ class Fetcher:
             return None
         where = self.where(indices)
         return f"{where[0].upper()}{where[1:]}."
-
-
-def seed_global_generators(
-    seed: int, epoch: int, index: object, names: Collection[str] = GENERATORS
-) -> None:
-    """Seed ``random``, ``numpy.random`` and torch's CPU generator, or some of them, for a sample.
-
-    What one of them draws does not depend on which others are seeded.
-    """
-    text = f"{seed},{epoch},{index}".encode()
-    digest = hashlib.blake2b(text, digest_size=20).digest()
-    if "random" in names:
-        random.seed(int.from_bytes(digest[:8], "little"))
-    if "numpy" in names:
-        np.random.seed(int.from_bytes(digest[8:12], "little"))
-    if "torch" in names:
-        # torch.manual_seed would also seed, and here queue up, all accelerators.
-        torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little", signed=True))

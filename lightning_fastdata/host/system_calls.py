@@ -104,6 +104,18 @@ def keep_freed_memory() -> bool:
     return bool(kept and any(mallopt(_M_MMAP_THRESHOLD, size) for size in _BLOCK_BYTES))
 
 
+def cache_folder() -> Path:
+    """Return where this package keeps files of its own.
+
+    That is ``$LIGHTNING_FASTDATA_CACHE``, or ``lightning_fastdata`` in ``$XDG_CACHE_HOME`` or
+    ``~/.cache``.
+    """
+    own = os.environ.get("LIGHTNING_FASTDATA_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fastdata"
+
+
 def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a text as UTF-8, or bytes, so that no reader ever sees a part of it; return the path.
 

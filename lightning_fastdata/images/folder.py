@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
+from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, choose_decoder
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.images.reading import MAX_PIXELS, open_image
@@ -21,7 +22,6 @@ from lightning_fastdata.images.resized_crop import (
     render,
     settle_resample,
 )
-from lightning_fastdata.images.wholeness import WholeFiles
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
@@ -139,7 +139,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self._paths = PackedStrings(path for path, _ in samples)
         self._targets = np.array([target for _, target in samples], np.int32)
         self._samples: list[tuple[str, int]] | None = None
-        self._whole = WholeFiles(len(samples)) if check_files else None
+        # Which files were decoded whole, so that none of these is damaged anywhere.
+        self._whole = SharedFlags(len(samples)) if check_files else None
 
     @property
     def decoder(self) -> Decoder:

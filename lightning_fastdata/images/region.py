@@ -36,6 +36,7 @@ _DECODABLE_COLOURS: Final = (0, 1, 2)
 _BLOCK_WIDTHS: Final = (8, 16, 16, 8, 8, 32, 8)
 """Pixels that a block of all channels is wide, by ``enum TJSAMP``: 4:4:4, 4:2:2, 4:2:0, grey,
 4:4:0, 4:1:1, 4:4:1."""
+_TINY: Final = 8
 _END_OF_IMAGE: Final = b"\xff\xd9"
 
 
@@ -95,7 +96,10 @@ class RegionDecoder:
             _BLOCK_WIDTHS
         ):
             return None
-        width = -(-tj.tj3Get(handle, _WIDTH) // scale)
+        height, width = tj.tj3Get(handle, _HEIGHT), tj.tj3Get(handle, _WIDTH)
+        if scale > 1 and max(height, width) <= _TINY:
+            return None  # simplejpeg takes another scale, as that gives the same size
+        width = -(-width // scale)
         span = _span(box.left, box.width, -(-_BLOCK_WIDTHS[kind] // scale), width)
         out: Pixels = np.empty((box.height, span.stop - span.start, 3), np.uint8)
         region = _Region(span.start, box.top, out.shape[1], box.height)

@@ -8,7 +8,6 @@ with the reason for such a file, and returns None for a whole one.
 from __future__ import annotations
 
 import functools
-import mmap
 import struct
 import warnings
 import zlib
@@ -76,32 +75,6 @@ def _next_marker(data: bytes, at: int, marker: int) -> int:
         if marker != _SCAN or data[at + 1] not in _IN_A_SCAN:
             return at
         at += 2
-
-
-class WholeFiles:
-    """Which files of a list were decoded whole, so that none of them is damaged anywhere.
-
-    Processes that were forked from this one know what any of them found: a byte a file in memory
-    that they share. A copy that was sent to another process or made by ``copy`` begins anew.
-
-    Args:
-        count: Number of files.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        # Closed with the last process that has it; a length of 0 is refused.
-        self._found = mmap.mmap(-1, max(1, count))
-
-    def __contains__(self, index: int) -> bool:
-        return self._found[index] == 1
-
-    def add(self, index: int) -> None:
-        """Say that this file was decoded whole."""
-        self._found[index] = 1
-
-    def __reduce__(self) -> tuple[type[WholeFiles], tuple[int]]:
-        return WholeFiles, (self._count,)
 
 
 def check_jpeg_codes(data: bytes) -> None:

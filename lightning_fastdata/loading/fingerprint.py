@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from lightning_fastdata.caches.cached_dataset import CachedDataset
+
 
 def fingerprint(dataset: object) -> str:
     """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
@@ -14,7 +16,8 @@ def fingerprint(dataset: object) -> str:
     """
     text: list[str] = []
     while dataset is not None and len(text) < 64:
-        text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
+        if type(dataset) is not CachedDataset:  # with a cache, it is the same data
+            text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
         listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
         if listed is not None:
             text.append(str(len(listed)))

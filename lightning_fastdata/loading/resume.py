@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import time
 import warnings
@@ -82,6 +83,7 @@ def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
     )
 
 
+@functools.cache
 def own_version() -> str:
     """Return the version of this package; "" where it is on the path without being installed."""
     try:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment import Normalized
     from lightning_fastdata.batches.streams import DeviceStreams
+    from lightning_fastdata.caches.cached_dataset import CacheFolder
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.order.run_record import RunRecord
     from lightning_fastdata.planning.options import LoaderOptions
@@ -37,6 +38,7 @@ class DataModule(Protocol):
     """No batch size was asked for; that of now is one to begin with."""
     options: LoaderOptions | dict[Stage, LoaderOptions]
     shuffle: bool | Mapping[str, bool] | None
+    cache: CacheFolder | None
     collate_fn: Callable[[list[Any]], Any] | None
     drop_last: bool
     seed: int | None
@@ -53,6 +55,12 @@ class DataModule(Protocol):
 
     def val_dataset(self) -> Any:
         """Return what it is validated on; None: nothing."""
+
+    def train_dataloader(self) -> Any:
+        """Return the loaders of training."""
+
+    def val_dataloader(self) -> Any:
+        """Return the loaders of validation."""
 
     def make_loader(
         self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 import numpy as np
 import numpy.random  # forked processes find it loaded, which takes a tenth of a second
@@ -190,7 +190,7 @@ def kept_random_state(names: Collection[str] = GENERATORS) -> Iterator[None]:
 _Generator: TypeAlias = (
     np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 )
-_KINDS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+GENERATOR_CLASSES: Final = get_args(_Generator)
 _MOST_BITS: Final = 64
 """Of a seed that was chosen; without one NumPy takes 128 bits from the system."""
 
@@ -232,14 +232,14 @@ class OwnGenerators:
             text = f"{seed},{epoch},{index},{place},".encode() + origin
             number = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
             try:
-                _seed(generator, number)
+                seed_generator(generator, number)
             except Exception as error:  # whatever a generator of another kind raises
                 self._refuse(generator, error)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Leave the generators as they were at the end of the block."""
-        states = [(generator, _state(generator)) for generator, _ in self._found]
+        states = [(generator, state_of(generator)) for generator, _ in self._found]
         try:
             yield
         finally:
@@ -284,8 +284,8 @@ def _generators(dataset: object) -> list[_Generator]:
     pipelines = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
     return [
         found
-        for found in find_instances(dataset, (*_KINDS, *pipelines))
-        if isinstance(found, _KINDS) and not _is_global(found)
+        for found in find_instances(dataset, (*GENERATOR_CLASSES, *pipelines))
+        if isinstance(found, GENERATOR_CLASSES) and not _is_global(found)
     ]
 
 
@@ -311,10 +311,11 @@ def _origin(generator: _Generator) -> bytes:
         if isinstance(entropy, int) and entropy.bit_length() > _MOST_BITS:
             entropy = None  # seeded by the system: each run would be another one
         return repr((entropy, seeds.spawn_key)).encode()
-    return hashlib.blake2b(repr(_state(generator)).encode(), digest_size=16).digest()
+    return hashlib.blake2b(repr(state_of(generator)).encode(), digest_size=16).digest()
 
 
-def _seed(generator: _Generator, number: int) -> None:
+def seed_generator(generator: _Generator, number: int) -> None:
+    """Give a generator the state that belongs to a number."""
     if isinstance(generator, np.random.Generator):
         kind = type(generator.bit_generator)
         generator.bit_generator.state = kind(number).state
@@ -326,7 +327,8 @@ def _seed(generator: _Generator, number: int) -> None:
         generator.seed(number)
 
 
-def _state(generator: _Generator) -> Any:
+def state_of(generator: _Generator) -> Any:
+    """Return the present state of a generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):

@@ -12,11 +12,13 @@ import hashlib
 import os
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+
+from lightning_fastdata.randomness.generators import GENERATORS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -116,3 +118,21 @@ def keep_own_epochs() -> None:
     """
     global _epochs_are_own  # noqa: PLW0603 - a fact of the whole process
     _epochs_are_own = True
+
+
+def seed_global_generators(
+    seed: int, epoch: int, index: object, names: Collection[str] = GENERATORS
+) -> None:
+    """Seed ``random``, ``numpy.random`` and torch's CPU generator, or some of them, for a sample.
+
+    What one of them draws does not depend on which others are seeded.
+    """
+    text = f"{seed},{epoch},{index}".encode()
+    digest = hashlib.blake2b(text, digest_size=20).digest()
+    if "random" in names:
+        random.seed(int.from_bytes(digest[:8], "little"))
+    if "numpy" in names:
+        np.random.seed(int.from_bytes(digest[8:12], "little"))
+    if "torch" in names:
+        # torch.manual_seed would also seed, and here queue up, all accelerators.
+        torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little", signed=True))

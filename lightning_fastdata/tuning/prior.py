@@ -8,32 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_fastdata.host.system_calls import write_atomically
+from lightning_fastdata.host.system_calls import cache_folder, write_atomically
 
 _MOST_BYTES: Final = 4096
 _VALID_S: Final = 30 * 24 * 3600
 """A month: by then machine, storage and data may have changed."""
 _PRIVATE: Final = 0o700
 _VERSION: Final = 1
-
-
-def cache_folder() -> Path:
-    """Return where numbers are kept.
-
-    That is ``$LIGHTNING_FASTDATA_CACHE``, or ``lightning_fastdata`` in ``$XDG_CACHE_HOME`` or
-    ``~/.cache``.
-    """
-    own = os.environ.get("LIGHTNING_FASTDATA_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fastdata"
 
 
 class KeptFile:

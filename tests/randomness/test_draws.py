@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fastdata.executors.fetch import seed_global_generators
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness import generators as draws
 from lightning_fastdata.randomness.generators import (
@@ -18,6 +17,7 @@ from lightning_fastdata.randomness.generators import (
     PythonGenerator,
     kept_random_state,
 )
+from lightning_fastdata.randomness.seeds import seed_global_generators
 
 DRAWS = {
     "random": random.random,

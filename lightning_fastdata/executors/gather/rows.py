@@ -14,6 +14,8 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.layout import same_batch
+from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.caches.sample_form import column_of
 from lightning_fastdata.executors.gather.columns import (
     ColumnDataset,
     TokenWindows,
@@ -135,9 +137,9 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
     """Return the columns of a dataset, or None if it has none that could be gathered.
 
     They are found in a ``TensorDataset``, a :class:`ColumnDataset`, :class:`TokenWindows`, a
-    tensor, an array, a ``datasets.Dataset`` of numbers in the torch or numpy format, and in a
-    ``Subset``, ``StackDataset`` or ``ConcatDataset`` of those; all of them of that very type, since
-    a subclass may change its samples.
+    tensor, an array, a ``datasets.Dataset`` of numbers in the torch or numpy format, a complete
+    :class:`CachedDataset`, and in a ``Subset``, ``StackDataset`` or ``ConcatDataset`` of those; all
+    of that very type, since a subclass may change its samples.
 
     Args:
         dataset: Any dataset.
@@ -176,6 +178,8 @@ def _form(dataset: Any, columns: list[Column]) -> Batch:
         return _form_of_parts(dataset.columns, lambda part: _leaf(_typed_column(part), columns))
     if kind is TokenWindows:
         return _leaf(Column(dataset.windows(), dataset.dtype, _stored(dataset.dtype)), columns)
+    if kind is CachedDataset:
+        return _form_of_cached(dataset, columns)
     if kind is torch.Tensor:
         return _leaf(_tensor_column(dataset), columns)
     if kind is np.ndarray or kind is np.memmap:
@@ -221,6 +225,23 @@ def _form_of_subset(dataset: Any, columns: list[Column]) -> Batch:
     start = len(columns)
     columns.extend(column.selected(within) for column in inner)
     return _mapped(form, start.__add__)
+
+
+def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
+    kept, sample = dataset.columns(), dataset.form()
+    if kept is None or sample is None:
+        raise NotRowsError
+    arrays = iter(kept)
+
+    def of(form: dict[str, Any]) -> Batch:
+        if "of" not in form:
+            numbers = column_of(form)
+            assert numbers is not None
+            return _leaf(Column(next(arrays), numbers[0]), columns)
+        parts = [of(part) for part in form["of"]]
+        return dict(zip(form["keys"], parts, strict=True)) if form["is"] == "dict" else parts
+
+    return of(sample)
 
 
 def _form_of_joined(dataset: Any, columns: list[Column]) -> Batch:

@@ -101,7 +101,7 @@ def _augments_on_cpu(known: Unstamped) -> Finding | None:
 def _late_batches(known: Unstamped) -> Finding | None:
     remedy = (
         "FastDataModule or FastDataLoader, which tell why batches are late; more workers help "
-        "only against waiting for storage, cached decoded samples against computing"
+        "only against waiting for storage, a cache of samples against computing"
     )
     return _late(known, "FD104", remedy, why=_small_costs(known))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
+from lightning_fastdata.caches.cached_dataset import CacheFolder
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
     Auto,
@@ -94,6 +95,8 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
             turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
             Albumentations drew runs there, too. The batches are the same in any case.
+        cache: Keep the samples of training and validation, so that later epochs and runs need not
+            make them again: ``"disk"``, ``"ram"`` or a folder. See :class:`CachedDataset`.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
@@ -119,6 +122,7 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         mask: str | int | None = None,
         guard: GuardPolicy = "warn",
         prefetch: PrefetchName = "off",
+        cache: CacheFolder | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         seed: int | None = None,
@@ -134,6 +138,7 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
+        self.cache = cache
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self.seed = None if seed is None else checked_seed(seed)
@@ -306,9 +311,6 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         self, dataset: Dataset[Any], *, stage: Stage, name: str | None = None, **overrides: Any
     ) -> FastDataLoader:
         """Return the loader for a dataset, as the ``*_dataloader`` methods build it.
-
-        Several ranks share what is evaluated by an :class:`EvaluationBatchSampler`: each sample
-        once, and as many batches on each rank.
 
         Args:
             dataset: Any map-style or iterable dataset.

@@ -8,7 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import IterableDataset
+
+from lightning_fastdata.caches.cached_dataset import CachedDataset
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
+from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.loading.tuned import tuner_for
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
@@ -79,9 +83,11 @@ class ModuleLoaders:
         """By name of the dataset and size of its batches: a loader that is made anew is as its
         tuner has left the last."""
 
+        self._caches: dict[str, CachedDataset] = {}
+
     def __getstate__(self) -> dict[str, object]:
         # What was learned is of loaders and a trainer of this process.
-        return {**self.__dict__, "_tuners": {}}
+        return {**self.__dict__, "_tuners": {}, "_caches": {}}
 
     def of_stage(self, module: DataModule, stage: Stage) -> Any:
         """Return the loaders of a stage, in the form of its datasets.
@@ -124,6 +130,7 @@ class ModuleLoaders:
         orders = (overrides.get("sampler"), overrides.get("batch_sampler"))
         check_dataset(dataset, name, ordered=any(order is not None for order in orders))
         refuse_empty(dataset, name)
+        dataset = self._cached(module, dataset, stage, name)
         spec, overrides = self._spec(module, dataset, name, stage, overrides)
         against = hook_against_device(module)
         of = StagePlan(spec=spec, seed=seed, against=against, trainer=trainer)
@@ -164,6 +171,20 @@ class ModuleLoaders:
         self._pipelines.placing.opened(stage, loader)
         settle_sharing(loader, name, stage, trainer)
         return loader
+
+    def _cached(
+        self, module: DataModule, dataset: Dataset[Any], stage: Stage, name: str
+    ) -> Dataset[Any]:
+        """Return a dataset that keeps its samples, if that is asked for and of any use."""
+        again = stage in ("train", "val") and not isinstance(dataset, IterableDataset)
+        if module.cache is None or not again or gatherable(dataset):
+            return dataset
+        if isinstance(dataset, CachedDataset):
+            return dataset
+        known = self._caches.get(name)
+        if known is None or known.dataset is not dataset:
+            known = self._caches[name] = CachedDataset(dataset, module.cache)
+        return known
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
         """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
@@ -220,6 +241,7 @@ class ModuleLoaders:
             for (name, _), tuner in self._tuners.items()
             if tuner.moves
         ]
+        parts += [f"{name}\n{cache.explain()}" for name, cache in self._caches.items()]
         parts += self._pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 

@@ -1,0 +1,319 @@
+"""A dataset whose samples are made once and kept, on disk or in memory."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from torch.utils.data import Dataset
+
+from lightning_fastdata.caches.fixed_part import (
+    FixedPart,
+    find_fixed_part,
+    part_of,
+    same_parts,
+    tried_indices,
+)
+from lightning_fastdata.caches.identity import identity
+from lightning_fastdata.caches.sample_file import SampleFile, locked
+from lightning_fastdata.caches.sample_form import taken_apart
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.host.shared_flags import SharedFlags
+from lightning_fastdata.host.system_calls import cache_folder
+from lightning_fastdata.randomness.generators import kept_random_state
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CacheFolder: TypeAlias = str | os.PathLike[str]
+"""``"disk"``, ``"ram"`` or a folder."""
+
+_FORMS_TRIED: Final = 16
+"""Samples whose forms decide whether all are rows of columns."""
+_SHARE_OF_DISK, _SHARE_OF_MEMORY = 2, 4
+"""A half of what is free, and a quarter."""
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+class CachedDataset(Dataset[Any]):
+    """A map-style dataset that keeps what another one returns, and makes each sample once.
+
+    Samples are written as they are first read, by whichever worker or rank reads them, and are
+    found again by later epochs, other ranks and later runs. What is kept is what always comes to
+    the same: the samples themselves, or, where a torchvision ``Compose`` in the dataset's
+    ``transform`` draws at random, what its steps before that return; the rest runs each time.
+    Order, draws and content are those of the dataset without a cache.
+
+    A cache belongs to one state of the dataset: its class and code, what it holds, and size and
+    time of the files that it names. Another state has another folder. Some samples are compared
+    with the dataset when a run opens a cache, and each is held against its checksum when it is
+    first read. A process may be killed at any time: a sample is in the cache whole or not at all.
+
+    Args:
+        dataset: Has a length, and samples of tensors, NumPy arrays and scalars, PIL images,
+            numbers, strings, bytes and None, in tuples, lists and dicts.
+        folder: ``"disk"``: below ``$LIGHTNING_FASTDATA_CACHE`` or ``~/.cache/lightning_fastdata``.
+            ``"ram"``: in the memory of this machine, for all its ranks, until the last of them
+            ends (Linux). Or a folder, in which each dataset gets one of its own.
+        transform: Called with each sample that is returned; not cached. It may draw at random.
+        max_bytes: What the samples may take. Those that find no room are made each time. Default:
+            half of the disk that is free, a quarter of the memory.
+        key: By which the cache is found, in place of the dataset's state: change it when the
+            samples change.
+        always_same: The dataset always returns the same samples, though it seems to draw.
+
+    Raises:
+        OptionsError: An argument has an impossible value, or there is no such memory.
+        DatasetError: The dataset has no length, cannot be recognised in another run, or draws at
+            random.
+
+    Example:
+        >>> data = CachedDataset(ImageFolder("photos", Resize(256)), "disk")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        folder: CacheFolder = "disk",
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        max_bytes: int | None = None,
+        key: str | None = None,
+        always_same: bool = False,
+    ) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise DatasetError(
+                f"{type(dataset).__name__} has no length or no samples by index, so that it cannot "
+                "be cached. Cache what it reads from."
+            )
+        if max_bytes is not None and max_bytes < 1:
+            raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
+        self.dataset = dataset
+        self.transform = transform
+        self.folder = _root(folder) / _folder_name(dataset, key)
+        self._in_memory = os.fspath(folder) == "ram"
+        self._max_bytes = max_bytes
+        self._always_same = always_same
+        self._length = len(dataset)
+        # One more than there are samples: that the cache was compared with the dataset.
+        self._known = SharedFlags(self._length + 1)
+        self._file: SampleFile | None = None
+        self._part: FixedPart | None = None
+        self._columns: list[NDArray[Any]] | None = None
+        self._full = False
+        if self._in_memory:
+            _hold_until_the_end(self.folder)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample, from the cache or made now.
+
+        Raises:
+            IndexError: There is no such sample.
+            DatasetError: The cache is of other samples, or cannot be read.
+        """
+        number = int(index)
+        if not -self._length <= number < self._length:
+            raise IndexError(f"There is no sample {index}: the dataset has {self._length}.")
+        number %= self._length
+        file, part = self._opened()
+        there, sample = file.read(number)
+        if not there:
+            # What is left of the sample is to draw the same, whether this was made now or not.
+            with kept_random_state():
+                sample = part.dataset[number]
+            self._keep(file, number, sample)
+        if part.rest is not None:
+            sample = part.rest(sample)
+        return sample if self.transform is None else self.transform(sample)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None, "_part": None, "_columns": None}
+
+    def __repr__(self) -> str:
+        return f"CachedDataset({self.dataset!r}, {str(self.folder)!r})"
+
+    @property
+    def stored(self) -> int:
+        """How many samples are in the cache."""
+        file = self._existing()
+        return 0 if file is None else file.stored()
+
+    def explain(self) -> str:
+        """Return what is kept and where, as text."""
+        file = self._existing()
+        if file is None:
+            return f"cache: {self.folder}, empty yet"
+        said = file.manifest.get("kept", "samples")
+        used_mb = file.used_bytes() / 1e6
+        return f"cache: {self.folder}, {file.stored()} of {self._length}, {used_mb:.0f} MB: {said}"
+
+    def columns(self) -> list[NDArray[Any]] | None:
+        """Return the leaves of the samples as memory maps ``[samples, ...]``, in order.
+
+        None unless all samples are kept as they are returned, in one form of numbers alone.
+        """
+        file = None if self.transform is not None else self._existing()
+        if file is None or file.manifest.get("steps") is not None:
+            return None
+        if self._columns is None:
+            # Kept, because pages of a new map would have to be found again.
+            self._columns = file.columns()
+            if self._columns is not None:
+                self._opened()  # which compares some with the dataset
+        return self._columns
+
+    def form(self) -> dict[str, Any] | None:
+        """Return the form of all samples in the cache; None: they differ, or there is none yet."""
+        file = self._existing()
+        return None if file is None else file.form
+
+    def flush(self) -> None:
+        """Wait until the disk has all samples that were written."""
+        file = self._existing()
+        if file is not None:
+            file.flush()
+
+    def _existing(self) -> SampleFile | None:
+        if self._file is None:
+            self._file = SampleFile.open(self.folder, self._length, self._known)
+        return self._file
+
+    def _opened(self) -> tuple[SampleFile, FixedPart]:
+        """Return the cache and what is kept in it; it is made if it is not there."""
+        if self._file is not None and self._part is not None:
+            return self._file, self._part
+        file = self._existing()
+        if file is None:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with locked(self.folder), kept_random_state():
+                file = self._existing()  # another process may have made it by now
+                if file is None:
+                    file = self._file = self._create()
+        part = part_of(self.dataset, file.manifest.get("steps"))
+        if self._length not in self._known:
+            self._compare(file, part)
+            self._known.add(self._length)
+        self._file, self._part = file, part
+        return file, part
+
+    def _create(self) -> SampleFile:
+        part = find_fixed_part(self.dataset, always_same=self._always_same)
+        tried = tried_indices(self._length, _FORMS_TRIED) if self._length else []
+        forms = [taken_apart(part.dataset[index])[0] for index in tried]
+        same = bool(forms) and all(form == forms[0] for form in forms)
+        return SampleFile.create(
+            self.folder,
+            self._length,
+            self._known,
+            form=forms[0] if same else None,
+            max_bytes=self._max_bytes or self._room_bytes(),
+            about={"steps": part.steps, "kept": part.said, "dataset": type(self.dataset).__name__},
+        )
+
+    def _room_bytes(self) -> int:
+        if self._in_memory:
+            return read_host_memory().available_bytes // _SHARE_OF_MEMORY
+        return shutil.disk_usage(self.folder).free // _SHARE_OF_DISK
+
+    def _compare(self, file: SampleFile, part: FixedPart) -> None:
+        """Compare some samples of the cache with the dataset."""
+        for index in tried_indices(self._length) if self._length else []:
+            there, kept = file.read(index)
+            if not there:
+                continue
+            with kept_random_state():
+                made = part.dataset[index]
+            if not same_parts(taken_apart(kept), taken_apart(made)):
+                raise DatasetError(
+                    f"The cache {self.folder} does not hold what {type(self.dataset).__name__} "
+                    f"returns now: sample {index} differs. Delete the folder, and it is made "
+                    "again; if you gave it a key, give another one when the samples change."
+                )
+
+    def _keep(self, file: SampleFile, index: int, sample: object) -> None:
+        if self._full:
+            return
+        try:
+            file.write(index, sample)
+        except OSError as error:
+            self._full = True
+            warnings.warn(
+                f"No more samples are written to the cache {self.folder}: "
+                f"{error.strerror or error}. They are made each time. Make room there, or give "
+                "another folder.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+
+
+def _folder_name(dataset: object, key: str | None) -> str:
+    if key is None:
+        return identity(dataset)
+    if not key or not all(sign.isalnum() or sign in "-_." for sign in key) or key.startswith("."):
+        raise OptionsError(f"key is {key!r}; use letters, digits, '-', '_' and '.'.")
+    return f"key-{key}"
+
+
+def _root(folder: CacheFolder) -> Path:
+    """Return the folder in which caches have folders of their own."""
+    name = os.fspath(folder)
+    if name == "disk":
+        return cache_folder() / "samples"
+    if name != "ram":
+        return Path(name).expanduser()
+    if not _SHARED_MEMORY.is_dir():
+        raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
+    return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
+
+
+def _hold_until_the_end(folder: Path) -> None:
+    """Keep a folder in memory while processes hold it, and remove it with the last of them.
+
+    One whose processes were killed is removed by the next that comes here.
+    """
+    import fcntl
+
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    if folder.parent.stat().st_uid != os.getuid():
+        raise OptionsError(f"{folder.parent} is another user's. Give a folder in place of 'ram'.")
+    with locked(folder.parent):
+        for other in folder.parent.iterdir():
+            if other.is_dir() and other != folder:
+                _remove_if_free(other)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # Forked workers hold it, too. It stays open, as the lock is that of the open file.
+        held = os.open(folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(held, fcntl.LOCK_SH)
+    owner = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == owner:
+            os.close(held)
+            _remove_if_free(folder)
+
+    atexit.register(end)
+
+
+def _remove_if_free(folder: Path) -> None:
+    import fcntl
+
+    try:
+        users = os.open(folder / "users", os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # in use
+    finally:
+        os.close(users)

@@ -1,0 +1,339 @@
+"""Samples in files that many processes read and write at once, and that a kill leaves valid.
+
+A folder holds ``manifest.json``, ``index.bin`` and the samples: a file for each leaf, whose row i
+is that of sample i, where all samples have one form (``column-0.bin``, ...), and one file of
+samples of any form otherwise (``samples.bin``). The index has an entry for each sample: where it
+is, how long, and the CRC-32 of its bytes. The bytes are written before the entry, so a sample is
+there whole or not at all; whatever survives a crash of the machine is held against its checksum
+when it is first read in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lightning_fastdata.caches.sample_form import column_of, leaf_bytes, put_together, taken_apart
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host.shared_flags import SharedFlags
+from lightning_fastdata.host.system_calls import write_atomically
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lightning_fastdata.caches.sample_form import Form, Raw
+
+_FORMAT: Final = 1
+_ENTRY: Final = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
+_HEADER_BYTES: Final = 64
+"""Of the index; its first 8 bytes are where the next sample of any form goes."""
+_MOST_MANIFEST_BYTES: Final = 1 << 20
+_ALIGNMENT_BYTES: Final = 64
+
+
+class SampleFile:
+    """The samples of one dataset in a folder.
+
+    Made by :meth:`create` or :meth:`open`; any number of processes and threads may share a folder.
+    Not to be pickled: open it anew.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], known: SharedFlags) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.form: Form | None = manifest["form"]
+        """Of all samples; None: each has its own."""
+        self.max_bytes: int = manifest["max_bytes"]
+        """That samples may take."""
+        self._known = known
+        self._sizes = None if self.form is None else leaf_bytes(self.form)
+        names = ["samples.bin"]
+        if self._sizes is not None:
+            names = [f"column-{number}.bin" for number in range(len(self._sizes))]
+        self.paths = [folder / name for name in names]
+        flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
+        self._files = [os.open(path, flags) for path in self.paths]
+        index: NDArray[Any] = np.memmap(folder / "index.bin", np.uint8, "r+")
+        self._end = index[:8].view("<u8")
+        self._index = index[_HEADER_BYTES:].view(_ENTRY)
+
+    @classmethod
+    def open(cls, folder: Path, samples: int, known: SharedFlags) -> SampleFile | None:
+        """Return what is in a folder; None if there is nothing yet.
+
+        Args:
+            folder: Of one dataset, as its key names it.
+            samples: Length of the dataset.
+            known: Which samples were held against their checksum, a flag each.
+
+        Raises:
+            DatasetError: The folder holds something else.
+        """
+        try:
+            with (folder / "manifest.json").open("rb") as file:
+                manifest = json.loads(file.read(_MOST_MANIFEST_BYTES))
+            if manifest["format"] != _FORMAT or manifest["samples"] != samples:
+                found = f"{manifest['samples']} samples in format {manifest['format']}"
+                raise ValueError(f"it has {found}, not {samples} in format {_FORMAT}")
+            return cls(folder, manifest, known)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DatasetError(
+                f"The cache {folder} cannot be read: {error}. Delete the folder; it will be made "
+                "again."
+            ) from error
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        samples: int,
+        known: SharedFlags,
+        *,
+        form: Form | None,
+        max_bytes: int,
+        about: dict[str, Any],
+    ) -> SampleFile:
+        """Make the files of an empty cache, under :func:`locked`.
+
+        Args:
+            folder: As for :meth:`open`.
+            samples: As for :meth:`open`.
+            known: As for :meth:`open`.
+            form: Of all samples; None: each has its own.
+            max_bytes: That the samples may take.
+            about: What else the manifest says.
+
+        Raises:
+            DatasetError: The files cannot be made.
+        """
+        sizes = [1] if form is None else leaf_bytes(form)
+        names = ["samples.bin"] if form is None else [f"column-{n}.bin" for n in range(len(sizes))]
+        manifest = {"format": _FORMAT, "samples": samples, "form": form, "max_bytes": max_bytes}
+        try:
+            _make(folder / "index.bin", _HEADER_BYTES + samples * _ENTRY.itemsize, filled=True)
+            for name, size in zip(names, sizes, strict=True):
+                # Sparse: a file takes the room of what is written to it.
+                _make(folder / name, 0 if form is None else samples * size, filled=False)
+            # Last, because a folder with a manifest is a cache.
+            write_atomically(folder / "manifest.json", json.dumps({**manifest, **about}))
+        except OSError as error:
+            raise DatasetError(
+                f"No cache can be made in {folder}: {error.strerror or error}. Give another folder."
+            ) from error
+        return cls(folder, json.loads(json.dumps({**manifest, **about})), known)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def stored(self) -> int:
+        """Return how many samples are there."""
+        return int(np.count_nonzero(self._index["length"]))
+
+    def used_bytes(self) -> int:
+        """Return how many bytes the samples take."""
+        return int(self._index["length"].sum(dtype=np.uint64))
+
+    def has(self, index: int) -> bool:
+        """Return whether a sample is there."""
+        return bool(self._index[index]["length"])
+
+    def read(self, index: int) -> tuple[bool, Any]:
+        """Return whether a sample is there whole, and the sample: in memory of its own.
+
+        One whose bytes do not have their checksum is taken out.
+        """
+        offset, length, crc = self._index[index].item()
+        if not length:
+            return False, None
+        form, raws = self.form, []
+        try:
+            if self._sizes is not None:
+                raws = [
+                    _read(file, index * size, size)
+                    for file, size in zip(self._files, self._sizes, strict=True)
+                ]
+            else:
+                form, raws = _split(_read(self._files[0], offset, length))
+        except (OSError, ValueError):
+            return self._take_out(index)
+        if index not in self._known:
+            if _checksum(form if self._sizes is None else None, raws) != crc:
+                return self._take_out(index)
+            self._known.add(index)
+        assert form is not None
+        return True, put_together(form, raws)
+
+    def write(self, index: int, sample: object) -> bool:
+        """Keep a sample; return whether there was room, and its form is that of the others.
+
+        Raises:
+            OSError: It cannot be written.
+            DatasetError: It holds what cannot be kept.
+        """
+        form, raws = taken_apart(sample)
+        if self._sizes is None:
+            record = _joined(form, raws)
+            offset = self._room(len(record))
+            if offset is None:
+                return False
+            _write(self._files[0], record, offset)
+            self._index[index] = (offset, len(record), _checksum(form, raws))
+        else:
+            row = sum(self._sizes)
+            if form != self.form or (index + 1) * row > self.max_bytes:
+                return False
+            for file, size, raw in zip(self._files, self._sizes, raws, strict=True):
+                _write(file, raw, index * size)
+            # A sample without a byte is there, too.
+            self._index[index] = (0, max(1, row), _checksum(None, raws))
+        self._known.add(index)
+        return True
+
+    def columns(self) -> list[NDArray[Any]] | None:
+        """Return the leaves of all samples as memory maps ``[samples, ...]``.
+
+        None if a sample is missing, or a leaf is no numbers.
+        """
+        if self.form is None or self.stored() < len(self):
+            return None
+        maps: list[NDArray[Any]] = []
+        for leaf, path in zip(_leaves(self.form), self.paths, strict=True):
+            kind = column_of(leaf)
+            dtype = None if kind is None else _numpy_dtype(kind[0])
+            if kind is None or dtype is None or not leaf["bytes"]:
+                return None
+            # Not as its subclass, whose every operation costs microseconds more.
+            maps.append(np.asarray(np.memmap(path, dtype, "r", shape=(len(self), *kind[1]))))
+        return maps
+
+    def close(self) -> None:
+        """Let go of the files."""
+        while self._files:
+            os.close(self._files.pop())
+
+    def flush(self) -> None:
+        """Wait until the disk has what was written."""
+        for file in self._files:
+            os.fsync(file)
+        base = self._index.base
+        while base is not None and not isinstance(base, np.memmap):
+            base = base.base
+        if base is not None:
+            base.flush()
+
+    def _room(self, size: int) -> int | None:
+        """Return where a record goes; None if there is no room for it."""
+        with locked(self.folder):
+            offset = int(self._end[0])
+            if offset + size > self.max_bytes:
+                return None
+            self._end[0] = offset + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return offset
+
+    def _take_out(self, index: int) -> tuple[bool, None]:
+        self._index[index] = (0, 0, 0)
+        return False, None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which one thread of all processes has at a time."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise OptionsError(
+            "A cache needs a system with POSIX file locks (Linux, macOS)."
+        ) from error
+    with (folder / "lock").open("ab") as file:
+        # Of this opening of the file, so that threads wait for each other, too.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _leaves(form: Form) -> Iterator[Form]:
+    if "of" not in form:
+        yield form
+        return
+    for part in form["of"]:
+        yield from _leaves(part)
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
+    import torch
+
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:  # bfloat16 and others that NumPy has not
+        return None
+
+
+def _make(path: Path, size: int, *, filled: bool) -> None:
+    with path.open("wb") as file:
+        file.truncate(size)
+        if filled and size and hasattr(os, "posix_fallocate"):
+            # A memory map that finds no room would end the process.
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
+def _read(file: int, offset: int, size: int) -> Raw:
+    raw = np.empty(size, np.uint8)
+    done = 0
+    while done < size:
+        got = os.preadv(file, [raw.data[done:]], offset + done)
+        if not got:
+            raise ValueError("the file ends early")
+        done += got
+    return raw
+
+
+def _write(file: int, raw: bytes | Raw, offset: int) -> None:
+    view, done = raw.data if isinstance(raw, np.ndarray) else memoryview(raw), 0
+    while done < len(view):
+        done += os.pwrite(file, view[done:], offset + done)
+
+
+def _checksum(form: Form | None, raws: list[Raw]) -> int:
+    crc = 0 if form is None else zlib.crc32(_text(form))
+    for raw in raws:
+        crc = zlib.crc32(raw.data, crc)
+    return crc
+
+
+def _text(form: Form) -> bytes:
+    return json.dumps(form, separators=(",", ":")).encode()
+
+
+def _padded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _joined(form: Form, raws: list[Raw]) -> bytes:
+    """Return a sample of any form as one record: length of its form, form, leaves."""
+    text = _text(form)
+    parts = [
+        len(text).to_bytes(4, "little"),
+        text,
+        b"\0" * (_padded(4 + len(text)) - 4 - len(text)),
+    ]
+    for raw in raws:
+        parts.append(raw.tobytes().ljust(_padded(raw.size), b"\0"))
+    return b"".join(parts)
+
+
+def _split(record: Raw) -> tuple[Form, list[Raw]]:
+    length = int.from_bytes(record[:4].tobytes(), "little")
+    form: Form = json.loads(record[4 : 4 + length].tobytes())
+    at, raws = _padded(4 + length), []
+    for size in leaf_bytes(form):
+        raws.append(record[at : at + size])
+        at += _padded(size)
+    return form, raws

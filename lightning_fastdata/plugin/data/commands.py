@@ -1,0 +1,73 @@
+"""What the command line does with a data module that a user names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.augment import import_by_name
+from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.plugin.data.time_travel import made_datamodule
+from lightning_fastdata.plugin.seams.loaders import flattened
+
+if TYPE_CHECKING:
+    from lightning_fastdata.plugin.contracts import DataModule
+
+_ROWS: Final = 32
+_TOLD_EVERY_S: Final = 5.0
+
+
+def open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
+    """Return the data module that a user named as ``MODULE:NAME``; nothing else is imported.
+
+    Raises:
+        OptionsError: The text does not name one.
+    """
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
+        raise OptionsError(
+            f"{spec!r} does not say where the data module is. Write MODULE:NAME, for example "
+            "train:Data for `class Data(FastDataModule)` in train.py."
+        )
+    found = vars(import_by_name(module_name, "the data module"))
+    if name not in found:
+        raise OptionsError(f"{module_name} has no {name!r}.")
+    return made_datamodule(found[name], hyperparameters)
+
+
+def fill_caches(module: DataModule, folder: str, tell: Callable[[str], object]) -> None:
+    """Make all samples of the training and validation datasets, and keep them.
+
+    Args:
+        module: Whose datasets.
+        folder: As of ``FastDataModule(cache=...)``.
+        tell: Is given lines to be printed.
+    """
+    module.cache = folder
+    for loaders in (module.train_dataloader(), module.val_dataloader()):
+        for loader in flattened(loaders):
+            dataset = loader.dataset if isinstance(loader, FastDataLoader) else None
+            if isinstance(dataset, CachedDataset):
+                _fill(dataset, tell)
+
+
+def _fill(dataset: CachedDataset, tell: Callable[[str], object]) -> None:
+    name, count = type(dataset.dataset).__name__, len(dataset)
+    began_s = told_s = time.monotonic()
+    done = 0
+    for rows in FastDataLoader(dataset, _ROWS, collate_fn=_count):
+        done += rows
+        if time.monotonic() - told_s > _TOLD_EVERY_S:
+            told_s = time.monotonic()
+            tell(f"{name}: {done} of {count} samples")
+    dataset.flush()
+    took_s = time.monotonic() - began_s
+    tell(f"{name}: {count} samples in {took_s:.1f} s")
+    tell(dataset.explain())
+
+
+def _count(samples: Sequence[Any]) -> int:
+    return len(samples)

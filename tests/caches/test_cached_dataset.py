@@ -1,0 +1,458 @@
+"""A dataset with a cache gives what it gives without one, and makes each sample once."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as T
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torchvision.datasets import FakeData, ImageFolder
+from torchvision.transforms import v2
+
+import lightning_fastdata as ld
+from lightning_fastdata.caches import cached_dataset
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.executors.gather.rows import rows_of
+
+
+class Made(Dataset):
+    """Writes down in a folder which samples it makes."""
+
+    def __init__(self, folder, count=40, *, varies=False):
+        self.folder = str(folder)
+        self.count = count
+        self.varies = varies
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        log = os.open(f"{self.folder}/made", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(log, b"%d\n" % index)
+        os.close(log)
+        rows = 3 + index % 5 if self.varies else 3
+        return {"x": torch.full((rows, 4), index, dtype=torch.float32), "y": index}
+
+    def made(self):
+        path = Path(self.folder) / "made"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def forget(self):
+        (Path(self.folder) / "made").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A small image folder."""
+    order = np.random.default_rng(0)
+    for name in "ab":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            shape = (40 + number, 50 - number, 3)
+            pixels = order.integers(0, 256, shape, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def equal(ours, theirs):
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(equal(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, tuple | list):
+        return len(ours) == len(theirs) and all(map(equal, ours, theirs))
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def ragged(samples):
+    return [sample["x"].sum().item() for sample in samples], [sample["y"] for sample in samples]
+
+
+@pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar", "torch"])
+def test_loaders_deliver_the_same_with_a_cache(tmp_path, folder, varies, executor):
+    data = Made(folder, varies=varies)
+    arguments = {"batch_size": 8, "collate_fn": ragged if varies else None, "executor": executor}
+    arguments["num_workers"] = 0 if executor == "inline" else 2
+    theirs = list(DataLoader(data, 8, collate_fn=arguments["collate_fn"]))
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    for _ in range(2):
+        assert equal(list(ld.FastDataLoader(cached, **arguments)), theirs)
+    assert cached.stored == len(data)
+    data.forget()
+    # In a later run nothing is made but what is compared.
+    again = ld.CachedDataset(Made(folder, varies=varies), tmp_path / "cache")
+    assert equal(list(ld.FastDataLoader(again, **arguments)), theirs)
+    assert len(set(data.made())) <= 8
+
+
+def test_each_sample_is_made_once(tmp_path, folder):
+    data = Made(folder)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    cached[0]  # opens the cache, which tries some
+    data.forget()
+    for index in [*range(1, 40), *range(40)]:
+        assert equal(cached[index], {"x": torch.full((3, 4), float(index)), "y": index})
+    assert sorted(data.made()) == list(range(1, 40))
+
+
+def test_a_complete_cache_of_rows_is_gathered(tmp_path, folder):
+    data = Made(folder)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    assert rows_of(cached) is None
+    theirs = list(DataLoader(data, 8))
+    assert equal(list(ld.FastDataLoader(cached, 8)), theirs)
+    loader = ld.FastDataLoader(ld.CachedDataset(data, tmp_path / "cache"), 8)
+    assert loader.executor == "gather"
+    assert equal(list(loader), theirs)
+    part = ld.FastDataLoader(Subset(ld.CachedDataset(data, tmp_path / "cache"), range(5, 21)), 8)
+    assert part.executor == "gather"
+    assert equal(list(part), list(DataLoader(Subset(data, range(5, 21)), 8)))
+    # What runs on each sample is not left out.
+    more = ld.CachedDataset(data, tmp_path / "cache", transform=lambda sample: sample["y"])
+    assert rows_of(more) is None
+    assert more[7] == 7
+
+
+COMPOSES = {
+    "flip": lambda t: t.Compose([t.Resize(32), t.RandomHorizontalFlip(), t.PILToTensor()]),
+    "crop": lambda t: t.Compose([t.RandomCrop(20), t.PILToTensor()]),
+    "late": lambda t: t.Compose([t.Resize((32, 32)), t.PILToTensor(), t.RandomErasing()]),
+    "fixed": lambda t: t.Compose([t.Resize((32, 32)), t.PILToTensor()]),
+    "rare": lambda t: t.Compose([t.Resize((32, 32)), t.RandomGrayscale(0.02), t.PILToTensor()]),
+}
+STEPS = {"flip": 1, "crop": 0, "late": 2, "fixed": None, "rare": 1}
+
+
+@pytest.mark.parametrize("version", [T, v2], ids=["v1", "v2"])
+@pytest.mark.parametrize("name", COMPOSES)
+def test_the_steps_before_the_first_random_one_are_kept(tmp_path, photos, version, name):
+    def loader(data, workers):
+        return ld.FastDataLoader(data, 4, num_workers=workers, seed=5)
+
+    if name == "crop":
+        COMPOSES["crop"]
+    data = ImageFolder(photos, COMPOSES[name](version))
+    if name == "flip":
+        data.samples = [data.samples[0]] * 8  # of one shape
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    for workers in (0, 2):
+        plain, kept = loader(data, workers), loader(cached, workers)
+        for _ in range(2):
+            assert equal(list(kept), list(plain))
+    assert cached._opened()[0].manifest.get("steps") == STEPS[name]
+    assert cached.stored == len(data)
+    assert ("done each time" in cached.explain()) == (name != "fixed")
+
+
+def test_a_subset_of_a_folder_is_divided_too(tmp_path, photos):
+    data = Subset(ImageFolder(photos, COMPOSES["crop"](T)), [7, 3, 5])
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    plain = ld.FastDataLoader(data, 3, num_workers=0, seed=1)
+    assert equal(list(ld.FastDataLoader(cached, 3, num_workers=0, seed=1)), list(plain))
+
+
+class Draws(Dataset):
+    def __init__(self, how):
+        self.how = how
+        self.own = np.random.default_rng(3)
+        self.compose = A.Compose([A.RandomBrightnessContrast(p=0.01)])
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if self.how == "torch":
+            return torch.rand(3)
+        if self.how == "numpy":
+            return np.random.rand(3)
+        if self.how == "random":
+            return random.random()
+        if self.how == "rarely":
+            return index if random.random() < 0.999 else -1
+        if self.how == "own generator":
+            return self.own.random(3)
+        if self.how == "pipeline":
+            return self.compose(image=np.zeros((8, 8, 3), np.uint8))["image"]
+        return time.perf_counter_ns()
+
+
+@pytest.mark.parametrize(
+    "how", ["torch", "numpy", "random", "rarely", "own generator", "pipeline", "clock"]
+)
+def test_random_samples_are_refused(tmp_path, how):
+    with pytest.raises(DatasetError, match=r"Draws draws at random.*transform="):
+        ld.CachedDataset(Draws(how), tmp_path)[0]
+
+
+def test_the_user_may_say_that_samples_are_always_the_same(tmp_path):
+    cached = ld.CachedDataset(Draws("rarely"), tmp_path, always_same=True)
+    assert [cached[index] for index in range(10)] == list(range(10))
+
+
+def test_a_transform_of_the_cache_draws_as_the_dataset_would(tmp_path, folder):
+    class Noisy(Dataset):
+        def __init__(self, data):
+            self.data = data
+
+        def __len__(self):
+            return len(self.data)
+
+        def __getitem__(self, index):
+            return noise(self.data[index])
+
+    def noise(sample):
+        return {**sample, "x": sample["x"] + torch.rand(3, 4) + np.random.rand()}
+
+    data = Made(folder)
+    plain = ld.FastDataLoader(Noisy(data), 8, num_workers=2, seed=9)
+    cached = ld.CachedDataset(data, tmp_path / "cache", transform=noise)
+    kept = ld.FastDataLoader(cached, 8, num_workers=2, seed=9)
+    for _ in range(2):
+        assert equal(list(kept), list(plain))
+
+
+class Scaled(Made):
+    factor = 1.0
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] * self.factor}
+
+
+def test_another_state_of_the_dataset_has_another_cache(tmp_path, folder):
+    data = Scaled(folder)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    assert cached[3]["x"].max() == 3
+    data.factor = 2.0
+    other = ld.CachedDataset(data, tmp_path / "cache")
+    assert other.folder != cached.folder
+    assert other[3]["x"].max() == 6
+
+
+def test_a_changed_file_has_another_cache(tmp_path, photos):
+    data = ImageFolder(photos, COMPOSES["fixed"](T))
+    first = ld.CachedDataset(data, tmp_path / "cache")
+    before = first[0][0]
+    Image.fromarray(np.zeros((30, 30, 3), np.uint8)).save(data.samples[0][0])
+    second = ld.CachedDataset(data, tmp_path / "cache")
+    assert second.folder != first.folder
+    assert second[0][0].max() == 0 < before.max()
+
+
+def test_a_cache_of_other_samples_is_found_out(tmp_path, folder):
+    data = Scaled(folder)
+    cached = ld.CachedDataset(data, tmp_path, key="mine")
+    for index in range(40):
+        cached[index]
+    data.factor = 2.0
+    with pytest.raises(DatasetError, match=r"key-mine does not hold.*sample \d+ differs"):
+        ld.CachedDataset(data, tmp_path, key="mine")[5]
+    with pytest.raises(DatasetError, match="differs"):
+        ld.FastDataLoader(ld.CachedDataset(data, tmp_path, key="mine"), 8)
+
+
+def _read_all(data, folder, barrier):
+    barrier.wait()
+    cached = ld.CachedDataset(data, folder)
+    for index in range(len(cached)):
+        cached[index]
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_processes_that_begin_at_once_make_one_cache(tmp_path, folder, varies):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4)
+    data = Made(folder, varies=varies)
+    processes = [
+        context.Process(target=_read_all, args=(data, tmp_path / "cache", barrier))
+        for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    assert cached.stored == len(data)
+    assert all(equal(cached[index], data[index]) for index in range(len(data)))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def _read_for_ever(cached):
+    while True:
+        for index in range(len(cached)):
+            cached[index]
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_a_killed_process_leaves_a_cache_that_is_right(tmp_path, folder, varies):
+    data = Made(folder, count=300, varies=varies)
+    context = multiprocessing.get_context("fork")
+    for number in range(10):
+        cached = ld.CachedDataset(data, tmp_path / "cache")
+        process = context.Process(target=_read_for_ever, args=(cached,))
+        process.start()
+        time.sleep(0.004 * number)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    assert all(equal(cached[index], data[index]) for index in range(len(data)))
+
+
+def test_a_worker_that_is_killed_leaves_an_epoch_that_is_right(tmp_path, folder):
+    data = Made(folder, count=200)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    loader = ld.FastDataLoader(cached, 8, num_workers=2, executor="workers")
+    batches = iter(loader)
+    rows = [next(batches)["y"]]
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGKILL)
+    rows += [batch["y"] for batch in batches]
+    assert torch.cat(rows).tolist() == list(range(200))
+
+
+def test_no_room_is_said_once_and_samples_are_made(tmp_path, folder):
+    data = Made(folder)
+    cached = ld.CachedDataset(data, tmp_path / "cache", max_bytes=300)
+    assert all(equal(cached[index], data[index]) for index in range(40))
+    assert 0 < cached.stored < 40
+
+    def refuse(*_args):
+        raise OSError(28, "No space left on device")
+
+    other = ld.CachedDataset(data, tmp_path / "other")
+    file, _ = other._opened()
+    file.write = refuse
+    with pytest.warns(FastDataWarning, match=r"No space left.*Make room") as told:
+        assert all(equal(other[index], data[index]) for index in range(40))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_reads_the_same_cache(tmp_path, folder, way):
+    data = Made(folder)
+    cached = ld.CachedDataset(data, tmp_path / "cache")
+    cached[1]
+    assert equal(way(cached)[1], cached[1])
+    assert equal(way(cached)[-1], data[39])
+
+
+@pytest.mark.parametrize("index", [40, -41])
+def test_an_index_beyond_the_end_is_an_error(tmp_path, folder, index):
+    with pytest.raises(IndexError):
+        ld.CachedDataset(Made(folder), tmp_path)[index]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"dataset": Endless()}, DatasetError, "Endless has no length"),
+        ({"max_bytes": 0}, OptionsError, "max_bytes is 0"),
+        ({"key": "../x"}, OptionsError, r"key is '\.\./x'"),
+        ({"key": ""}, OptionsError, "key is ''"),
+    ],
+)
+def test_impossible_arguments_are_named(tmp_path, folder, arguments, error, named):
+    with pytest.raises(error, match=named):
+        ld.CachedDataset(**{"dataset": Made(folder), "folder": tmp_path, **arguments})
+
+
+def test_a_folder_that_cannot_be_made_is_named(folder):
+    with pytest.raises((DatasetError, OSError), match="/proc/nowhere"):
+        ld.CachedDataset(Made(folder), "/proc/nowhere")[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(order=st.lists(st.integers(0, 11), min_size=1, max_size=40), varies=st.booleans())
+def test_any_order_of_reading_gives_the_same(tmp_path_factory, order, varies):
+    folder = tmp_path_factory.mktemp("c")
+    data = Made(folder, count=12, varies=varies)
+    cached = ld.CachedDataset(data, folder / "cache")
+    for index in order:
+        assert equal(cached[index], data[index])
+    shutil.rmtree(folder)
+
+
+IN_MEMORY = """
+import os, sys
+sys.path.insert(0, {here!r})
+from test_cached_dataset import Made
+import lightning_fastdata as ld
+from lightning_fastdata.caches import cached_dataset
+from pathlib import Path
+cached_dataset._SHARED_MEMORY = Path({memory!r})
+cached = ld.CachedDataset(Made({folder!r}), "ram")
+loader = ld.FastDataLoader(cached, 8, num_workers=2)
+list(loader), list(loader)
+print(cached.folder.exists(), cached.stored)
+if {killed}:
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not cached_dataset._SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_cache_in_memory_ends_with_its_processes(tmp_path, folder, killed):
+    memory = tmp_path / "shm"
+    memory.mkdir()
+
+    def run(killed):
+        script = IN_MEMORY.format(
+            here=str(Path(__file__).parent), memory=str(memory), folder=str(folder), killed=killed
+        )
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run(killed)
+    assert killed or done.returncode == 0, done.stderr
+    (own,) = memory.iterdir()
+    if killed:
+        assert [path.is_dir() for path in own.iterdir() if path.name != "lock"] == [True]
+        (folder / "more").mkdir()
+        run(killed=False)
+    else:
+        assert done.stdout.split() == ["True", "40"]
+    time.sleep(0.1)
+    assert [path.name for path in own.iterdir()] == ["lock"]
+
+
+def test_hugging_face_and_fake_data_are_cached(tmp_path):
+    data = FakeData(12, (3, 8, 8), transform=T.PILToTensor())
+    cached = ld.CachedDataset(data, tmp_path)
+    assert equal([cached[i] for i in range(12)], [data[i] for i in range(12)])

@@ -1,0 +1,111 @@
+"""A sample that was taken apart and put together is the same sample."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+from torchvision import tv_tensors
+
+from lightning_fastdata.caches.sample_form import leaf_bytes, put_together, taken_apart
+from lightning_fastdata.errors import DatasetError
+
+_DTYPES = st.sampled_from(["u1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", "?", "<c8"])
+_TORCH = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.bool, torch.complex64]
+
+
+@st.composite
+def _tensors(draw):
+    shape = draw(arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    tensor = torch.randint(0, 2, shape).to(draw(st.sampled_from(_TORCH)))
+    return tensor.transpose(0, -1) if tensor.dim() and draw(st.booleans()) else tensor
+
+
+_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    _tensors(),
+    arrays.arrays(_DTYPES, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)),
+    st.sampled_from([np.float32(1.5), np.int64(-3), np.bool_(True)]),
+)
+_samples = st.recursive(
+    _leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers(-5, 5)), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+def same(ours, theirs):
+    """Whether two samples are of the same types and hold the same."""
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, tuple | list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, np.ndarray | np.generic):
+        fine = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        return fine and np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    return ours == theirs
+
+
+@settings(max_examples=200, deadline=None)
+@given(sample=_samples)
+def test_a_sample_comes_back_from_bytes_and_json(sample):
+    form, raws = taken_apart(sample)
+    form = json.loads(json.dumps(form))
+    assert leaf_bytes(form) == [raw.size for raw in raws]
+    # As files give them: bytes that are not shared with anything.
+    again = put_together(form, [np.frombuffer(bytearray(raw.tobytes()), np.uint8) for raw in raws])
+    assert same(again, sample)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+def test_pictures_come_back(mode):
+    picture = Image.effect_noise((7, 5), 50).convert(mode)
+    form, raws = taken_apart({"image": picture})
+    again = put_together(json.loads(json.dumps(form)), raws)["image"]
+    assert (again.mode, again.size) == (mode, (7, 5))
+    assert again.tobytes() == picture.tobytes()
+
+
+@pytest.mark.parametrize("kind", [tv_tensors.Image, tv_tensors.Mask])
+def test_torchvisions_images_stay_what_they_are(kind):
+    tensor = kind(torch.arange(12, dtype=torch.uint8).view(3, 2, 2))
+    again = put_together(*taken_apart(tensor))
+    assert type(again) is kind
+    assert torch.equal(again, tensor)
+
+
+@pytest.mark.parametrize(
+    ("sample", "named"),
+    [
+        ((1, Decimal(3)), r"decimal\.Decimal at sample\[1\]"),
+        ({"a": {2.5: 1}}, r"dict with the keys \[2\.5\] at sample\['a'\]"),
+        (np.array(["a"], object), "array of object"),
+        (2**70, "more than 64 bits"),
+        (torch.zeros(3, requires_grad=True), "tensor of torch.Tensor"),
+        (torch.zeros(3).to_sparse(), "sparse"),
+        (Image.new("P", (2, 2)), "PIL.Image.Image"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(sample, named):
+    with pytest.raises(DatasetError, match=named):
+        taken_apart(sample)

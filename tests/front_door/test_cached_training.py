@@ -1,0 +1,162 @@
+"""A training with a cache sees what it sees without one, in another run and resumed, too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as T
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+import lightning_fastdata as ld
+
+FIXED = [T.Resize(24), T.CenterCrop(20)]
+DRAWN = [T.Resize(24), T.RandomCrop(20), T.RandomHorizontalFlip()]
+
+
+class Seen(LightningModule):
+    """Notes a checksum of each batch that its steps get."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+        self.validated = []
+
+    def training_step(self, batch, _index):
+        self.seen.append(zlib.crc32(batch[0].numpy().tobytes()) ^ int(batch[1].sum()))
+        return self.layer(batch[0].float().mean().view(1, 1)).mean()
+
+    def validation_step(self, batch, _index):
+        self.validated.append(zlib.crc32(batch[0].numpy().tobytes()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class Counted(ImageFolder):
+    """Notes in a file which pictures are decoded."""
+
+    def __init__(self, root, log, steps):
+        super().__init__(root, T.Compose([*steps, T.PILToTensor()]), loader=Loads(log))
+
+
+class Loads:
+    def __init__(self, log):
+        self.log = str(log)
+
+    def __call__(self, path):
+        file = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, f"{path}\n".encode())
+        os.close(file)
+        with Image.open(path) as image:
+            return image.convert("RGB")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    order = np.random.default_rng(0)
+    for name in "ab":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(16):
+            pixels = order.integers(0, 256, (30, 30 + number, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number:02}.png")
+    return tmp_path / "photos"
+
+
+def fit(photos, log, cache, *, steps, epochs=2, workers="auto", resume=None, folder=None):
+    data = ld.FastDataModule.from_datasets(
+        Counted(photos, log, steps),
+        Counted(photos, log, FIXED),
+        batch_size=5,
+        seed=3,
+        cache=cache,
+        options=ld.LoaderOptions(num_workers=workers),
+    )
+    module = Seen()
+    saved = (
+        [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)]
+    )
+    trainer = Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        callbacks=saved,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    return module, data
+
+
+def decoded(log):
+    lines = Path(log).read_text().splitlines() if Path(log).exists() else []
+    Path(log).unlink(missing_ok=True)
+    return len(lines)
+
+
+@pytest.mark.parametrize("steps", [FIXED, DRAWN], ids=["fixed", "drawn"])
+@pytest.mark.parametrize("workers", [0, 2, "auto"])
+def test_a_training_sees_the_same_with_a_cache(tmp_path, photos, steps, workers):
+    log = tmp_path / "log"
+    plain, _ = fit(photos, log, None, steps=steps, workers=workers)
+    decoded(log)
+    first, data = fit(photos, log, tmp_path / "cache", steps=steps, workers=workers)
+    assert first.seen == plain.seen
+    assert first.validated == plain.validated
+    assert "32 of 32" in data.explain()
+    decoded(log)
+    second, _ = fit(photos, log, tmp_path / "cache", steps=steps, workers=workers)
+    assert second.seen == plain.seen
+    assert second.validated == plain.validated
+    # Of training and validation some are compared; 192 would be decoded.
+    assert decoded(log) <= 48
+
+
+def test_a_training_resumes_with_a_cache_or_without(tmp_path, photos):
+    log = tmp_path / "log"
+    whole, _ = fit(photos, log, None, steps=DRAWN, folder=tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*step=9.ckpt")
+    for cache in (tmp_path / "cache", tmp_path / "cache", None):
+        rest, _ = fit(photos, log, cache, steps=DRAWN, resume=file)
+        assert rest.seen == whole.seen[9:]
+
+
+def test_a_cache_is_filled_before_a_training(tmp_path, photos):
+    log = tmp_path / "log"
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import lightning_fastdata as ld\n"
+        "from test_cached_training import Counted, DRAWN, FIXED\n"
+        "class Data(ld.FastDataModule):\n"
+        "    def train_dataset(self):\n"
+        f"        return Counted({str(photos)!r}, {str(log)!r}, DRAWN)\n"
+        "    def val_dataset(self):\n"
+        f"        return Counted({str(photos)!r}, {str(log)!r}, FIXED)\n"
+    )
+    command = [sys.executable, "-m", "lightning_fastdata.cli", "cache", f"{script}:Data"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path / "cache")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("32 of 32") == 2
+    assert "RandomCrop, RandomHorizontalFlip, PILToTensor are done each time" in done.stdout
+
+
+def test_what_is_in_memory_is_not_filled_before(tmp_path):
+    command = [sys.executable, "-m", "lightning_fastdata.cli", "cache", "x:Y", "--folder", "ram"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ends with this command" in done.stderr
