@@ -18,6 +18,7 @@ from lightning_fastdata.augment import drawn_words
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import held, held_by
 from lightning_fastdata.types import SampleKey
 
@@ -107,6 +108,15 @@ class KeyedDataset(_Stand, Dataset[Any]):
         with keying.reading(key):
             sample = keying.dataset[index]
         return keying.finish(sample, key)
+
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether the dataset can begin to read samples before they are asked for."""
+        return reads_ahead(self._keying.dataset)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Have the dataset begin to read samples, if it can."""
+        read_ahead(self._keying.dataset, indices)
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]] | None:
@@ -253,6 +263,11 @@ def fetches_in_batches(dataset: Dataset[Any]) -> bool:
         return dataset.__getitems__ is not None
     own = getattr(type(dataset), "__getitems__", None)
     return callable(own) or callable(held(dataset, "__getitems__"))
+
+
+def reads_together(dataset: Dataset[Any]) -> bool:
+    """Return whether a dataset reads the samples of a batch together, so none is to be divided."""
+    return fetches_in_batches(dataset) or reads_ahead(dataset)
 
 
 def _as_int(index: Any) -> int:

@@ -6,7 +6,7 @@ import atexit
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -27,6 +27,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.host.system_calls import cache_folder
 from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -134,6 +135,16 @@ class CachedDataset(Dataset[Any]):
         if part.rest is not None:
             sample = part.rest(sample)
         return sample if self.transform is None else self.transform(sample)
+
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether the dataset can begin to read samples before they are asked for."""
+        return reads_ahead(self.dataset)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Have the dataset begin to read samples that are not in the cache."""
+        file, part = self._opened()
+        read_ahead(part.dataset, [index for index in indices if not file.has(index)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None, "_part": None, "_columns": None}

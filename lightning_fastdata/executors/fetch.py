@@ -21,6 +21,7 @@ from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class Fetcher:
         """What happened to the samples of the present task."""
         self.stamps: TaskWatch | None = None
         """Where the times of samples and collation are noted."""
+        self.reads_ahead = reads_ahead(plan.dataset)
+        """The dataset can begin to read the samples that come next."""
         self._skips = plan.guard.policy == "skip"
         self._watch = DrawWatch() if self.keyed else None
         self._own = plan.own if self.keyed else None
@@ -233,6 +236,8 @@ class Fetcher:
         if fetches_in_batches(self.dataset):
             samples = self._together(indices, epoch)
         else:
+            if self.reads_ahead:
+                read_ahead(self.dataset, indices)
             samples = []
             for position, index in enumerate(indices):
                 self.position = position

@@ -28,7 +28,7 @@ from lightning_fastdata.batches.collate import (
     collate_samples,
     spreading,
 )
-from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
+from lightning_fastdata.batches.keyed import keyed, reads_together
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
@@ -220,7 +220,7 @@ def _open_executor(
             settings.num_workers,
             prefetch=settings.asked_prefetch_factor,
             batch_size=settings.batch_size or 1,
-            split=default and makes_batches(settings) and not fetches_in_batches(settings.dataset),
+            split=default and makes_batches(settings) and not reads_together(settings.dataset),
         )
     several = KINDS[executor].threads_per_process > 1 and settings.num_workers > 1
     plan = FetchPlan(

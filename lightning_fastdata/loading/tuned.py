@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -109,7 +109,7 @@ def splits_batches(loader: _Loader) -> bool:
     transform = loader.transform
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
     default = loader.collate_fn in (default_collate, collate_samples) and not drawn
-    return default and makes_batches(loader) and not fetches_in_batches(loader.dataset)
+    return default and makes_batches(loader) and not reads_together(loader.dataset)
 
 
 def tuner_for(

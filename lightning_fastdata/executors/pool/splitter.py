@@ -15,7 +15,7 @@ from lightning_fastdata.batches.bad_samples import (
     fault_of,
     plain_index,
 )
-from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed, unpack
 from lightning_fastdata.batches.slots import Slot, SlotPool
@@ -240,7 +240,7 @@ class Splitter:
     def __init__(self, plan: FetchPlan, slots: SlotPool) -> None:
         self.plan = plan
         self.layout: SampleLayout | None = None
-        samples = plan.default_collation and plan.batched and not fetches_in_batches(plan.dataset)
+        samples = plan.default_collation and plan.batched and not reads_together(plan.dataset)
         self.in_place: bool | None = None if samples else False
         """Whether samples are written in place; None until the first one was read."""
         self._slots = slots

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.batches.uncollatable import uncollatable
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import gatherable
@@ -207,7 +207,7 @@ def _facts(
         trial=values.get("trial"),
         trial_failed=failed,
         rows=gathered,
-        split=splits and not fetches_in_batches(spec.dataset),
+        split=splits and not reads_together(spec.dataset),
         cost=cost,
         draws=draws,
     )

@@ -29,6 +29,7 @@ from lightning_fastdata.host.usage import queued_s
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import ShuffleSampler
 from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import leaves
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def measure_samples(
     remaining = drawn_indices(dataset_length(dataset) or 0, most)
     kept_back = min(_MOST_READ_AGAIN, len(remaining) // 8)
     remaining, fresh = remaining[kept_back:], remaining[:kept_back]
-    at_once = fetches_in_batches(dataset)
+    at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
     ends_s, size = clocks.clock_s() + budget_s, 1
     samples: Any = None
     groups: list[_Group] = []
@@ -256,13 +257,13 @@ def measure_samples(
         count = len(remaining[:size]) if at_once else len(samples)
         groups.append(_Group(count, wall_ms, cpu_ms, _collate_ms(samples, collate, clocks)))
         remaining = remaining[count:]
-        # What comes next is expected to take as long for each as it did so far.
+        # What comes next is expected to take as long for each; of waiting, as long together.
         left_ms = 1000 * (ends_s - clocks.clock_s())
-        each_ms = (wall_ms + groups[-1].collate_ms) / count
+        each_ms = ((cpu_ms if ahead else wall_ms) + groups[-1].collate_ms) / count
         if left_ms <= 0 or sum(group.size for group in groups) >= most:
             break
         fitting = int(left_ms / each_ms) if each_ms > 0 else batch_size
-        size = max(1, min(2 * size, batch_size, fitting))
+        size = max(1, min(batch_size if ahead else 2 * size, batch_size, fitting))
     if not groups:
         return None
     groups = groups[1:] or groups
@@ -272,7 +273,7 @@ def measure_samples(
     in_weighed = len(weighed) if isinstance(samples, list) else groups[-1].size
     # Calls for many samples at once take less for each.
     largest = [group for group in groups if group.size == max(groups).size]
-    reads = np.array(largest if at_once else groups).sum(axis=0)
+    reads = np.array(largest if at_once or ahead else groups).sum(axis=0)
     collated = np.array(largest).sum(axis=0)
     return SampleCost(
         wall_ms=float(reads[1] / reads[0]),
@@ -302,6 +303,7 @@ def _read(
     """Return samples; after a moment of a clock, one by one and no further one is begun."""
     if at_once:
         return dataset.__getitems__(indices)
+    read_ahead(dataset, indices)
     samples = []
     end_s, clock_s = until
     for index in indices:

@@ -1,0 +1,26 @@
+"""Where the bytes of samples come from: files, archives, databases and object storage.
+
+Each adapter is a thin layer over the library of its format, opens what it reads in the process
+that reads it, and may be sent to any process. :class:`SourceDataset` makes samples of their bytes.
+"""
+
+from lightning_fastdata.sources.archives import TarSource, TFRecordSource, ZipSource
+from lightning_fastdata.sources.dataset import SourceDataset
+from lightning_fastdata.sources.objects import FsspecSource, ObjectSource
+from lightning_fastdata.sources.source import FileSource, Raw, Source
+from lightning_fastdata.sources.tables import Hdf5Source, LmdbSource, ParquetSource
+
+__all__ = [
+    "FileSource",
+    "FsspecSource",
+    "Hdf5Source",
+    "LmdbSource",
+    "ObjectSource",
+    "ParquetSource",
+    "Raw",
+    "Source",
+    "SourceDataset",
+    "TFRecordSource",
+    "TarSource",
+    "ZipSource",
+]

@@ -1,0 +1,236 @@
+"""Records in archives that are read in any order, by an index made once: tar, zip and TFRecord."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.images.packed import PackedStrings
+from lightning_fastdata.sources.source import OpenedInEachProcess, Paths, Raw, as_list
+
+_LENGTH: Final = struct.Struct("<Q")
+_TFRECORD_BESIDE: Final = 16
+"""Bytes of a record besides its data: its length, and two checksums."""
+
+
+class _Slices(OpenedInEachProcess):
+    """Records that are slices of files, found by file, offset and length."""
+
+    parallel_reads = 1
+
+    def __init__(self, paths: list[str], names: PackedStrings | None, slices: list[Any]) -> None:
+        self.paths = paths
+        self._names = names
+        self._slices = np.array(slices, np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def open(self) -> Any:
+        """Return the descriptors of the files, which are closed with the process."""
+        return [os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for path in self.paths]
+
+    def slice(self, index: int) -> bytes:
+        """Return the bytes of one slice.
+
+        Raises:
+            DatasetError: The file has become shorter.
+        """
+        file, offset, length = self._slices[index].tolist()
+        data = os.pread(self.opened()[file], length, offset)
+        if len(data) < length:
+            raise DatasetError(
+                f"{self.name_of(index)} ends early: {len(data)} of {length} bytes are there. The "
+                "archive has changed since it was opened; make the source anew."
+            )
+        return data
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return records."""
+        return [self.slice(index) for index in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the archive, and the name of the record in it."""
+        name = str(index) if self._names is None else self._names[index]
+        return f"{self.paths[int(self._slices[index, 0])]}:{name}"
+
+
+class TarSource(_Slices):
+    """The files in uncompressed tar archives, WebDataset's shards among them.
+
+    The archives are read once, header by header, to find where each file begins.
+
+    Args:
+        paths: Of the archives.
+        parts: Extensions of the files that make one record, after WebDataset's convention that
+            they share their name up to its first dot (``("jpg", "cls")``): a record is a dict of
+            bytes by extension. None: each file is a record of bytes.
+
+    Raises:
+        DatasetError: An archive cannot be read, is compressed, or has a record without a part.
+    """
+
+    def __init__(self, paths: Paths, parts: Sequence[str] | None = None) -> None:
+        files = as_list(paths)
+        found = [each for number, path in enumerate(files) for each in _tar_members(number, path)]
+        self.parts = None if parts is None else tuple(parts)
+        if self.parts is not None:
+            found = _grouped(found, self.parts, files)
+        super().__init__(files, PackedStrings(name for name, _ in found), [at for _, at in found])
+
+    def __len__(self) -> int:
+        return len(self._slices) // (1 if self.parts is None else len(self.parts))
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return the bytes of files, or dicts of them by extension."""
+        if self.parts is None:
+            return super().get_bytes(indices)
+        count = len(self.parts)
+        return [
+            {part: self.slice(index * count + at) for at, part in enumerate(self.parts)}
+            for index in indices
+        ]
+
+    def name_of(self, index: int) -> str:
+        """Return the archive, and the name of the file in it."""
+        return super().name_of(index * (1 if self.parts is None else len(self.parts)))
+
+
+class ZipSource(_Slices):
+    """The files in a zip archive, stored or deflated.
+
+    Args:
+        paths: Of the archives.
+        suffix: Of the names that count.
+
+    Raises:
+        DatasetError: An archive cannot be read, or a file in it is encrypted or compressed in
+            another way.
+    """
+
+    def __init__(self, paths: Paths, suffix: str = "") -> None:
+        files, names, slices, deflated = as_list(paths), [], [], []
+        for number, path in enumerate(files):
+            for info in _zip_members(path):
+                if not info.is_dir() and info.filename.endswith(suffix):
+                    names.append(info.filename)
+                    slices.append((number, _zip_data_at(path, info), info.compress_size))
+                    deflated.append((info.compress_type == zipfile.ZIP_DEFLATED, info.CRC))
+        super().__init__(files, PackedStrings(names), slices)
+        self._about = np.array(deflated, np.int64).reshape(-1, 2)
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return the contents of files."""
+        return [self._content(index) for index in indices]
+
+    def _content(self, index: int) -> bytes:
+        import zlib
+
+        data = self.slice(index)
+        deflated, crc = self._about[index].tolist()
+        if deflated:
+            data = zlib.decompress(data, -zlib.MAX_WBITS)
+        if zlib.crc32(data) != crc:
+            raise DatasetError(f"{self.name_of(index)} is damaged: its checksum is wrong.")
+        return data
+
+
+class TFRecordSource(_Slices):
+    """The records of TFRecord files, as bytes: what a ``tf.train.Example`` was serialised to.
+
+    The files are read once, length by length. Checksums are not looked at.
+
+    Args:
+        paths: Of the files, uncompressed.
+
+    Raises:
+        DatasetError: A file is none of that format, or ends early.
+    """
+
+    def __init__(self, paths: Paths) -> None:
+        files = as_list(paths)
+        slices = [each for number, path in enumerate(files) for each in _tfrecords(number, path)]
+        super().__init__(files, None, slices)
+
+
+def _tar_members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if member.isreg() and not member.sparse:
+                    yield member.name, (number, member.offset_data, member.size)
+                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+    except (OSError, tarfile.TarError) as error:
+        raise DatasetError(
+            f"{path} cannot be read as an uncompressed tar archive: {error}. Unpack a compressed "
+            "one: its files cannot be reached in any order."
+        ) from error
+
+
+def _grouped(found: list[Any], parts: tuple[str, ...], files: list[str]) -> list[Any]:
+    """Return the slices of each record one after the other, in the order of the parts."""
+    records: dict[tuple[int, str], dict[str, Any]] = {}
+    for name, at in found:
+        folder, _, base = name.rpartition("/")
+        stem, _, extension = base.partition(".")
+        records.setdefault((at[0], f"{folder}/{stem}"), {})[extension] = (name, at)
+    grouped = []
+    for (number, name), record in records.items():
+        for part in parts:
+            if part not in record:
+                raise DatasetError(
+                    f"{files[number]}:{name.lstrip('/')} has {', '.join(sorted(record))}, and no "
+                    f"{part!r}. Leave it out of parts, or repair the archive."
+                )
+            grouped.append(record[part])
+    return grouped
+
+
+def _zip_members(path: str) -> list[zipfile.ZipInfo]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DatasetError(f"{path} cannot be read as a zip archive: {error}.") from error
+    for info in members:
+        fine = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        if not fine or info.flag_bits & 1:
+            raise DatasetError(
+                f"{path}:{info.filename} is encrypted, or compressed in a way other than deflate. "
+                "Pack it again."
+            )
+    return members
+
+
+def _zip_data_at(path: str, info: zipfile.ZipInfo) -> int:
+    """Return where the data of a file begins: its own header tells how long that is."""
+    with Path(path).open("rb") as file:
+        file.seek(info.header_offset + 26)
+        name, extra = struct.unpack("<HH", file.read(4))
+    return info.header_offset + 30 + int(name) + int(extra)
+
+
+def _tfrecords(number: int, path: str) -> Iterator[tuple[int, int, int]]:
+    try:
+        with Path(path).open("rb") as file:
+            size, at = os.fstat(file.fileno()).st_size, 0
+            while at < size:
+                head = os.pread(file.fileno(), _LENGTH.size, at)
+                length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
+                if at + length + _TFRECORD_BESIDE > size:
+                    raise DatasetError(
+                        f"{path} is no TFRecord file, is compressed, or ends early: its record at "
+                        f"byte {at} would have {length} bytes."
+                    )
+                yield number, at + 12, length
+                at += length + _TFRECORD_BESIDE
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error

@@ -1,0 +1,196 @@
+"""A map-style dataset over a source of bytes, which reads ahead while samples are decoded."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Final
+
+from torch.utils.data import Dataset
+
+from lightning_fastdata.errors import DatasetError, OptionsError, printable
+from lightning_fastdata.sources.source import Raw, Source
+
+_KNOWN: Final = 64
+"""Latest reads whose time is remembered."""
+_ENOUGH_KNOWN: Final = 16
+_LATE: Final = 3.0
+"""A read is late when it takes so many times the median."""
+_LEAST_LATE_S: Final = 0.02
+_REPEATED_SHARE: Final = 0.05
+"""Of the reads that may be asked for a second time because they are late."""
+
+
+class SourceDataset(Dataset[Any]):
+    """Samples made of the records of a source.
+
+    A worker asks for all records of its part of a batch before it decodes the first one. Where
+    answers take their time, that is up to ``source.parallel_reads`` at once; one that takes more
+    than three times as long as the median is asked for once more (5 % of the reads at most), and
+    the first answer counts. Order, draws, bad samples and resuming are those of any map-style
+    dataset.
+
+    Args:
+        source: Where the records are; see :class:`Source`.
+        decode: From a record and its number to a sample. It may draw at random.
+        timeout_s: A record that has not come by then is an error.
+
+    Raises:
+        OptionsError: ``timeout_s`` is not above 0.
+
+    Example:
+        >>> photos = SourceDataset(TarSource("photos.tar"), decode)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, source: Source, decode: Callable[[Any, int], Any], *, timeout_s: float = 120.0
+    ) -> None:
+        if not timeout_s > 0:
+            raise OptionsError(f"timeout_s is {timeout_s!r}; give seconds, above 0.")
+        self.source = source
+        self.decode = decode
+        self.timeout_s = timeout_s
+        self._reads: _Reads | None = None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            IndexError: There is no such record.
+            DatasetError: The record cannot be read; the message names it.
+        """
+        number, count = int(index), len(self.source)
+        if not -count <= number < count:
+            raise IndexError(f"There is no record {index}: the source has {count}.")
+        number %= count
+        return self.decode(self._here().take(number), number)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Begin to read the records of samples that will be asked for in this thread."""
+        count = len(self.source)
+        numbers = [int(index) % count for index in indices if -count <= int(index) < count]
+        self._here().begin(numbers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reads": None}
+
+    def _here(self) -> _Reads:
+        reads = self._reads
+        if reads is None or reads.process != os.getpid():
+            reads = self._reads = _Reads(self.source, self.timeout_s)
+        return reads
+
+
+class _Reads:
+    """The reads of one process."""
+
+    def __init__(self, source: Source, timeout_s: float) -> None:
+        self.process = os.getpid()
+        self._source = source
+        self._timeout_s = timeout_s
+        self._mine = threading.local()
+        self._times_s: deque[float] = deque(maxlen=_KNOWN)
+        self._asked = self._repeated = 0
+        parallel = source.parallel_reads
+        self._threads = None
+        if parallel > 1:
+            self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="fastdata-read")
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Begin to read; what was begun before and not taken is let go."""
+        begun: dict[int, Any] = getattr(self._mine, "begun", {})
+        for left in begun.values():
+            if isinstance(left, Future):
+                left.cancel()
+        self._mine.begun = {}
+        numbers = list(dict.fromkeys(numbers))
+        if self._threads is None:
+            if len(numbers) > 1:
+                self._mine.begun = self._together(numbers)
+            return
+        self._mine.begun = {number: self._submit(number) for number in numbers}
+
+    def take(self, number: int) -> Raw:
+        """Return a record, which may have been begun."""
+        begun: dict[int, Any] = getattr(self._mine, "begun", {})
+        found = begun.pop(number, None)
+        try:
+            if isinstance(found, Future):
+                return self._wait(found, number)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+            if self._threads is None:
+                return self._source.get_bytes([number])[0]
+            return self._wait(self._submit(number), number)
+        except Exception as error:
+            if isinstance(error, DatasetError):
+                raise
+            # An error of the system keeps its class, by which it is known that it may pass.
+            name = printable(self._source.name_of(number), keep="")
+            error.add_note(f"While reading {name}.")
+            if isinstance(error, OSError):
+                raise
+            said = str(error).partition("\n")[0]  # obstore adds pages
+            raise DatasetError(
+                f"Cannot read {name}: {type(error).__name__}: {said}. Check that it is there and "
+                "may be read."
+            ) from error
+
+    def _together(self, numbers: list[int]) -> dict[int, Any]:
+        try:
+            return dict(zip(numbers, self._source.get_bytes(numbers), strict=True))
+        except Exception:  # one of them; each is asked for again, and it is named
+            return {}
+
+    def _submit(self, number: int) -> Future[Raw]:
+        assert self._threads is not None
+        self._asked += 1
+        return self._threads.submit(self._read, number)
+
+    def _read(self, number: int) -> Raw:
+        began_s = time.monotonic()
+        raw = self._source.get_bytes([number])[0]
+        self._times_s.append(time.monotonic() - began_s)
+        return raw
+
+    def _wait(self, first: Future[Raw], number: int) -> Raw:
+        ends_s = time.monotonic() + self._timeout_s
+        reads, late_s = {first}, self._late_s()
+        if late_s is not None and self._may_repeat():
+            wait(reads, late_s)
+            if first.running():  # neither here nor waiting for a thread
+                self._repeated += 1
+                reads.add(self._submit(number))
+        error: BaseException | None = None
+        while reads:
+            done, reads = wait(reads, max(0.0, ends_s - time.monotonic()), FIRST_COMPLETED)
+            if not done:
+                raise TimeoutError(
+                    f"{printable(self._source.name_of(number), keep='')} has not come within "
+                    f"{self._timeout_s:g} s (timeout_s)"
+                )
+            for read in done:
+                error = read.exception()
+                if error is None:
+                    for other in reads:
+                        other.cancel()
+                    return read.result()
+        assert error is not None
+        raise error
+
+    def _late_s(self) -> float | None:
+        """Return how long a read may take until it is late; None: not known yet."""
+        if len(self._times_s) < _ENOUGH_KNOWN:
+            return None
+        return max(_LEAST_LATE_S, _LATE * statistics.median(tuple(self._times_s)))
+
+    def _may_repeat(self) -> bool:
+        return self._repeated < _REPEATED_SHARE * self._asked

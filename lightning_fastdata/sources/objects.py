@@ -1,0 +1,166 @@
+"""Objects in S3, Google Cloud Storage, Azure or behind HTTP, by obstore; others by fsspec."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, cast
+
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.images.packed import PackedStrings
+from lightning_fastdata.sources.source import OpenedInEachProcess, Raw
+
+_PARALLEL: Final = 64
+_opened_in: list[int] = []
+"""Processes that have opened a client, this one and those it was forked from."""
+
+
+class ObjectSource(OpenedInEachProcess):
+    """An object a record, read by obstore, which also has retries, time-outs and credentials.
+
+    Its clients do not survive a fork, so each process opens its own, and one that was forked from a
+    process that has one refuses. Workers are such processes only if samples were read in the
+    training process before (``num_workers=0``).
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/path``, ``file:///``, ...
+        keys: Of the objects, below ``url``; None: all there are, in the order of their names.
+        suffix: Of the keys that count, where all are listed.
+        parallel_reads: Objects that a worker asks for at once.
+        **config: For ``obstore.store.from_url``: ``config``, ``client_options``,
+            ``retry_config``, ``credential_provider``, ...
+
+    Raises:
+        OptionsError: obstore is not installed (``pip install lightning-fastdata[objects]``).
+        DatasetError: The objects cannot be listed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        keys: Iterable[str] | None = None,
+        *,
+        suffix: str = "",
+        parallel_reads: int = _PARALLEL,
+        **config: Any,
+    ) -> None:
+        try:
+            import obstore  # noqa: F401
+        except ImportError as error:
+            raise OptionsError(
+                "ObjectSource needs obstore: pip install lightning-fastdata[objects]."
+            ) from error
+        self.url = url.rstrip("/")
+        self.config = config
+        self.parallel_reads = parallel_reads
+        if keys is None:
+            keys = _listed_apart(self, suffix)
+        self.keys = PackedStrings(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def open(self) -> Any:
+        """Return a client of this process."""
+        if any(process != os.getpid() for process in _opened_in):
+            raise DatasetError(
+                f"{self.url} cannot be read in this process, which was forked from one that reads "
+                "from object storage, too: clients do not survive that. Start workers another way "
+                '(multiprocessing_context="forkserver"), or read in workers from the start.'
+            )
+        from obstore.store import from_url
+
+        _opened_in.append(os.getpid())
+        return from_url(self.url, **self.config)
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return the contents of objects, one after the other."""
+        import obstore
+
+        store = self.opened()
+        return [memoryview(obstore.get(store, self.keys[i]).bytes()) for i in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the address of an object."""
+        return f"{self.url}/{self.keys[index]}"
+
+
+def _listed_apart(source: ObjectSource, suffix: str) -> list[str]:
+    """List the objects in a process that ends, so that workers can still be forked from here."""
+    context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_list, args=(source, suffix, theirs))
+    process.start()
+    theirs.close()
+    try:
+        keys, error = ours.recv()
+    except EOFError:
+        keys, error = None, "the process that listed them died"
+    process.join()
+    if keys is None:
+        raise DatasetError(
+            f"The objects of {source.url} cannot be listed: {error}. Check address and rights, or "
+            "give their keys."
+        )
+    return cast("list[str]", keys)
+
+
+def _list(source: ObjectSource, suffix: str, pipe: Any) -> None:
+    import obstore
+
+    try:
+        found: list[str] = []
+        for page in obstore.list(source.open()):
+            for each in cast("Sequence[Mapping[str, str]]", page):
+                found.append(each["path"])
+        pipe.send((sorted(key for key in found if key.endswith(suffix)), None))
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        pipe.send((None, f"{type(error).__name__}: {said}"))
+
+
+class FsspecSource(OpenedInEachProcess):
+    """A file a record, of any file system that fsspec knows.
+
+    Args:
+        urls: Of the files, all of one file system: ``hf://...``, ``sftp://...``, ``memory://...``.
+        parallel_reads: Files that a worker asks for at once.
+        **storage_options: For the file system.
+
+    Raises:
+        OptionsError: There is no URL, or fsspec is not installed.
+    """
+
+    def __init__(
+        self, urls: Iterable[str], *, parallel_reads: int = _PARALLEL, **storage_options: Any
+    ) -> None:
+        try:
+            import fsspec  # type: ignore[import-untyped]  # noqa: F401
+        except ImportError as error:
+            raise OptionsError("FsspecSource needs fsspec: pip install fsspec.") from error
+        self.urls = PackedStrings(urls)
+        self.storage_options = storage_options
+        self.parallel_reads = parallel_reads
+        if not len(self.urls):
+            raise OptionsError("FsspecSource got no URL; give at least one.")
+
+    def __len__(self) -> int:
+        return len(self.urls)
+
+    def open(self) -> Any:
+        """Return the file system, with connections of this process."""
+        import fsspec
+
+        # An instance that was made before a fork is not to be found again.
+        options = {**self.storage_options, "skip_instance_cache": True}
+        return fsspec.core.url_to_fs(self.urls[0], **options)[0]
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return the contents of files, one after the other."""
+        files = self.opened()
+        return [files.cat_file(self.urls[index]) for index in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the address of a file."""
+        return self.urls[index]

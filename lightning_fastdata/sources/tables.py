@@ -1,0 +1,237 @@
+"""Records in databases and tables: LMDB, Parquet and HDF5."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.sources.source import OpenedInEachProcess, Paths, Raw, as_list
+
+_GROUPS_KEPT: Final = 4
+_environments: dict[str, tuple[int, Any]] = {}
+"""Of LMDB, by path, with the process that opened it."""
+
+
+class LmdbSource(OpenedInEachProcess):
+    """The values of an LMDB database, by lmdb.
+
+    Args:
+        path: Of the database.
+        keys: Of the values; None: all, in the order of the database.
+
+    Raises:
+        OptionsError: lmdb is not installed.
+        DatasetError: The database cannot be read.
+    """
+
+    parallel_reads = 1
+
+    def __init__(self, path: str | os.PathLike[str], keys: Iterable[bytes] | None = None) -> None:
+        self.path = os.fspath(path)
+        if keys is None:
+            with self.open().begin() as transaction:
+                keys = list(transaction.cursor().iternext(values=False))
+        self.keys = list(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def open(self) -> Any:
+        """Return the environment of this process, read-only and without locks.
+
+        lmdb opens a database once in a process, so sources of one path share it.
+        """
+        lmdb = _imported("lmdb", "LmdbSource")
+        process, environment = _environments.get(self.path, (0, None))
+        if process == os.getpid():
+            return environment
+        if environment is not None:
+            environment.close()  # of the process that this one was forked from
+        try:
+            environment = lmdb.open(
+                self.path,
+                readonly=True,
+                lock=False,
+                readahead=False,
+                subdir=Path(self.path).is_dir(),
+            )
+        except lmdb.Error as error:
+            raise DatasetError(f"{self.path} cannot be read as LMDB: {error}.") from error
+        _environments[self.path] = os.getpid(), environment
+        return environment
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return values.
+
+        Raises:
+            DatasetError: A key is not there.
+        """
+        with self.opened().begin() as transaction:
+            found = [transaction.get(self.keys[index]) for index in indices]
+        for index, value in zip(indices, found, strict=True):
+            if value is None:
+                raise DatasetError(f"{self.name_of(index)} is not there.")
+        return found
+
+    def name_of(self, index: int) -> str:
+        """Return the database and the key."""
+        return f"{self.path}:{self.keys[index]!r}"
+
+
+class ParquetSource(OpenedInEachProcess):
+    """The rows of Parquet files, by pyarrow: dicts of values by column.
+
+    Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
+    nearly every row. The last four groups are kept in each process. Read in blocks, or write files
+    with small groups (``row_group_size``), or cache the samples.
+
+    Args:
+        paths: Of the files.
+        columns: To read; None: all.
+
+    Raises:
+        OptionsError: pyarrow is not installed.
+        DatasetError: A file cannot be read.
+    """
+
+    parallel_reads = 1
+
+    def __init__(self, paths: Paths, columns: Sequence[str] | None = None) -> None:
+        self.paths = as_list(paths)
+        self.columns = None if columns is None else list(columns)
+        parquet = _imported("pyarrow.parquet", "ParquetSource")
+        groups = []
+        for number, path in enumerate(self.paths):
+            try:
+                about = parquet.read_metadata(path)
+            except (OSError, ValueError) as error:
+                raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
+            rows = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
+            groups += [(number, group, count) for group, count in enumerate(rows)]
+        self._groups = np.array(groups, np.int64).reshape(-1, 3)
+        self._ends = np.cumsum(self._groups[:, 2])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def open(self) -> Any:
+        """Return the files of this process, and the groups that were read last."""
+        parquet = _imported("pyarrow.parquet", "ParquetSource")
+        return [parquet.ParquetFile(path) for path in self.paths], OrderedDict()
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return rows."""
+        group_of = np.searchsorted(self._ends, np.asarray(indices), side="right")
+        rows: list[Raw] = []
+        for index, group in zip(indices, group_of.tolist(), strict=True):
+            start = int(self._ends[group] - self._groups[group, 2])
+            table = self._group(group)
+            at = index - start
+            rows.append({name: table.column(name)[at].as_py() for name in table.column_names})
+        return rows
+
+    def name_of(self, index: int) -> str:
+        """Return the file and the number of the row in it."""
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        file = int(self._groups[group, 0])
+        first = int(self._groups[self._groups[:, 0] < file, 2].sum())
+        return f"{self.paths[file]}:row {index - first}"
+
+    def _group(self, group: int) -> Any:
+        files, kept = self.opened()
+        if group not in kept:
+            file, number, _ = self._groups[group].tolist()
+            kept[group] = files[file].read_row_group(number, columns=self.columns)
+            while len(kept) > _GROUPS_KEPT:
+                kept.popitem(last=False)
+        else:
+            kept.move_to_end(group)
+        return kept[group]
+
+
+class Hdf5Source(OpenedInEachProcess):
+    """Rows of datasets in an HDF5 file, by h5py: dicts of arrays by name.
+
+    Args:
+        path: Of the file.
+        names: Of the datasets in it, all of one length.
+
+    Raises:
+        OptionsError: h5py is not installed, or there is no name.
+        DatasetError: The file cannot be read, or its datasets differ in length.
+    """
+
+    parallel_reads = 1
+
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+        self.path = os.fspath(path)
+        self.names = list(names)
+        if not self.names:
+            raise OptionsError("Hdf5Source got no names; give those of datasets in the file.")
+        file = self.open()
+        try:
+            lengths = {name: len(file[name]) for name in self.names}
+        except (KeyError, TypeError) as error:
+            raise DatasetError(
+                f"{self.path} has not all of {self.names}: {error}. It has {list(file)}."
+            ) from error
+        finally:
+            file.close()
+        if len(set(lengths.values())) > 1:
+            raise DatasetError(f"The datasets of {self.path} differ in length: {lengths}.")
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def open(self) -> Any:
+        """Return the file of this process."""
+        h5py = _imported("h5py", "Hdf5Source")
+        try:
+            return h5py.File(self.path, "r")
+        except OSError as error:
+            raise DatasetError(f"{self.path} cannot be read as HDF5: {error}.") from error
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return rows; rows that follow each other are read in one call."""
+        file = self.opened()
+        order = sorted(set(indices))
+        rows: dict[int, dict[str, Any]] = {index: {} for index in order}
+        for first, last in _runs(order):
+            for name in self.names:
+                block = file[name][first : last + 1]
+                for index in range(first, last + 1):
+                    # A copy, so that one row does not hold the block.
+                    rows[index][name] = np.array(block[index - first])
+        return [rows[index] for index in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the file and the number of the row."""
+        return f"{self.path}:{','.join(self.names)}[{index}]"
+
+
+def _runs(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and last of each run of numbers that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for number in order:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def _imported(name: str, asked: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        top = name.partition(".")[0]
+        raise OptionsError(f"{asked} needs {top}: pip install {top}.") from error

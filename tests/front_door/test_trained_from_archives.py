@@ -1,0 +1,96 @@
+"""A training on records of archives or objects sees what it sees of the same samples in memory."""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import Dataset
+
+import lightning_fastdata as ld
+from lightning_fastdata import sources
+from tests.sources.object_server import ObjectServer
+
+COUNT = 36
+
+
+def record(index):
+    return np.random.default_rng(index).integers(0, 256, 48, np.uint8).tobytes()
+
+
+def decode(raw, index):
+    noise = torch.rand(1).item()
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).float() + noise, index
+
+
+class InMemory(Dataset):
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return decode(record(index), index)
+
+
+class Seen(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(48, 1)
+        self.seen = []
+
+    def training_step(self, batch, _index):
+        self.seen.append((zlib.crc32(batch[0].numpy().tobytes()), batch[1].tolist()))
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+@pytest.fixture(params=["tar", "objects"])
+def source(request, tmp_path):
+    """The records as files of an archive, and as objects behind a server that fails at times."""
+    if request.param == "tar":
+        with tarfile.open(tmp_path / "x.tar", "w") as archive:
+            for index in range(COUNT):
+                (tmp_path / "one").write_bytes(record(index))
+                archive.add(tmp_path / "one", f"{index:03}")
+        yield sources.TarSource(tmp_path / "x.tar")
+        return
+    pytest.importorskip("obstore")
+    server = ObjectServer({f"{index:03}": record(index) for index in range(COUNT)})
+    server.delay_s, server.fail_share = 0.003, 0.05
+    keys = [f"{index:03}" for index in range(COUNT)]
+    yield sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
+    server.close()
+
+
+def fit(dataset, *, workers, folder=None, resume=None):
+    data = ld.FastDataModule.from_datasets(
+        dataset, batch_size=5, seed=2, options=ld.LoaderOptions(num_workers=workers)
+    )
+    module = Seen()
+    saved = (
+        [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)]
+    )
+    Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        callbacks=saved,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, datamodule=data, ckpt_path=resume)
+    return module.seen
+
+
+def test_a_training_sees_the_same_and_resumes(source, tmp_path):
+    dataset = sources.SourceDataset(source, decode)
+    wanted = fit(InMemory(), workers=2)
+    assert fit(dataset, workers=2, folder=tmp_path / "saved") == wanted
+    (file,) = (tmp_path / "saved").glob("*step=9.ckpt")
+    assert fit(dataset, workers=1, resume=file) == wanted[9:]

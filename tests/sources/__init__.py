@@ -1,0 +1,1 @@
+"""Sources of bytes, against real files and a real server."""

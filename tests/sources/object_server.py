@@ -1,0 +1,73 @@
+"""A server for objects on this machine, with latency, errors and changes as a test wants them."""
+
+from __future__ import annotations
+
+import http.server
+import random
+import threading
+import time
+
+
+class ObjectServer:
+    """Serves objects over HTTP from a process of its own thread.
+
+    ``delay_s``, ``fail_share``, ``slow_share`` and ``slow_s`` may be changed while it runs.
+    """
+
+    def __init__(self, objects):
+        self.objects = dict(objects)
+        self.delay_s = 0.0
+        self.fail_share = 0.0
+        self.slow_share = 0.0
+        self.slow_s = 0.0
+        self.requests = 0
+        self.at_once = 0
+        self.most_at_once = 0
+        self._lock = threading.Lock()
+        self._random = random.Random(0)
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        # A client that has its answer from another request hangs up.
+        self._server.handle_error = lambda *_: None
+        self._server.request_queue_size = 256
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: ObjectServer
+
+    def log_message(self, *_args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        owner = self.owner
+        with owner._lock:
+            owner.requests += 1
+            owner.at_once += 1
+            owner.most_at_once = max(owner.most_at_once, owner.at_once)
+            fails = owner._random.random() < owner.fail_share
+            slow = owner._random.random() < owner.slow_share
+        try:
+            time.sleep(owner.delay_s + (owner.slow_s if slow else 0.0))
+            data = owner.objects.get(self.path.lstrip("/"))
+            status = 503 if fails else 404 if data is None else 200
+            body = data if status == 200 else b""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+        finally:
+            with owner._lock:
+                owner.at_once -= 1

@@ -1,0 +1,154 @@
+"""Objects are read whole and right, with latency, errors and throttling, by real requests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+
+import lightning_fastdata as ld
+from lightning_fastdata import sources
+from lightning_fastdata.errors import DatasetError, OptionsError
+from tests.sources.object_server import ObjectServer
+
+obstore = pytest.importorskip("obstore")
+COUNT = 40
+
+
+def record(index):
+    return bytes([index]) * (3000 + 100 * index)
+
+
+@pytest.fixture
+def server():
+    running = ObjectServer({f"data/{index:03}.bin": record(index) for index in range(COUNT)})
+    yield running
+    running.close()
+
+
+def source_of(server, **more):
+    keys = [f"data/{index:03}.bin" for index in range(COUNT)]
+    return sources.ObjectSource(
+        server.url, more.pop("keys", keys), client_options={"allow_http": True}, **more
+    )
+
+
+def decode(raw, index):
+    assert bytes(raw) == record(index)
+    return torch.tensor([index, len(raw)])
+
+
+def in_workers(source, workers=2, **options):
+    """Read everything in workers: a client in this process would not survive later forks."""
+    dataset = sources.SourceDataset(source, decode)
+    loader = ld.FastDataLoader(dataset, 8, num_workers=workers, executor="workers", **options)
+    return torch.cat(list(loader))[:, 0].tolist()
+
+
+def test_workers_read_objects_many_at_once(server):
+    server.delay_s = 0.1
+    assert in_workers(source_of(server)) == list(range(COUNT))
+    assert server.most_at_once > 6
+
+
+def test_answers_that_fail_are_asked_for_again(server):
+    server.fail_share = 0.2
+    retry = {"max_retries": 10, "backoff": {"init_backoff": 0.01, "max_backoff": 0.05, "base": 2}}
+    _numbers_to_durations(retry)
+    assert in_workers(source_of(server, retry_config=retry)) == list(range(COUNT))
+    assert server.requests > COUNT
+
+
+def _numbers_to_durations(retry):
+    from datetime import timedelta
+
+    retry["backoff"] = {
+        name: timedelta(seconds=value) if name != "base" else value
+        for name, value in retry["backoff"].items()
+    }
+
+
+def test_slow_answers_do_not_hold_up_an_epoch(server):
+    server.delay_s, server.slow_share, server.slow_s = 0.005, 0.01, 0.5
+    for _ in range(2):
+        assert in_workers(source_of(server)) == list(range(COUNT))
+
+
+def test_a_missing_object_is_named(server):
+    del server.objects["data/007.bin"]
+    server.objects["data/007.bin"] = None
+    with pytest.raises(FileNotFoundError, match=r"data/007\.bin"):
+        in_workers(source_of(server))
+
+
+def test_objects_of_a_folder_are_listed_in_order(tmp_path):
+    for index in (2, 0, 1):
+        (tmp_path / f"{index:03}.bin").write_bytes(record(index))
+    (tmp_path / "other.txt").write_text("no")
+    source = sources.ObjectSource(tmp_path.as_uri(), suffix=".bin")
+    assert list(source.keys) == ["000.bin", "001.bin", "002.bin"]
+    assert in_workers(source) == [0, 1, 2]
+    assert source.name_of(1).endswith("001.bin")
+    assert len(pickle.loads(pickle.dumps(source))) == 3
+
+
+def test_what_cannot_be_listed_is_an_error(server):
+    with pytest.raises(DatasetError, match=r"cannot be listed.*give their keys"):
+        sources.ObjectSource("https://127.0.0.1:9/x", retry_config={"max_retries": 0})
+
+
+def _read_here_and_below(source, queue):
+    """Read in this process and in one that is forked from it."""
+    source.get_bytes([0])
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_read_below, args=(source, queue))
+    child.start()
+    child.join()
+
+
+def _read_below(source, queue):
+    try:
+        source.get_bytes([1])
+    except DatasetError as error:
+        queue.put(str(error))
+
+
+def test_a_forked_process_does_not_use_its_parents_client(server):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_read_here_and_below, args=(source_of(server), queue))
+    process.start()
+    assert "forkserver" in queue.get(timeout=30)
+    process.kill()
+    process.join()
+
+
+def test_a_training_without_settings_hides_the_latency(server):
+    server.delay_s = 0.08
+    module = ld.FastDataModule.from_datasets(
+        sources.SourceDataset(source_of(server), decode), batch_size=4
+    )
+    loader = module.train_dataloader()
+    assert sorted(torch.cat(list(loader))[:, 0].tolist()) == list(range(COUNT))
+    assert loader.num_workers > 2
+
+
+def test_a_cache_keeps_what_was_read(server, tmp_path):
+    dataset = sources.SourceDataset(source_of(server), decode)
+    cached = ld.CachedDataset(dataset, tmp_path)
+    loader = ld.FastDataLoader(cached, 8, num_workers=2, executor="workers")
+    for _ in range(2):
+        assert torch.cat(list(loader))[:, 0].tolist() == list(range(COUNT))
+    first = server.requests
+    assert torch.cat(list(loader))[:, 0].tolist() == list(range(COUNT))
+    assert server.requests == first
+
+
+def test_other_file_systems_are_read_by_fsspec(server):
+    pytest.importorskip("fsspec")
+    urls = [f"{server.url}/data/{index:03}.bin" for index in range(COUNT)]
+    assert in_workers(sources.FsspecSource(urls)) == list(range(COUNT))
+    with pytest.raises(OptionsError, match="no URL"):
+        sources.FsspecSource([])

@@ -1,0 +1,406 @@
+"""Samples are those of their records, whatever reads them, and errors name the record."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+
+import h5py
+import lmdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+
+import lightning_fastdata as ld
+from lightning_fastdata import sources
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.sources.source import read_ahead, reads_ahead
+
+COUNT = 48
+
+
+def record(index):
+    """Bytes that show which record they are."""
+    return bytes([index]) * (20 + index % 9)
+
+
+def _files(folder):
+    paths = [folder / f"{index:03}.bin" for index in range(COUNT)]
+    for index, path in enumerate(paths):
+        path.write_bytes(record(index))
+    return sources.FileSource(paths)
+
+
+def _tar(folder):
+    for number in range(2):
+        with tarfile.open(folder / f"{number}.tar", "w") as archive:
+            for index in range(number * COUNT // 2, (number + 1) * COUNT // 2):
+                (folder / "one").write_bytes(record(index))
+                archive.add(folder / "one", f"deep/{index:03}.bin")
+    return sources.TarSource([folder / "0.tar", folder / "1.tar"])
+
+
+def _zip(folder, how=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(folder / "all.zip", "w", how) as archive:
+        archive.mkdir("empty")
+        for index in range(COUNT):
+            archive.writestr(f"empty/{index:03}.bin", record(index))
+            archive.writestr(f"empty/{index:03}.txt", "not asked for")
+    return sources.ZipSource(folder / "all.zip", suffix=".bin")
+
+
+def _tfrecord(folder):
+    with (folder / "x.tfrecord").open("wb") as file:
+        for index in range(COUNT):
+            data = record(index)
+            file.write(struct.pack("<Q", len(data)) + b"crc_" + data + b"crc_")
+    return sources.TFRecordSource(folder / "x.tfrecord")
+
+
+def _lmdb(folder):
+    environment = lmdb.open(str(folder / "db"), map_size=1 << 24)
+    with environment.begin(write=True) as transaction:
+        for index in range(COUNT):
+            transaction.put(f"{index:03}".encode(), record(index))
+    environment.close()
+    return sources.LmdbSource(folder / "db")
+
+
+MAKERS = {
+    "files": _files,
+    "tar": _tar,
+    "zip": _zip,
+    "zip, deflated": lambda folder: _zip(folder, zipfile.ZIP_DEFLATED),
+    "tfrecord": _tfrecord,
+    "lmdb": _lmdb,
+}
+
+
+@pytest.fixture(params=MAKERS)
+def source(request, tmp_path):
+    return MAKERS[request.param](tmp_path)
+
+
+def decode(raw, index):
+    assert bytes(raw) == record(index)
+    return torch.tensor([len(raw), raw[0], index])
+
+
+def drawn(raw, index):
+    return torch.cat([decode(raw, index).float(), torch.rand(1), torch.tensor([np.random.rand()])])
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_records_come_in_any_order(tmp_path_factory, data):
+    name = data.draw(st.sampled_from(list(MAKERS)))
+    source = MAKERS[name](tmp_path_factory.mktemp("records"))
+    order = data.draw(st.lists(st.integers(0, COUNT - 1), max_size=30))
+    assert len(source) == COUNT
+    assert [bytes(raw) for raw in source.get_bytes(order)] == [record(index) for index in order]
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar", "torch"])
+def test_every_executor_delivers_the_records(source, executor):
+    dataset = sources.SourceDataset(source, decode)
+    workers = 0 if executor == "inline" else 2
+    loader = ld.FastDataLoader(dataset, 5, num_workers=workers, executor=executor)
+    for _ in range(2):
+        rows = torch.cat(list(loader))
+        assert rows[:, 2].tolist() == list(range(COUNT))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.slow
+def test_other_start_methods_deliver_the_records(source, method):
+    dataset = sources.SourceDataset(source, decode)
+    loader = DataLoader(dataset, 5, num_workers=1, multiprocessing_context=method)
+    assert torch.cat(list(loader))[:, 2].tolist() == list(range(COUNT))
+
+
+def test_a_source_that_was_read_here_can_be_forked_and_pickled(source):
+    dataset = sources.SourceDataset(source, decode)
+    dataset[3]
+    again = pickle.loads(pickle.dumps(dataset))
+    assert torch.equal(again[-1], dataset[COUNT - 1])
+    loader = ld.FastDataLoader(dataset, 5, num_workers=2, executor="workers")
+    assert torch.cat(list(loader))[:, 2].tolist() == list(range(COUNT))
+
+
+def test_draws_are_those_of_the_sample(source):
+    dataset = sources.SourceDataset(source, drawn)
+    batches = [
+        torch.cat(list(ld.FastDataLoader(dataset, rows, num_workers=workers, seed=4)))
+        for rows, workers in ((5, 0), (7, 2), (16, 3))
+    ]
+    assert torch.equal(batches[0], batches[1])
+    assert torch.equal(batches[0], batches[2])
+
+
+def test_wrapped_datasets_read_ahead_too(source, tmp_path):
+    dataset = sources.SourceDataset(source, decode)
+    asked = []
+    dataset.read_ahead = None  # of the class, not of the object
+    kept = sources.SourceDataset.read_ahead
+    for wrapped, indices, wanted in [
+        (dataset, [3, 5], [3, 5]),
+        (Subset(dataset, [7, 9, 11]), [2, 0], [11, 7]),
+        (ConcatDataset([Subset(dataset, range(4)), dataset]), [1, 6], [1, 2]),
+        (ld.CachedDataset(dataset, tmp_path / "cache", key="k"), [8], [8]),
+    ]:
+        assert reads_ahead(wrapped)
+        asked.clear()
+        try:
+            sources.SourceDataset.read_ahead = lambda _self, more: asked.extend(more)
+            del dataset.__dict__["read_ahead"]
+        except KeyError:
+            pass
+        try:
+            read_ahead(wrapped, indices)
+        finally:
+            sources.SourceDataset.read_ahead = kept
+        assert asked == wanted
+    assert not reads_ahead(torch.utils.data.TensorDataset(torch.zeros(3)))
+
+
+class Slow:
+    """A source whose answers take their time, and which counts them."""
+
+    def __init__(self, *, parallel_reads=8, wait_s=0.01, fails=(), late=None):
+        self.parallel_reads = parallel_reads
+        self.wait_s = wait_s
+        self.fails = fails
+        self.late = late
+        self.asked = []
+
+    def __len__(self):
+        return COUNT
+
+    def get_bytes(self, indices):
+        self.asked.append(list(indices))
+        for index in indices:
+            if index in self.fails:
+                raise ValueError("no such thing")
+        known = [number for asked in self.asked for number in asked]
+        late = self.late in indices and known.count(self.late) == 1
+        time.sleep(self.wait_s + (5.0 if late else 0.0))
+        return [record(index) for index in indices]
+
+    def name_of(self, index):
+        return f"thing {index}"
+
+
+def test_records_of_a_batch_are_asked_for_at_once():
+    source = Slow(wait_s=0.05)
+    dataset = sources.SourceDataset(source, decode)
+    began = time.monotonic()
+    dataset.read_ahead(range(8))
+    for index in range(8):
+        dataset[index]
+    assert time.monotonic() - began < 8 * 0.05
+    assert sorted(source.asked) == [[index] for index in range(8)]
+
+
+def test_records_that_need_no_waiting_are_asked_for_in_one_call():
+    source = Slow(parallel_reads=1)
+    dataset = sources.SourceDataset(source, decode)
+    dataset.read_ahead([4, 2, 4, -1])
+    assert [dataset[index][2].item() for index in (4, 2, COUNT - 1)] == [4, 2, COUNT - 1]
+    assert source.asked == [[4, 2, COUNT - 1]]
+
+
+def test_a_late_record_is_asked_for_again():
+    source = Slow(late=40, wait_s=0.005)
+    dataset = sources.SourceDataset(source, decode)
+    for index in range(32):
+        dataset[index]
+    began = time.monotonic()
+    dataset[40]
+    assert time.monotonic() - began < 4
+    assert source.asked.count([40]) == 2
+
+
+def test_a_record_that_never_comes_is_an_error():
+    source = Slow(wait_s=30)
+    with pytest.raises(TimeoutError, match=r"thing 3 has not come within 0\.2 s \(timeout_s\)"):
+        sources.SourceDataset(source, decode, timeout_s=0.2)[3]
+
+
+@pytest.mark.parametrize("parallel_reads", [1, 8])
+def test_an_error_names_the_record_and_spares_the_others(parallel_reads):
+    source = Slow(fails=(5,), parallel_reads=parallel_reads)
+    dataset = sources.SourceDataset(source, decode)
+    dataset.read_ahead(range(8))
+    for index in range(8):
+        if index == 5:
+            with pytest.raises(DatasetError, match="Cannot read thing 5: ValueError: no such"):
+                dataset[index]
+        else:
+            assert dataset[index][2] == index
+
+
+def test_bad_records_are_replaced_as_bad_samples_are(tmp_path):
+    source = _files(tmp_path)
+    (tmp_path / "007.bin").unlink()
+    loader = ld.FastDataLoader(
+        sources.SourceDataset(source, lambda raw, index: torch.tensor([index, len(raw)])),
+        6,
+        num_workers=2,
+        executor="workers",
+        on_bad_sample=ld.BadSamples("replace", 0.5),
+    )
+    with pytest.warns(FastDataWarning, match=r"007\.bin"):
+        rows = torch.cat(list(loader))
+    assert len(rows) == COUNT
+    assert 7 not in rows[:, 0].tolist()
+
+
+def test_threads_of_one_process_keep_their_reads_apart():
+    dataset = sources.SourceDataset(Slow(wait_s=0.001), decode)
+    wrong = []
+
+    def read(numbers):
+        for _ in range(10):
+            dataset.read_ahead(numbers)
+            wrong.extend(n for n in numbers if dataset[n][2] != n)
+
+    threads = [threading.Thread(target=read, args=(range(8 * n, 8 * n + 8),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("index", [COUNT, -COUNT - 1])
+def test_a_record_that_is_not_there_is_an_error(index):
+    with pytest.raises(IndexError, match="has 48"):
+        sources.SourceDataset(Slow(), decode)[index]
+
+
+def test_seconds_have_to_be_above_zero():
+    with pytest.raises(OptionsError, match="timeout_s is 0"):
+        sources.SourceDataset(Slow(), decode, timeout_s=0)
+
+
+# -- single formats --------------------------------------------------------------------------------
+
+
+def test_shards_of_webdataset_are_grouped_by_name(tmp_path):
+    with tarfile.open(tmp_path / "s.tar", "w") as archive:
+        for index in range(6):
+            for extension, text in (("cls", str(index)), ("seg.png", "m"), ("jpg", f"i{index}")):
+                (tmp_path / "one").write_text(text)
+                archive.add(tmp_path / "one", f"./{index:03}.{extension}")
+    source = sources.TarSource(tmp_path / "s.tar", parts=("jpg", "cls"))
+    assert len(source) == 6
+    assert source.get_bytes([4, 0]) == [{"jpg": b"i4", "cls": b"4"}, {"jpg": b"i0", "cls": b"0"}]
+    assert source.name_of(4).endswith("s.tar:./004.jpg")
+    with pytest.raises(DatasetError, match=r"s\.tar:\./000 has cls, jpg, seg\.png, and no 'txt'"):
+        sources.TarSource(tmp_path / "s.tar", parts=("jpg", "txt"))
+
+
+def test_compressed_archives_say_what_to_do(tmp_path):
+    (tmp_path / "one").write_text("x" * 1000)
+    with tarfile.open(tmp_path / "s.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "one", "one")
+    with pytest.raises(DatasetError, match=r"Unpack a compressed one"):
+        sources.TarSource(tmp_path / "s.tar.gz")
+    with zipfile.ZipFile(tmp_path / "s.zip", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.write(tmp_path / "one")
+    with pytest.raises(DatasetError, match=r"other than deflate"):
+        sources.ZipSource(tmp_path / "s.zip")
+
+
+def test_archives_that_are_damaged_or_have_changed_are_named(tmp_path):
+    source = _zip(tmp_path, zipfile.ZIP_STORED)
+    data = bytearray((tmp_path / "all.zip").read_bytes())
+    at = bytes(data).index(record(5))
+    data[at] ^= 1
+    (tmp_path / "all.zip").write_bytes(bytes(data))
+    with pytest.raises(DatasetError, match=r"all\.zip:empty/005\.bin is damaged"):
+        source.get_bytes([5])
+    (tmp_path / "all.zip").write_bytes(bytes(data[:200]))
+    with pytest.raises(DatasetError, match=r"all\.zip:empty/047\.bin ends early"):
+        _reopened(source).get_bytes([47])
+    for kind, name in ((sources.ZipSource, "zip"), (sources.TFRecordSource, "TFRecord")):
+        (tmp_path / "no").write_bytes(b"nothing of this kind, but some bytes")
+        with pytest.raises(DatasetError, match=rf"no .*{name}|{name}"):
+            kind(tmp_path / "no")
+
+
+def _reopened(source):
+    return pickle.loads(pickle.dumps(source))
+
+
+def test_parquet_rows_are_those_of_pyarrow(tmp_path):
+    for number in range(2):
+        table = pa.table(
+            {
+                "image": [record(index) for index in range(number * 24, number * 24 + 24)],
+                "label": list(range(number * 24, number * 24 + 24)),
+                "unused": [0.5] * 24,
+            }
+        )
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=5)
+    paths = [tmp_path / "0.parquet", tmp_path / "1.parquet"]
+    source = sources.ParquetSource(paths, columns=["image", "label"])
+    order = [47, 0, 23, 24, 4, 5, 31, 0]
+    rows = source.get_bytes(order)
+    assert rows == [{"image": record(index), "label": index} for index in order]
+    assert source.name_of(25).endswith("1.parquet:row 1")
+    dataset = sources.SourceDataset(source, lambda row, index: decode(row["image"], index))
+    loader = ld.FastDataLoader(dataset, 7, num_workers=2, shuffle=True)
+    assert sorted(torch.cat(list(loader))[:, 2].tolist()) == list(range(COUNT))
+    (tmp_path / "no").write_bytes(b"PAR1 no")
+    with pytest.raises(DatasetError, match="as Parquet"):
+        sources.ParquetSource(tmp_path / "no")
+
+
+def test_hdf5_rows_are_those_of_h5py(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(COUNT * 6).reshape(COUNT, 2, 3)
+        file["y"] = np.arange(COUNT)
+        file["short"] = np.arange(3)
+    source = sources.Hdf5Source(tmp_path / "x.h5", ["x", "y"])
+    order = [40, 3, 4, 5, 3]
+    for index, row in zip(order, source.get_bytes(order), strict=True):
+        assert row["y"] == index
+        assert (row["x"] == np.arange(COUNT * 6).reshape(COUNT, 2, 3)[index]).all()
+    dataset = sources.SourceDataset(source, lambda row, _: (row["x"], int(row["y"])))
+    dataset[0]  # opened here first
+    loader = ld.FastDataLoader(dataset, 7, num_workers=2, executor="workers")
+    assert torch.cat([y for _, y in loader]).tolist() == list(range(COUNT))
+    with pytest.raises(DatasetError, match=r"differ in length: \{'x': 48, 'short': 3\}"):
+        sources.Hdf5Source(tmp_path / "x.h5", ["x", "short"])
+    with pytest.raises(DatasetError, match=r"has not all of \['z'\].*\['short', 'x', 'y'\]"):
+        sources.Hdf5Source(tmp_path / "x.h5", ["z"])
+
+
+def test_lmdb_keys_that_are_missing_are_named(tmp_path):
+    _lmdb(tmp_path)
+    source = sources.LmdbSource(tmp_path / "db", [b"003", b"nothing"])
+    assert bytes(source.get_bytes([0])[0]) == record(3)
+    with pytest.raises(DatasetError, match=r"b'nothing' is not there"):
+        source.get_bytes([1])
+
+
+def test_the_names_are_light_to_import():
+    code = (
+        "import lightning_fastdata.sources, sys;"
+        "print([m for m in ('h5py', 'lmdb', 'obstore', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.replace("'", '"')) == []
