@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.images.reading import decode_crop as decode_crop
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
+    from lightning_fastdata.order.block_shuffle import (
+        BlockShuffleSampler as BlockShuffleSampler,
+    )
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
@@ -34,6 +37,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BadSamples": "batches.bad_samples",
     "BatchTransform": "augment.transform",
+    "BlockShuffleSampler": "order.block_shuffle",
     "CachedDataset": "caches.cached_dataset",
     "ColumnDataset": "executors.gather.columns",
     "DataThroughputCallback": "plugin.bindings",

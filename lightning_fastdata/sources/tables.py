@@ -13,7 +13,7 @@ import numpy as np
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.sources.source import OpenedInEachProcess, Paths, Raw, as_list
 
-_GROUPS_KEPT: Final = 4
+_GROUPS_KEPT: Final = 8
 _environments: dict[str, tuple[int, Any]] = {}
 """Of LMDB, by path, with the process that opened it."""
 
@@ -88,7 +88,7 @@ class ParquetSource(OpenedInEachProcess):
     """The rows of Parquet files, by pyarrow: dicts of values by column.
 
     Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
-    nearly every row. The last four groups are kept in each process. Read in blocks, or write files
+    nearly every row. The last eight groups are kept in each process. Read in blocks, or write files
     with small groups (``row_group_size``), or cache the samples.
 
     Args:
