@@ -114,6 +114,8 @@ class Fetcher:
         """Where the times of samples and collation are noted."""
         self.reads_ahead = reads_ahead(plan.dataset)
         """The dataset can begin to read the samples that come next."""
+        self.coming: Sequence[Any] = ()
+        """Of the batch after that which is fetched, as far as it is known."""
         self._skips = plan.guard.policy == "skip"
         self._watch = DrawWatch() if self.keyed else None
         self._own = plan.own if self.keyed else None
@@ -237,7 +239,7 @@ class Fetcher:
             samples = self._together(indices, epoch)
         else:
             if self.reads_ahead:
-                read_ahead(self.dataset, indices)
+                read_ahead(self.dataset, [*indices, *self.coming])
             samples = []
             for position, index in enumerate(indices):
                 self.position = position

@@ -50,6 +50,9 @@ END_OF_STREAM: Final = object()
 class StreamFetcher:
     """Reads batches of a stream, whose samples come one after the other."""
 
+    reads_ahead = False
+    """It has no numbers of samples to read ahead by."""
+
     def __init__(self, plan: FetchPlan, *, guest: bool = False) -> None:
         self.plan = plan
         self.dataset = plan.dataset

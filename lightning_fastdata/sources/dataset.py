@@ -105,18 +105,19 @@ class _Reads:
             self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="fastdata-read")
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Begin to read; what was begun before and not taken is let go."""
+        """Begin to read; what was begun before and is not wanted any more is let go."""
         begun: dict[int, Any] = getattr(self._mine, "begun", {})
-        for left in begun.values():
-            if isinstance(left, Future):
-                left.cancel()
-        self._mine.begun = {}
         numbers = list(dict.fromkeys(numbers))
-        if self._threads is None:
-            if len(numbers) > 1:
-                self._mine.begun = self._together(numbers)
-            return
-        self._mine.begun = {number: self._submit(number) for number in numbers}
+        for left in begun.keys() - set(numbers):
+            read = begun.pop(left)
+            if isinstance(read, Future):
+                read.cancel()
+        missing = [number for number in numbers if number not in begun]
+        if self._threads is not None:
+            begun |= {number: self._submit(number) for number in missing}
+        elif len(missing) > 1:
+            begun |= self._together(missing)
+        self._mine.begun = begun
 
     def take(self, number: int) -> Raw:
         """Return a record, which may have been begun."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -265,6 +268,44 @@ def test_bad_records_are_replaced_as_bad_samples_are(tmp_path):
         rows = torch.cat(list(loader))
     assert len(rows) == COUNT
     assert 7 not in rows[:, 0].tolist()
+
+
+def test_killed_workers_lose_no_record():
+    dataset = sources.SourceDataset(Slow(), decode)
+    loader = ld.FastDataLoader(dataset, 4, num_workers=2, executor="workers")
+    rows = []
+    for number, batch in enumerate(loader):
+        rows.append(batch)
+        if number in (1, 6):
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGKILL)
+    assert torch.cat(rows)[:, 2].tolist() == list(range(COUNT))
+
+
+def test_a_worker_reads_the_next_batch_while_it_decodes_one(tmp_path):
+    class Told(Slow):
+        def get_bytes(self, indices):
+            found = super().get_bytes(indices)
+            with (tmp_path / "log").open("a") as log:
+                log.writelines(f"read {index} {time.monotonic()}\n" for index in indices)
+            return found
+
+    def slow_decode(raw, index):
+        with (tmp_path / "log").open("a") as log:
+            log.write(f"decode {index} {time.monotonic()}\n")
+        time.sleep(0.02)
+        return decode(raw, index)
+
+    dataset = sources.SourceDataset(Told(), slow_decode)
+    loader = ld.FastDataLoader(dataset, 6, num_workers=1, executor="workers", prefetch_factor=4)
+    assert torch.cat(list(loader))[:, 2].tolist() == list(range(COUNT))
+    at = {}
+    for line in (tmp_path / "log").read_text().splitlines():
+        what, index, when = line.split()
+        at[what, int(index)] = float(when)
+    # Of all but the first batches the last record was there before the batch before was decoded.
+    early = [at["read", first + 5] < at["decode", first - 1] for first in range(12, COUNT, 6)]
+    assert sum(early) > len(early) / 2
 
 
 def test_threads_of_one_process_keep_their_reads_apart():

@@ -12,8 +12,9 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -150,9 +151,21 @@ class Child:
                 task = self._next_task(number)
             if task is None:
                 break
+            if thread.fetcher.reads_ahead and self.started == 1:
+                thread.fetcher.coming = self._coming()
             thread.do(*task)
         if self.started > 1:
             os._exit(0)
+
+    def _coming(self) -> Sequence[Any]:
+        """Return the samples of the task after the present one, if it is here."""
+        if not self.sent:
+            return ()
+        try:
+            coming: Sequence[Any] = request_in(self.sent[0]).indices
+        except Exception:  # it is told when the task is taken
+            return ()
+        return coming
 
     def _next_task(self, thread: int) -> tuple[int, protocol.TaskRequest] | None:
         """Wait for the next task, noted as taken by the thread; None when there will be no more."""

@@ -25,6 +25,7 @@ from lightning_fastdata.executors.pool.health import Deaths, Growth
 from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss, stop_all
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
+from lightning_fastdata.sources.source import reads_ahead
 
 _DEATHS_AT_START: Final = 3
 
@@ -82,7 +83,8 @@ class Crew:
         self._streams = streams
         self._queue: TaskQueue | None = None
         with contextlib.suppress(OSError):  # without one, each process is sent its tasks beforehand
-            self._queue = None if streams else TaskQueue()
+            # One that reads ahead has to know them, too.
+            self._queue = None if streams or reads_ahead(plan.dataset) else TaskQueue()
         self._closer = weakref.finalize(self, stop_all, self.children, self._queue, os.getpid())
 
     @property
