@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,14 +15,16 @@ from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
 from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, choose_decoder
 from lightning_fastdata.images.packed import PackedStrings
-from lightning_fastdata.images.reading import MAX_PIXELS, open_image
+from lightning_fastdata.images.reading import MAX_PIXELS, ImageFiles
 from lightning_fastdata.images.resized_crop import (
     CropRule,
     keyed_uniform,
+    normalising_tables,
     plan_resample,
     render,
     settle_resample,
 )
+from lightning_fastdata.images.stored import encoded, open_stored, shrunk
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
@@ -29,11 +32,7 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.resized_crop import Crop, Resample
-
-
-_IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of red, green and blue, of pixels in [0, 1]."""
+    from lightning_fastdata.images.resized_crop import Crop, Picture, Resample
 
 
 class FolderError(DatasetError, FileNotFoundError):
@@ -41,6 +40,16 @@ class FolderError(DatasetError, FileNotFoundError):
 
     Also a ``FileNotFoundError``, which is what torchvision's ``ImageFolder`` raises.
     """
+
+
+class PictureStore(Protocol):
+    """Where the pictures of a dataset are kept."""
+
+    def open(self, index: int) -> Picture:
+        """Return the picture of a sample."""
+
+    def explain(self) -> str:
+        """Return what is kept and where, as text."""
 
 
 class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
@@ -74,6 +83,9 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         horizontal_flip: Probability of mirroring left to right. Default: never.
         resize: Length of the shorter side before the centre is cut; None: 8/7 of ``size`` (256 for
             224).
+        shorter_side: Pictures are shrunk, antialiased, to so many pixels on their shorter side
+            before anything is cut out; smaller ones stay. That costs time unless the pictures are
+            kept: :func:`~lightning_fastdata.cache_images`. None: pictures as they are.
         normalize: True: float32 samples ``(value / 255 - mean) / std``, channels first, with
             ImageNet's means and deviations; or ``(mean, std)``, three numbers each. Default: uint8.
         resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for
@@ -113,6 +125,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         horizontal_flip: float = 0.0,
         resize: int | None = None,
+        shorter_side: int | None = None,
         normalize: bool | tuple[Sequence[float], Sequence[float]] = False,
         resample: Resample = "auto",
         seed: int = 0,
@@ -124,28 +137,31 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         allow_empty: bool = False,
     ) -> None:
         self.rule = CropRule(size, crop, scale, ratio, horizontal_flip, resize)
-        self._tables = None if normalize is False else _normalising_tables(normalize)
+        least = self.rule.shorter_side if crop == "center" else 1
+        if shorter_side is not None and shorter_side < least:
+            raise OptionsError(f"shorter_side is {shorter_side}; give {least} or more.")
+        self.shorter_side = shorter_side
+        self._tables = None if normalize is False else normalising_tables(normalize)
         self.resample = settle_resample(resample, crop)
         self.root = os.path.expanduser(os.fspath(root))  # noqa: PTH111  # as ImageFolder spells it
         self.seed = seed
         self._epoch = EpochCell()
-        self._decoder_name = decoder
         choose_decoder(decoder)  # one that is not there is an error now, not in a worker
-        self._max_pixels = max_pixels
-        self._apply_exif_orientation = apply_exif_orientation
         self.classes, self.class_to_idx, samples = _find_files(
             self.root, is_valid_file=is_valid_file, allow_empty=allow_empty
         )
         self._paths = PackedStrings(path for path, _ in samples)
+        self.files = ImageFiles(self._paths, decoder, max_pixels, apply_exif_orientation)
         self._targets = np.array([target for _, target in samples], np.int32)
         self._samples: list[tuple[str, int]] | None = None
         # Which files were decoded whole, so that none of these is damaged anywhere.
         self._whole = SharedFlags(len(samples)) if check_files else None
+        self._stored: PictureStore | None = None
 
     @property
     def decoder(self) -> Decoder:
         """The decoder in use in this process; ``decoder.name`` names it."""
-        return choose_decoder(self._decoder_name)
+        return choose_decoder(self.files.decoder_name)
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
@@ -229,12 +245,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             raise IndexError(f"There is no sample {index}: the dataset has {count}.")
         index = int(index) % count
         self._check_out(out)
-        image = open_image(
-            self._paths[index],
-            decoder=self.decoder,
-            max_pixels=self._max_pixels,
-            apply_exif_orientation=self._apply_exif_orientation,
-        )
+        image = self._open(index)
         uniform = keyed_uniform(key or SampleKey(self.seed, self.epoch, index))
         placement = self.rule.place(image.height, image.width, uniform)
         plan = plan_resample(placement, self.resample, scalable=image.scalable)
@@ -250,6 +261,25 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             for plane, table, floats in zip(cv2.split(pixels), self._tables, out, strict=True):
                 cv2.LUT(plane, table, dst=floats)
         return int(self._targets[index])
+
+    def reading_from(self, store: PictureStore) -> FastImageFolder:
+        """Return this dataset with its pictures, as ``shorter_side`` makes them, from a store."""
+        twin = copy.copy(self)
+        twin._stored, twin._whole = store, None
+        return twin
+
+    @property
+    def pictures(self) -> PictureStore | None:
+        """Where pictures are kept; None: they are read from their files."""
+        return self._stored
+
+    def _open(self, index: int) -> Picture:
+        if self._stored is not None:
+            return self._stored.open(index)
+        image = self.files.open(index)
+        if self.shorter_side is None:
+            return image
+        return open_stored(encoded(shrunk(image, self.shorter_side), "rgb"), image.path)
 
     def __getstate__(self) -> dict[str, Any]:
         # The unpacked list is what makes other datasets expensive to send to workers.
@@ -287,26 +317,6 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
     paths = [one[0] if isinstance(one, tuple | list) and one else one for one in found]
     known = all(isinstance(path, str | bytes | os.PathLike) for path in paths)
     return tuple(os.fsdecode(path) for path in paths) if known else None
-
-
-def _normalising_tables(
-    normalize: Literal[True] | tuple[Sequence[float], Sequence[float]],
-) -> NDArray[np.float32]:
-    """Return what becomes of each of 256 values in each channel, ``[3, 256]`` float32."""
-    try:
-        mean, std = _IMAGENET if normalize is True else normalize
-        means, stds = (np.array(one, np.float64).reshape(3, 1) for one in (mean, std))
-    except (TypeError, ValueError):
-        fine = False
-    else:
-        fine = bool(np.isfinite(means).all() and np.isfinite(stds).all() and (stds > 0).all())
-    if not fine:
-        raise OptionsError(
-            f"normalize={normalize!r}: it is True, False or (mean, std) with three numbers each, "
-            "of pixels in [0, 1] and with deviations above 0."
-        )
-    tables: NDArray[np.float32] = ((np.arange(256) / 255 - means) / stds).astype(np.float32)
-    return tables
 
 
 def _find_files(

@@ -13,6 +13,8 @@ from lightning_fastdata.images.decoders import choose_decoder, is_jpeg
 from lightning_fastdata.images.resized_crop import Box
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, Scale
 
 MAX_PIXELS = 178_956_970
@@ -61,7 +63,7 @@ class EncodedImage:
             raise _damaged(self.path, self.decoder, error) from error
         return oriented(pixels, self.orientation)
 
-    def decode_part(self, box: Box, *, scale: Scale = 1) -> Pixels:
+    def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:
         """Return ``decode(scale=scale)`` within ``box``, decoding less than that where possible.
 
         Damage outside the box may stay unseen.
@@ -77,6 +79,25 @@ class EncodedImage:
             if pixels is not None:
                 return oriented(pixels, self.orientation)
         return self.decode(scale=scale)[top : top + height, left : left + width]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """Image files by number, all opened in the same way."""
+
+    paths: Sequence[str]
+    decoder_name: DecoderName
+    max_pixels: int
+    apply_exif_orientation: bool
+
+    def open(self, index: int) -> EncodedImage:
+        """Read a file and its header; raises as :func:`open_image`."""
+        return open_image(
+            self.paths[index],
+            decoder=choose_decoder(self.decoder_name),
+            max_pixels=self.max_pixels,
+            apply_exif_orientation=self.apply_exif_orientation,
+        )
 
 
 def open_image(

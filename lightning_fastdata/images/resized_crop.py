@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import numpy as np
 
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from lightning_fastdata.images.decoders import Pixels, Scale
-    from lightning_fastdata.images.reading import EncodedImage
     from lightning_fastdata.types import SampleKey
 
 Crop: TypeAlias = Literal["random_resized", "center", "stretch"]
@@ -30,6 +31,32 @@ class Box(NamedTuple):
     left: int
     height: int
     width: int
+
+
+class Picture(Protocol):
+    """A picture whose size is known, and that can be decoded."""
+
+    @property
+    def height(self) -> int:
+        """In pixels, upright."""
+
+    @property
+    def width(self) -> int:
+        """In pixels, upright."""
+
+    @property
+    def orientation(self) -> int:
+        """EXIF orientation that decoding applies, 1 to 8."""
+
+    @property
+    def scalable(self) -> bool:
+        """Whether decoding at a scale above 1 is cheaper than decoding fully."""
+
+    def decode(self, *, scale: Scale = 1) -> Pixels:
+        """Return ``[ceil(height/scale), ceil(width/scale), 3]`` uint8 RGB."""
+
+    def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:
+        """Return ``decode(scale=scale)`` within ``box``."""
 
 
 class Placement(NamedTuple):
@@ -77,6 +104,16 @@ class CropRule:
                 "reach beyond the picture. Give resize >= size."
             )
 
+    @property
+    def draws(self) -> bool:
+        """Whether two samples of one picture differ."""
+        return self.crop == "random_resized" or self.horizontal_flip > 0
+
+    @property
+    def shorter_side(self) -> int:
+        """Length of the shorter side before the centre is cut, in pixels."""
+        return self.resize or round(self.size * 8 / 7)
+
     def place(self, height: int, width: int, uniform: Callable[[], float]) -> Placement:
         """Return where the sample of a ``height`` x ``width`` picture comes from.
 
@@ -91,7 +128,7 @@ class CropRule:
         whole = Box(0, 0, height, width)
         if self.crop == "stretch":
             return Placement(whole, size, size, 0, 0, flip)
-        rows, columns = shorter_side_to(self.resize or round(size * 8 / 7), height, width)
+        rows, columns = shorter_side_to(self.shorter_side, height, width)
         # torchvision rounds half to even here, as Python's round does.
         top, left = round((rows - size) / 2), round((columns - size) / 2)
         return Placement(whole, rows, columns, top, left, flip)
@@ -198,7 +235,7 @@ def settle_resample(resample: Resample, crop: Crop) -> Resample:
 
 
 def render(
-    image: EncodedImage,
+    image: Picture,
     placement: Placement,
     plan: ResamplePlan,
     out: Pixels,
@@ -217,7 +254,7 @@ def render(
         top, left, height, width = box
         pixels = image.decode(scale=plan.scale)[top : top + height, left : left + width]
     else:
-        pixels = image.decode_part(box, scale=plan.scale)
+        pixels = image.decode_part(box, plan.scale)
     if image.orientation != 1:
         pixels = np.ascontiguousarray(pixels)
     _, rows, columns, top, left, flip = placement
@@ -258,7 +295,8 @@ def resize(
         # Channels last in memory: torch has a uint8 kernel for exactly this, and no float copy is
         # made. Of a view of a larger picture it would make planes, and interleaving those again
         # takes as long as the resize; copying the crop takes a twentieth of it.
-        tensor = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+        # Writable, because torch warns of what is not.
+        tensor = torch.from_numpy(np.require(pixels, requirements=("C", "W"))).permute(2, 0, 1)
         resized = functional.resize(tensor, [height, width], antialias=True)
         smooth: Pixels = resized.permute(1, 2, 0).numpy()
         if out is None:
@@ -278,3 +316,27 @@ def resize(
             return pixels
     linear: Pixels = cv2.resize(pixels, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
     return linear
+
+
+_IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of red, green and blue, of pixels in [0, 1]."""
+
+
+def normalising_tables(
+    normalize: Literal[True] | tuple[Sequence[float], Sequence[float]],
+) -> NDArray[np.float32]:
+    """Return what becomes of each of 256 values in each channel, ``[3, 256]`` float32."""
+    try:
+        mean, std = _IMAGENET if normalize is True else normalize
+        means, stds = (np.array(one, np.float64).reshape(3, 1) for one in (mean, std))
+    except (TypeError, ValueError):
+        fine = False
+    else:
+        fine = bool(np.isfinite(means).all() and np.isfinite(stds).all() and (stds > 0).all())
+    if not fine:
+        raise OptionsError(
+            f"normalize={normalize!r}: it is True, False or (mean, std) with three numbers each, "
+            "of pixels in [0, 1] and with deviations above 0."
+        )
+    tables: NDArray[np.float32] = ((np.arange(256) / 255 - means) / stds).astype(np.float32)
+    return tables
