@@ -6,7 +6,10 @@ A folder of photographs of about 480 x 375 px as JPEG, shuffled batches of 64, t
 a loader has some; a training is three epochs of ``FastDataModule(cache=folder)`` or of torch's
 DataLoader with persistent workers. "fixed": Resize(256), CenterCrop(224), so that samples are kept
 as they are. "random": Resize(256), RandomCrop(224), RandomHorizontalFlip, of which the first step
-is kept. Images per second of the first epoch (which fills the cache of a new folder, starting
+is kept. "crops": random crops of 224 px, mirrored or not, by torchvision from PIL's pictures, and
+by FastImageFolder from the files or from pictures that ``cache_images`` keeps: whole, or with a
+shorter side of 256 px (which are other pixels) as rgb, yuv or jpeg; these are there already in the
+first epoch. Images per second of the first epoch (which fills the cache of a new folder, starting
 workers included), of the third, and of the third epoch of a second training with the same cache.
 "gathered" is a ColumnDataset over a memory map of the same numbers; LitData reads chunks that it
 has written of the same tensors. Every batch is held against torch's, where there is an order.
@@ -24,6 +27,7 @@ from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
+import cv2
 import numpy as np
 import torch
 import torchvision.transforms as T
@@ -31,13 +35,20 @@ import turns
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
-from lightning_fastdata import ColumnDataset, FastDataModule, LoaderOptions
+from lightning_fastdata import (
+    ColumnDataset,
+    FastDataModule,
+    FastImageFolder,
+    LoaderOptions,
+    cache_images,
+)
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 
 BATCH, WORKERS, EPOCHS = 64, 2, 3
 STEPS = {
     "fixed": [T.Resize(256), T.CenterCrop(224), T.PILToTensor()],
     "random": [T.Resize(256), T.RandomCrop(224), T.RandomHorizontalFlip(), T.PILToTensor()],
+    "crops": [T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.PILToTensor()],
 }
 
 
@@ -125,13 +136,75 @@ def same_content(data, cache: Path) -> None:
             assert all(torch.equal(a, b) for a, b in zip(ours_, torchs_, strict=True))
 
 
+def folders(root: Path, scratch: Path) -> dict[str, FastImageFolder]:
+    """FastImageFolder from the files and from each form, made anew with each call."""
+
+    def folder(**options) -> FastImageFolder:
+        return FastImageFolder(root, size=224, horizontal_flip=0.5, **options)
+
+    small = {
+        f"256 px as {form}": cache_images(folder(shorter_side=256), scratch, form=form)
+        for form in ("rgb", "yuv", "jpeg")
+    }
+    return {
+        "from the files": folder(),
+        "256 px, from the files": folder(shorter_side=256),
+        "whole as rgb": cache_images(folder(), scratch, form="rgb"),
+        **small,
+    }
+
+
+def per_core(root: Path, scratch: Path, rounds: int) -> None:
+    """Print how many samples one thread makes in a second of its CPU time."""
+    found: dict[str, list[float]] = {}
+    datasets = folders(root, scratch)
+    out = np.empty((224, 224, 3), np.uint8)
+    cv2.setNumThreads(1)
+    for epoch in range(rounds + 1):
+        for name, data in datasets.items():
+            data.set_epoch(epoch)
+            order = np.random.default_rng(epoch).permutation(len(data)).tolist()
+            began = time.thread_time()
+            for index in order:
+                data.write_into(index, out)
+            if epoch:  # the first one makes what is kept, and looks at the files whole
+                rate = len(data) / (time.thread_time() - began)
+                found.setdefault(name, []).append(rate)
+    print("| one thread, CPU time | samples a second | x the files | MB |")
+    print("| --- | ---: | ---: | ---: |")
+    for name, rates_ in found.items():
+        ratios = sorted(a / b for a, b in zip(rates_, found["from the files"], strict=True))
+        middle = sorted(rates_)[len(rates_) // 2]
+        kept = datasets[name].pictures
+        size = "" if kept is None else f"{kept.stored_bytes / 1e6:,.0f}"
+        print(f"| {name} | {middle:,.0f} | {ratios[len(ratios) // 2]:.2f} | {size} |")
+    print(flush=True)
+
+
 def measure(kind: str, root: Path, scratch: Path, rounds: int) -> dict[str, list[list[float]]]:
     data = ImageFolder(root, T.Compose(STEPS[kind]))
+    contenders = {"torch, 2 workers": lambda: torchs(data)}
+    if kind == "crops":
+        for name in folders(root, scratch / "pictures"):
+            contenders[f"ours, {name}"] = lambda name=name: ours(
+                folders(root, scratch / "pictures")[name]
+            )
+    else:
+        contenders |= samples_kept(kind, data, scratch)
     found: dict[str, list[list[float]]] = {}
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            result = run()
+            if number:
+                found.setdefault(name, []).append(result)
+    return found
+
+
+def samples_kept(kind: str, data: ImageFolder, scratch: Path) -> dict[str, Callable]:
+    """Those that keep what the dataset returns, or the fixed part of it."""
     kept = scratch / f"kept-{kind}"
     ours(data, kept)
     contenders = {
-        "torch, 2 workers": lambda: torchs(data),
         "ours, 2 workers": lambda: ours(data),
         "ours, new cache": lambda: ours(data, Path(tempfile.mkdtemp(dir=scratch))),
         "ours, second training": lambda: ours(data, kept),
@@ -146,12 +219,7 @@ def measure(kind: str, root: Path, scratch: Path, rounds: int) -> dict[str, list
             print(f"LitData is absent: {chunks}")
         else:
             contenders["LitData, chunks of tensors"] = chunks
-    for number in range(rounds + 1):
-        for name, run in contenders.items():
-            result = run()
-            if number:
-                found.setdefault(name, []).append(result)
-    return found
+    return contenders
 
 
 def main() -> None:
@@ -182,6 +250,8 @@ def main() -> None:
                 middle = ratios[len(ratios) // 2]
                 print(f"| {name} | {first:,.0f} | {third:,.0f} | {middle:.1f} | {spread} |")
             print(flush=True)
+            if kind == "crops":
+                per_core(root / "train", scratch / "pictures", options.rounds)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if options.json:

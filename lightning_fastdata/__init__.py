@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
     from lightning_fastdata.caches.cached_dataset import CachedDataset as CachedDataset
+    from lightning_fastdata.caches.image_cache import cache_images as cache_images
     from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
     from lightning_fastdata.errors import FastDataWarning as FastDataWarning
@@ -53,6 +54,7 @@ _HOME = {
     "StepTimer": "insight.step_timer",
     "TokenWindows": "executors.gather.columns",
     "as_batch_transform": "augment.transform",
+    "cache_images": "caches.image_cache",
     "decode_crop": "images.reading",
     "prefetch": "device.prefetch",
 }

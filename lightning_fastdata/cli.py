@@ -229,19 +229,27 @@ def tune(
             _print_lines([(f"{path} written.", "dim")])
 
 
-def cache(datamodule: str, folder: str = "disk") -> None:
+def cache(datamodule: str, folder: str = "disk", *, dry_run: bool = False) -> None:
     """Fill the caches of the training and validation datasets before a training.
 
     Args:
         datamodule: Where the data module is: module:name, or path/to/file.py:name.
         folder: Where caches are kept, as for ``FastDataModule(cache=...)``.
+        dry_run: Only measure, on 32 samples, what a cache would take, cost and gain.
     """
-    from lightning_fastdata.plugin.data.commands import fill_caches, open_datamodule
+    from lightning_fastdata.plugin.data.commands import fill_caches, forecast, open_datamodule
 
     if folder == "ram":
         raise OptionsError("What is in memory ends with this command; give a folder, or 'disk'.")
     module = open_datamodule(datamodule, {})
-    fill_caches(module, folder, lambda line: _print_lines([(line, "")]))
+
+    def tell(line: str) -> None:
+        _print_lines([(line, "")])
+
+    if dry_run:
+        forecast(module, tell)
+    else:
+        fill_caches(module, folder, tell)
 
 
 def _write(path: str, write: Callable[[], object]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import Dataset
 
@@ -19,27 +17,23 @@ from lightning_fastdata.caches.fixed_part import (
     same_parts,
     tried_indices,
 )
-from lightning_fastdata.caches.identity import identity
+from lightning_fastdata.caches.folders import CacheFolder, cache_path, hold, remove_forgotten
 from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.shared_flags import SharedFlags
-from lightning_fastdata.host.system_calls import cache_folder
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
-
-CacheFolder: TypeAlias = str | os.PathLike[str]
-"""``"disk"``, ``"ram"`` or a folder."""
 
 _FORMS_TRIED: Final = 16
 """Samples whose forms decide whether all are rows of columns."""
 _SHARE_OF_DISK, _SHARE_OF_MEMORY = 2, 4
 """A half of what is free, and a quarter."""
-_SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 class CachedDataset(Dataset[Any]):
@@ -97,7 +91,7 @@ class CachedDataset(Dataset[Any]):
             raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
         self.dataset = dataset
         self.transform = transform
-        self.folder = _root(folder) / _folder_name(dataset, key)
+        self.folder = cache_path(dataset, folder, key)
         self._in_memory = os.fspath(folder) == "ram"
         self._max_bytes = max_bytes
         self._always_same = always_same
@@ -109,7 +103,7 @@ class CachedDataset(Dataset[Any]):
         self._columns: list[NDArray[Any]] | None = None
         self._full = False
         if self._in_memory:
-            _hold_until_the_end(self.folder)
+            hold(self.folder, until_the_end=True)
 
     def __len__(self) -> int:
         return self._length
@@ -158,6 +152,12 @@ class CachedDataset(Dataset[Any]):
         file = self._existing()
         return 0 if file is None else file.stored()
 
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the samples in the cache take."""
+        file = self._existing()
+        return 0 if file is None else file.used_bytes()
+
     def explain(self) -> str:
         """Return what is kept and where, as text."""
         file = self._existing()
@@ -166,6 +166,16 @@ class CachedDataset(Dataset[Any]):
         said = file.manifest.get("kept", "samples")
         used_mb = file.used_bytes() / 1e6
         return f"cache: {self.folder}, {file.stored()} of {self._length}, {used_mb:.0f} MB: {said}"
+
+    def row_of(self, index: int) -> NDArray[np.uint8] | None:
+        """Return the bytes of a sample that is one array, where they are in the file.
+
+        None unless the sample is kept as it is returned, and was read in this run before.
+        """
+        file, part = self._opened()
+        if part.rest is not None or self.transform is not None:
+            return None
+        return file.first_leaf(index)
 
     def columns(self) -> list[NDArray[Any]] | None:
         """Return the leaves of the samples as memory maps ``[samples, ...]``, in order.
@@ -202,9 +212,12 @@ class CachedDataset(Dataset[Any]):
         """Return the cache and what is kept in it; it is made if it is not there."""
         if self._file is not None and self._part is not None:
             return self._file, self._part
+        if not self._in_memory:
+            hold(self.folder)
         file = self._existing()
         if file is None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_forgotten(self.folder.parent)
             with locked(self.folder), kept_random_state():
                 file = self._existing()  # another process may have made it by now
                 if file is None:
@@ -264,67 +277,3 @@ class CachedDataset(Dataset[Any]):
                 FastDataWarning,
                 stacklevel=2,
             )
-
-
-def _folder_name(dataset: object, key: str | None) -> str:
-    if key is None:
-        return identity(dataset)
-    if not key or not all(sign.isalnum() or sign in "-_." for sign in key) or key.startswith("."):
-        raise OptionsError(f"key is {key!r}; use letters, digits, '-', '_' and '.'.")
-    return f"key-{key}"
-
-
-def _root(folder: CacheFolder) -> Path:
-    """Return the folder in which caches have folders of their own."""
-    name = os.fspath(folder)
-    if name == "disk":
-        return cache_folder() / "samples"
-    if name != "ram":
-        return Path(name).expanduser()
-    if not _SHARED_MEMORY.is_dir():
-        raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
-    return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
-
-
-def _hold_until_the_end(folder: Path) -> None:
-    """Keep a folder in memory while processes hold it, and remove it with the last of them.
-
-    One whose processes were killed is removed by the next that comes here.
-    """
-    import fcntl
-
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
-    if folder.parent.stat().st_uid != os.getuid():
-        raise OptionsError(f"{folder.parent} is another user's. Give a folder in place of 'ram'.")
-    with locked(folder.parent):
-        for other in folder.parent.iterdir():
-            if other.is_dir() and other != folder:
-                _remove_if_free(other)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        # Forked workers hold it, too. It stays open, as the lock is that of the open file.
-        held = os.open(folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(held, fcntl.LOCK_SH)
-    owner = os.getpid()
-
-    def end() -> None:
-        if os.getpid() == owner:
-            os.close(held)
-            _remove_if_free(folder)
-
-    atexit.register(end)
-
-
-def _remove_if_free(folder: Path) -> None:
-    import fcntl
-
-    try:
-        users = os.open(folder / "users", os.O_RDWR)
-    except OSError:
-        return
-    try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        pass  # in use
-    finally:
-        os.close(users)

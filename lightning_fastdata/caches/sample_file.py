@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.caches.sample_form import column_of, leaf_bytes, put_together, taken_apart
+from lightning_fastdata.caches.sample_form import (
+    column_of,
+    first_leaf_at,
+    joined,
+    leaf_bytes,
+    put_together,
+    split,
+    taken_apart,
+    text_of,
+)
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.host.system_calls import write_atomically
@@ -61,6 +70,8 @@ class SampleFile:
         flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
         self._files = [os.open(path, flags) for path in self.paths]
         index: NDArray[Any] = np.memmap(folder / "index.bin", np.uint8, "r+")
+        self._first: Raw = np.empty(0, np.uint8)
+        """The first of the files, as far as it was mapped."""
         self._end = index[:8].view("<u8")
         self._index = index[_HEADER_BYTES:].view(_ENTRY)
 
@@ -162,7 +173,7 @@ class SampleFile:
                     for file, size in zip(self._files, self._sizes, strict=True)
                 ]
             else:
-                form, raws = _split(_read(self._files[0], offset, length))
+                form, raws = split(_read(self._files[0], offset, length))
         except (OSError, ValueError):
             return self._take_out(index)
         if index not in self._known:
@@ -171,6 +182,23 @@ class SampleFile:
             self._known.add(index)
         assert form is not None
         return True, put_together(form, raws)
+
+    def first_leaf(self, index: int) -> Raw | None:
+        """Return the bytes of a sample's first leaf where they are in the file, and a few more.
+
+        None unless the sample is there, and was held against its checksum in this run.
+        """
+        offset, length, _ = self._index[index].item()
+        if not length or index not in self._known:
+            return None
+        if self._sizes is not None:
+            offset, length = index * self._sizes[0], self._sizes[0]
+        if offset + length > self._first.size:
+            self._first = np.asarray(np.memmap(self.paths[0], np.uint8, "r"))  # it has grown
+        record = self._first[offset : offset + length]
+        if record.size < length:
+            return None
+        return record if self._sizes is not None else record[first_leaf_at(record[:4].tobytes()) :]
 
     def write(self, index: int, sample: object) -> bool:
         """Keep a sample; return whether there was room, and its form is that of the others.
@@ -181,7 +209,7 @@ class SampleFile:
         """
         form, raws = taken_apart(sample)
         if self._sizes is None:
-            record = _joined(form, raws)
+            record = joined(form, raws)
             offset = self._room(len(record))
             if offset is None:
                 return False
@@ -302,38 +330,7 @@ def _write(file: int, raw: bytes | Raw, offset: int) -> None:
 
 
 def _checksum(form: Form | None, raws: list[Raw]) -> int:
-    crc = 0 if form is None else zlib.crc32(_text(form))
+    crc = 0 if form is None else zlib.crc32(text_of(form))
     for raw in raws:
         crc = zlib.crc32(raw.data, crc)
     return crc
-
-
-def _text(form: Form) -> bytes:
-    return json.dumps(form, separators=(",", ":")).encode()
-
-
-def _padded(size: int) -> int:
-    return -(-size // 16) * 16
-
-
-def _joined(form: Form, raws: list[Raw]) -> bytes:
-    """Return a sample of any form as one record: length of its form, form, leaves."""
-    text = _text(form)
-    parts = [
-        len(text).to_bytes(4, "little"),
-        text,
-        b"\0" * (_padded(4 + len(text)) - 4 - len(text)),
-    ]
-    for raw in raws:
-        parts.append(raw.tobytes().ljust(_padded(raw.size), b"\0"))
-    return b"".join(parts)
-
-
-def _split(record: Raw) -> tuple[Form, list[Raw]]:
-    length = int.from_bytes(record[:4].tobytes(), "little")
-    form: Form = json.loads(record[4 : 4 + length].tobytes())
-    at, raws = _padded(4 + length), []
-    for size in leaf_bytes(form):
-        raws.append(record[at : at + size])
-        at += _padded(size)
-    return form, raws

@@ -7,6 +7,7 @@ of the same columns.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -66,6 +67,44 @@ def column_of(form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
     if kind in ("int", "float"):
         return (torch.int64 if kind == "int" else torch.float64), ()
     return None
+
+
+def text_of(form: Form) -> bytes:
+    """Return a form as JSON."""
+    return json.dumps(form, separators=(",", ":")).encode()
+
+
+def joined(form: Form, raws: list[Raw]) -> bytes:
+    """Return a sample of any form as one record: length of its form, form, leaves."""
+    text = text_of(form)
+    parts = [
+        len(text).to_bytes(4, "little"),
+        text,
+        b"\0" * (_padded(4 + len(text)) - 4 - len(text)),
+    ]
+    for raw in raws:
+        parts.append(raw.tobytes().ljust(_padded(raw.size), b"\0"))
+    return b"".join(parts)
+
+
+def split(record: Raw) -> tuple[Form, list[Raw]]:
+    """Return form and leaves of a record; the inverse of :func:`joined`."""
+    length = int.from_bytes(record[:4].tobytes(), "little")
+    form: Form = json.loads(record[4 : 4 + length].tobytes())
+    at, raws = _padded(4 + length), []
+    for size in leaf_bytes(form):
+        raws.append(record[at : at + size])
+        at += _padded(size)
+    return form, raws
+
+
+def first_leaf_at(start: bytes) -> int:
+    """Return where in a record its first leaf begins.
+
+    Args:
+        start: The first 4 bytes of the record.
+    """
+    return _padded(4 + int.from_bytes(start, "little"))
 
 
 def _form(value: object, raws: list[Raw], path: str) -> Form:
@@ -196,3 +235,7 @@ def _unsupported(path: str, what: str) -> DatasetError:
     return DatasetError(
         f"The dataset returns {what} {where}, which cannot be cached. What can be: {_SUPPORTED}."
     )
+
+
+def _padded(size: int) -> int:
+    return -(-size // 16) * 16

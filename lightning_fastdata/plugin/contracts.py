@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment import Normalized
     from lightning_fastdata.batches.streams import DeviceStreams
-    from lightning_fastdata.caches.cached_dataset import CacheFolder
+    from lightning_fastdata.caches.folders import CacheFolder
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.order.run_record import RunRecord
     from lightning_fastdata.planning.options import LoaderOptions

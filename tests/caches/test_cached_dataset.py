@@ -28,7 +28,7 @@ from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import v2
 
 import lightning_fastdata as ld
-from lightning_fastdata.caches import cached_dataset
+from lightning_fastdata.caches import folders
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import rows_of
 
@@ -410,9 +410,9 @@ import os, sys
 sys.path.insert(0, {here!r})
 from test_cached_dataset import Made
 import lightning_fastdata as ld
-from lightning_fastdata.caches import cached_dataset
+from lightning_fastdata.caches import cached_dataset, folders
 from pathlib import Path
-cached_dataset._SHARED_MEMORY = Path({memory!r})
+folders._SHARED_MEMORY = Path({memory!r})
 cached = ld.CachedDataset(Made({folder!r}), "ram")
 loader = ld.FastDataLoader(cached, 8, num_workers=2)
 list(loader), list(loader)
@@ -422,7 +422,7 @@ if {killed}:
 """
 
 
-@pytest.mark.skipif(not cached_dataset._SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
+@pytest.mark.skipif(not folders._SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_cache_in_memory_ends_with_its_processes(tmp_path, folder, killed):
     memory = tmp_path / "shm"

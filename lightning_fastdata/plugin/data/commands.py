@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import import_by_name
 from lightning_fastdata.caches.cached_dataset import CachedDataset
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.caches.forecast import forecast_caches
+from lightning_fastdata.caches.image_cache import cache_of
+from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.data.time_travel import made_datamodule
 from lightning_fastdata.plugin.seams.loaders import flattened
@@ -38,6 +40,30 @@ def open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
     return made_datamodule(found[name], hyperparameters)
 
 
+def forecast(module: DataModule, tell: Callable[[str], object]) -> None:
+    """Say what keeping the samples of training and validation would cost and gain.
+
+    Args:
+        module: Whose datasets.
+        tell: Is given lines to be printed.
+    """
+    module.cache = None
+    for stage, loaders in (
+        ("training", module.train_dataloader()),
+        ("validation", module.val_dataloader()),
+    ):
+        for loader in flattened(loaders):
+            if not isinstance(loader, FastDataLoader):
+                continue
+            tell(f"{stage}: {type(loader.dataset).__name__}")
+            try:
+                lines = [str(each) for each in forecast_caches(loader.dataset)]
+            except DatasetError as error:
+                lines = [str(error)]
+            for line in lines or ["too few samples to measure"]:
+                tell(f"  {line}")
+
+
 def fill_caches(module: DataModule, folder: str, tell: Callable[[str], object]) -> None:
     """Make all samples of the training and validation datasets, and keep them.
 
@@ -49,9 +75,9 @@ def fill_caches(module: DataModule, folder: str, tell: Callable[[str], object]) 
     module.cache = folder
     for loaders in (module.train_dataloader(), module.val_dataloader()):
         for loader in flattened(loaders):
-            dataset = loader.dataset if isinstance(loader, FastDataLoader) else None
-            if isinstance(dataset, CachedDataset):
-                _fill(dataset, tell)
+            cache = cache_of(loader.dataset) if isinstance(loader, FastDataLoader) else None
+            if cache is not None:
+                _fill(cache, tell)
 
 
 def _fill(dataset: CachedDataset, tell: Callable[[str], object]) -> None:

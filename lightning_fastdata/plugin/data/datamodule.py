@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_fastdata.caches.cached_dataset import CacheFolder
+from lightning_fastdata.caches.folders import CacheFolder
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
     Auto,

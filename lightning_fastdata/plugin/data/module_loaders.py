@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.caches.image_cache import cache_of, with_cache
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.loading.tuned import tuner_for
@@ -83,7 +83,7 @@ class ModuleLoaders:
         """By name of the dataset and size of its batches: a loader that is made anew is as its
         tuner has left the last."""
 
-        self._caches: dict[str, CachedDataset] = {}
+        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any]]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # What was learned is of loaders and a trainer of this process.
@@ -179,12 +179,11 @@ class ModuleLoaders:
         again = stage in ("train", "val") and not isinstance(dataset, IterableDataset)
         if module.cache is None or not again or gatherable(dataset):
             return dataset
-        if isinstance(dataset, CachedDataset):
-            return dataset
-        known = self._caches.get(name)
-        if known is None or known.dataset is not dataset:
-            known = self._caches[name] = CachedDataset(dataset, module.cache)
-        return known
+        known, cached = self._caches.get(name, (None, dataset))
+        if known is not dataset:
+            cached = with_cache(dataset, module.cache)
+            self._caches[name] = dataset, cached
+        return cached
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
         """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
@@ -241,7 +240,9 @@ class ModuleLoaders:
             for (name, _), tuner in self._tuners.items()
             if tuner.moves
         ]
-        parts += [f"{name}\n{cache.explain()}" for name, cache in self._caches.items()]
+        for name, (_, cached) in self._caches.items():
+            cache = cache_of(cached)
+            parts += [] if cache is None else [f"{name}\n{cache.explain()}"]
         parts += self._pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 

@@ -1,0 +1,150 @@
+"""Where caches have their folders, which of them are in use, and which may be removed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from lightning_fastdata.caches.identity import identity
+from lightning_fastdata.caches.sample_file import locked
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.system_calls import cache_folder
+
+CacheFolder: TypeAlias = str | os.PathLike[str]
+"""``"disk"``, ``"ram"`` or a folder."""
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_USERS: Final = "users"
+"""The file of a cache that processes hold while they use it; its time is that of the last one."""
+_FORGOTTEN_AFTER_S: Final = 30 * 86_400
+_held: dict[Path, int] = {}
+"""Open files, by the folder of the cache; of forked processes, too."""
+
+
+def cache_path(dataset: object, folder: CacheFolder, key: str | None = None) -> Path:
+    """Return the folder of a dataset's cache, which need not exist.
+
+    Args:
+        dataset: Whose cache.
+        folder: Where caches have folders of their own.
+        key: In place of the dataset's state.
+
+    Raises:
+        OptionsError: There is no such memory, or the key cannot be a name.
+        DatasetError: The dataset cannot be recognised in another run, and there is no key.
+    """
+    return cache_root(folder) / _folder_name(dataset, key)
+
+
+def cache_root(folder: CacheFolder) -> Path:
+    """Return the folder in which caches have folders of their own.
+
+    Raises:
+        OptionsError: There is no such memory.
+    """
+    name = os.fspath(folder)
+    if name == "disk":
+        return cache_folder() / "samples"
+    if name != "ram":
+        return Path(name).expanduser()
+    if not _SHARED_MEMORY.is_dir():
+        raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
+    return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
+
+
+def hold(folder: Path, *, until_the_end: bool = False) -> None:
+    """Say that this process, and those that it forks, use a cache.
+
+    With ``until_the_end`` it is removed with the last process that holds it; one whose processes
+    were killed is removed by the next that comes here.
+    """
+    if folder in _held:
+        return
+    if not until_the_end:
+        _held[folder] = _share(folder)
+        return
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    if folder.parent.stat().st_uid != os.getuid():
+        raise OptionsError(f"{folder.parent} is another user's. Give a folder in place of 'ram'.")
+    with locked(folder.parent):
+        for other in folder.parent.iterdir():
+            if other.is_dir() and other != folder:
+                _remove_if_free(other)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _held[folder] = _share(folder)
+    owner = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == owner:
+            os.close(_held.pop(folder))
+            _remove_if_free(folder)
+
+    atexit.register(end)
+
+
+def remove_forgotten(root: Path, now_s: float | None = None) -> None:
+    """Remove the caches in a folder that no process holds, nor has held for 30 days."""
+    before_s = (time.time() if now_s is None else now_s) - _FORGOTTEN_AFTER_S
+    for folder in root.iterdir():
+        try:
+            old = (folder / _USERS).stat().st_mtime < before_s
+        except OSError:
+            continue  # no cache of ours, or one that is being made
+        if old and (folder / "manifest.json").is_file():
+            _remove_if_free(folder)
+
+
+@contextmanager
+def choosing(folder: CacheFolder) -> Iterator[None]:
+    """Let one process at a time look which caches a folder has, and make one."""
+    root = cache_root(folder)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(root):
+        yield
+
+
+def _folder_name(dataset: object, key: str | None) -> str:
+    if key is None:
+        return identity(dataset)
+    if not key or not all(sign.isalnum() or sign in "-_." for sign in key) or key.startswith("."):
+        raise OptionsError(f"key is {key!r}; use letters, digits, '-', '_' and '.'.")
+    return f"key-{key}"
+
+
+def _share(folder: Path) -> int:
+    import fcntl
+
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # It stays open, as the lock is that of the open file. Forked workers have it, too.
+        users = os.open(folder / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(users, fcntl.LOCK_SH)
+        try:
+            if os.fstat(users).st_ino == (folder / _USERS).stat().st_ino:
+                os.utime(users)
+                return users
+        except FileNotFoundError:
+            pass  # removed by another process while this one waited for it
+        os.close(users)
+
+
+def _remove_if_free(folder: Path) -> None:
+    import fcntl
+
+    try:
+        users = os.open(folder / _USERS, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # in use
+    finally:
+        os.close(users)

@@ -1,0 +1,217 @@
+"""An image folder whose pictures are kept gives the samples that it gives without a cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader, Subset
+
+import lightning_fastdata as ld
+from lightning_fastdata.caches import folders, image_cache
+from lightning_fastdata.caches.image_cache import Room, cache_of, choose_form
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.images.stored import FORMS, StoredPicture
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Twelve pictures in two classes, JPEG and PNG, of several sizes."""
+    order = np.random.default_rng(0)
+    for name in "ab":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            small = order.integers(0, 256, (7, 8, 3), np.uint8)
+            size = (90 + 7 * number, 70 + 9 * number)
+            picture = Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+            ending = "jpg" if number % 2 else "png"
+            picture.save(tmp_path / "photos" / name / f"{number}.{ending}")
+    return tmp_path / "photos"
+
+
+def folder_of(root, **options):
+    return ld.FastImageFolder(root, size=32, horizontal_flip=0.5, **options)
+
+
+def all_of(dataset, epoch=0):
+    dataset.set_epoch(epoch)
+    return torch.stack([dataset[index][0] for index in range(len(dataset))])
+
+
+@pytest.mark.parametrize("shorter_side", [None, 48])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_pixels_are_those_without_a_cache(root, tmp_path, shorter_side, normalize):
+    options = {"shorter_side": shorter_side, "resample": "exact", "normalize": normalize}
+    plain = folder_of(root, **options)
+    kept = ld.cache_images(folder_of(root, **options), tmp_path / "kept", form="rgb")
+    for epoch in range(3):  # the first is made, the others are read
+        assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
+    assert kept.targets == plain.targets
+    assert cache_of(kept).stored == len(plain)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_picture_comes_to_the_same_made_or_read(root, tmp_path, form):
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form=form)
+    made, read = all_of(kept), all_of(kept)
+    assert torch.equal(made, read)
+    later = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form=form)
+    assert torch.equal(made, all_of(later))
+
+
+def test_files_are_read_once(root, tmp_path):
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    wanted = all_of(kept, 1)
+    shutil.rmtree(root)
+    assert torch.equal(wanted, all_of(kept, 1))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("loader", [DataLoader, ld.FastDataLoader])
+def test_workers_share_what_is_kept(root, tmp_path, method, loader):
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
+    plain = folder_of(root, shorter_side=48, resample="exact")
+    exact = ld.cache_images(plain, tmp_path / "kept")
+    for data in (kept, exact):
+        data.set_epoch(0)
+        batches = loader(data, 5, num_workers=2, multiprocessing_context=method)
+        found = torch.cat([images for images, _ in batches])
+        assert torch.equal(found, all_of(data, 0))
+    assert cache_of(kept).stored == len(plain)
+
+
+def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
+    def path(**options):
+        return cache_of(ld.cache_images(folder_of(root, **options), tmp_path / "kept")).folder
+
+    small = path(shorter_side=48)
+    assert path(shorter_side=48, scale=(0.5, 1.0), seed=3, normalize=True) == small
+    assert path(shorter_side=40) != small
+    assert path(shorter_side=48, apply_exif_orientation=True) != small
+    os.utime(root / "a" / "0.png", (1, 1))
+    assert path(shorter_side=48) != small
+
+
+def test_a_form_that_is_there_is_taken(root, tmp_path, monkeypatch):
+    first = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    nothing = Room(disk_bytes=0, memory_bytes=0)
+    monkeypatch.setattr(image_cache, "_room", lambda *_: nothing)
+    again = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    assert cache_of(again).folder == cache_of(first).folder
+
+
+def test_what_fits_nowhere_is_left_alone_and_said(root, tmp_path):
+    whole = folder_of(root)
+    with pytest.warns(FastDataWarning, match="Give shorter_side=256"):
+        assert ld.cache_images(whole, tmp_path / "kept", max_bytes=1000) is whole
+    small = folder_of(root, shorter_side=48)
+    with pytest.warns(FastDataWarning, match="as jpeg they would take"):
+        assert ld.cache_images(small, tmp_path / "kept", max_bytes=1000) is small
+
+
+def test_what_finds_no_room_is_made_each_time(root, tmp_path):
+    options = {"shorter_side": 48, "resample": "exact"}
+    kept = ld.cache_images(
+        folder_of(root, **options), tmp_path / "kept", form="rgb", max_bytes=40_000
+    )
+    plain = folder_of(root, **options)
+    for epoch in range(2):
+        assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
+    assert 0 < cache_of(kept).stored < len(plain)
+
+
+SIZES = {"rgb": 300.0, "yuv": 150.0, "jpeg": 22.0}
+
+
+@given(st.floats(0, 400), st.floats(0, 400), st.sets(st.sampled_from(FORMS), min_size=1))
+def test_the_quickest_form_that_fits_is_chosen(disk, memory, allowed):
+    chosen = choose_form({form: SIZES[form] for form in allowed}, Room(disk, memory))
+    fitting = [form for form in FORMS if form in allowed and SIZES[form] <= min(disk, memory)]
+    assert chosen == (fitting[0] if fitting else None)
+
+
+def test_impossible_options_are_refused(root):
+    with pytest.raises(OptionsError, match="form is 'png'"):
+        ld.cache_images(folder_of(root), form="png")
+    with pytest.raises(OptionsError, match="shorter_side is 0; give 1 or more"):
+        folder_of(root, shorter_side=0)
+    with pytest.raises(OptionsError, match="shorter_side is 32; give 37 or more"):
+        folder_of(root, crop="center", shorter_side=32)
+
+
+def test_a_damaged_file_is_named(root, tmp_path):
+    (root / "a" / "0.png").write_bytes(b"nothing")
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
+    with pytest.raises(DatasetError, match=r"a/0\.png"):
+        kept[0]
+
+
+class Photos(ld.FastDataModule):
+    def __init__(self, data, **options):
+        super().__init__(batch_size=4, seed=7, **options)
+        self.data = data
+
+    def train_dataset(self):
+        return self.data
+
+
+def epochs_of(module):
+    loader = module.train_dataloader()
+    return [[batch[0].clone() for batch in loader] for _ in range(3)]
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_data_module_keeps_pictures_where_crops_are_random(root, tmp_path, part):
+    def data():
+        whole = folder_of(root, shorter_side=48, resample="exact")
+        return Subset(whole, range(1, 10)) if part else whole
+
+    plain = epochs_of(Photos(data()))
+    module = Photos(data(), cache=tmp_path / "kept")
+    for ours, theirs in zip(epochs_of(module), plain, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert "pictures as rgb, shorter side 48" in module.explain()
+
+
+def test_a_data_module_keeps_samples_where_nothing_is_random(root, tmp_path):
+    data = ld.FastImageFolder(root, size=32, crop="center")
+    module = Photos(data, cache=tmp_path / "kept")
+    plain, kept = epochs_of(Photos(data)), epochs_of(module)
+    for ours, theirs in zip(kept, plain, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert "samples as the dataset returns them" in module.explain()
+
+
+def test_views_of_a_cache_can_not_be_written_to(root, tmp_path):
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
+    all_of(kept)
+    picture = kept.pictures.open(0)
+    assert isinstance(picture, StoredPicture)
+    assert not picture.decode().flags.writeable
+
+
+def test_caches_that_nobody_has_used_for_a_month_are_removed(root, tmp_path):
+    kept = tmp_path / "kept"
+    used = cache_of(ld.cache_images(folder_of(root, shorter_side=48), kept))
+    used[0]
+    old = kept / "old"
+    shutil.copytree(used.folder, old)
+    young = kept / "young"
+    shutil.copytree(used.folder, young)
+    foreign = kept / "foreign"
+    foreign.mkdir()
+    for folder in (used.folder, old, foreign):
+        (folder / "users").touch()
+        os.utime(folder / "users", (1, time.time() - 31 * 86_400))
+    folders.remove_forgotten(kept)
+    assert not old.exists()
+    assert used.folder.exists()  # this process holds it
+    assert young.exists()
+    assert foreign.exists()  # no cache
