@@ -5,10 +5,11 @@
 A server in a process of its own on this machine (aiohttp) waits so many milliseconds before each
 answer. Photographs of about 480 x 375 px, decoded by PIL, RandomResizedCrop(224), shuffled batches
 of 64. "ours" is ``FastDataModule`` over ``SourceDataset(ObjectSource(...))`` and, without a server,
-over ``FileSource``; torch's rows read one object a sample with obstore, as most datasets do. Images
-per second of the third epoch, and CPU milliseconds an image of the training and its workers,
-without the server. Server and loader share the CPUs: what the server takes an image is printed,
-because no loader here can be as fast as local files with that beside it.
+over ``FileSource``; "kept on disk" reads what ``CachedSource`` kept in the epochs before. torch's
+rows read one object a sample with obstore, as most datasets do. Images per second of the third
+epoch, and CPU milliseconds an image of the training and its workers, without the server. Server and
+loader share the CPUs: what the server takes an image is printed, because no loader here can be as
+fast as local files with that beside it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from lightning_fastdata import FastDataModule
+from lightning_fastdata import CachedSource, FastDataModule
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.sources import FileSource, ObjectSource, SourceDataset
 
@@ -127,6 +128,10 @@ def ours(source, server):
     return loader, f"{loader.executor}, {loader.num_workers} workers", server
 
 
+def kept(source, server):
+    return ours(CachedSource(source, tempfile.mkdtemp()), server)
+
+
 def main() -> None:
     parser = turns.arguments(__doc__.partition("\n")[0], rounds=3)
     parser.add_argument("--latency", default="5,20,80", help="milliseconds")
@@ -156,6 +161,7 @@ def main() -> None:
         contenders = {
             "ours, local files": partial(ours, FileSource(flat / key for key in keys), None),
             "ours": partial(ours, source, server),
+            "ours, kept on disk": partial(kept, source, server),
             "torch, 2 workers": partial(torchs, plain, 2, server),
             "torch, 16 workers": partial(torchs, plain, 16, server),
         }

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
     from lightning_fastdata.caches.cached_dataset import CachedDataset as CachedDataset
+    from lightning_fastdata.caches.cached_source import CachedSource as CachedSource
     from lightning_fastdata.caches.image_cache import cache_images as cache_images
     from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import FastDataError as FastDataError
@@ -40,6 +41,7 @@ _HOME = {
     "BatchTransform": "augment.transform",
     "BlockShuffleSampler": "order.block_shuffle",
     "CachedDataset": "caches.cached_dataset",
+    "CachedSource": "caches.cached_source",
     "ColumnDataset": "executors.gather.columns",
     "DataThroughputCallback": "plugin.bindings",
     "EpochOrder": "order.epoch_order",

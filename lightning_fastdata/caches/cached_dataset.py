@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,11 +14,18 @@ from lightning_fastdata.caches.fixed_part import (
     same_parts,
     tried_indices,
 )
-from lightning_fastdata.caches.folders import CacheFolder, cache_path, hold, remove_forgotten
-from lightning_fastdata.caches.sample_file import SampleFile, locked
+from lightning_fastdata.caches.folders import (
+    CacheFolder,
+    cache_path,
+    hold,
+    is_memory,
+    open_or_make,
+    room_bytes,
+    warn_of_full,
+)
+from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
@@ -32,8 +36,6 @@ if TYPE_CHECKING:
 
 _FORMS_TRIED: Final = 16
 """Samples whose forms decide whether all are rows of columns."""
-_SHARE_OF_DISK, _SHARE_OF_MEMORY = 2, 4
-"""A half of what is free, and a quarter."""
 
 
 class CachedDataset(Dataset[Any]):
@@ -92,7 +94,7 @@ class CachedDataset(Dataset[Any]):
         self.dataset = dataset
         self.transform = transform
         self.folder = cache_path(dataset, folder, key)
-        self._in_memory = os.fspath(folder) == "ram"
+        self._in_memory = is_memory(folder)
         self._max_bytes = max_bytes
         self._always_same = always_same
         self._length = len(dataset)
@@ -214,14 +216,8 @@ class CachedDataset(Dataset[Any]):
             return self._file, self._part
         if not self._in_memory:
             hold(self.folder)
-        file = self._existing()
-        if file is None:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            remove_forgotten(self.folder.parent)
-            with locked(self.folder), kept_random_state():
-                file = self._existing()  # another process may have made it by now
-                if file is None:
-                    file = self._file = self._create()
+        with kept_random_state():
+            file = self._file = open_or_make(self.folder, self._existing, self._create)
         part = part_of(self.dataset, file.manifest.get("steps"))
         if self._length not in self._known:
             self._compare(file, part)
@@ -239,14 +235,9 @@ class CachedDataset(Dataset[Any]):
             self._length,
             self._known,
             form=forms[0] if same else None,
-            max_bytes=self._max_bytes or self._room_bytes(),
+            max_bytes=self._max_bytes or room_bytes(self.folder, in_memory=self._in_memory),
             about={"steps": part.steps, "kept": part.said, "dataset": type(self.dataset).__name__},
         )
-
-    def _room_bytes(self) -> int:
-        if self._in_memory:
-            return read_host_memory().available_bytes // _SHARE_OF_MEMORY
-        return shutil.disk_usage(self.folder).free // _SHARE_OF_DISK
 
     def _compare(self, file: SampleFile, part: FixedPart) -> None:
         """Compare some samples of the cache with the dataset."""
@@ -270,10 +261,4 @@ class CachedDataset(Dataset[Any]):
             file.write(index, sample)
         except OSError as error:
             self._full = True
-            warnings.warn(
-                f"No more samples are written to the cache {self.folder}: "
-                f"{error.strerror or error}. They are made each time. Make room there, or give "
-                "another folder.",
-                FastDataWarning,
-                stacklevel=2,
-            )
+            warn_of_full(self.folder, error)

@@ -6,14 +6,16 @@ import atexit
 import os
 import shutil
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from lightning_fastdata.caches.identity import identity
-from lightning_fastdata.caches.sample_file import locked
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.caches.sample_file import SampleFile, locked
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import cache_folder
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
@@ -42,6 +44,11 @@ def cache_path(dataset: object, folder: CacheFolder, key: str | None = None) -> 
     return cache_root(folder) / _folder_name(dataset, key)
 
 
+def is_memory(folder: CacheFolder) -> bool:
+    """Return whether a cache is to be in memory."""
+    return os.fspath(folder) == "ram"
+
+
 def cache_root(folder: CacheFolder) -> Path:
     """Return the folder in which caches have folders of their own.
 
@@ -51,7 +58,7 @@ def cache_root(folder: CacheFolder) -> Path:
     name = os.fspath(folder)
     if name == "disk":
         return cache_folder() / "samples"
-    if name != "ram":
+    if not is_memory(folder):
         return Path(name).expanduser()
     if not _SHARED_MEMORY.is_dir():
         raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
@@ -98,6 +105,44 @@ def remove_forgotten(root: Path, now_s: float | None = None) -> None:
             continue  # no cache of ours, or one that is being made
         if old and (folder / "manifest.json").is_file():
             _remove_if_free(folder)
+
+
+def open_or_make(
+    folder: Path, existing: Callable[[], SampleFile | None], make: Callable[[], SampleFile]
+) -> SampleFile:
+    """Return the cache of a folder; the first process that comes makes it.
+
+    Args:
+        folder: Of the cache.
+        existing: Returns what is there; None if there is nothing.
+        make: Makes the cache.
+    """
+    file = existing()
+    if file is None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_forgotten(folder.parent)
+        with locked(folder):
+            file = existing()  # another process may have made it by now
+            if file is None:
+                file = make()
+    return file
+
+
+def room_bytes(folder: Path, *, in_memory: bool) -> int:
+    """Return what a cache may take if nothing is said: half the disk, a quarter of the memory."""
+    if in_memory:
+        return read_host_memory().available_bytes // 4
+    return shutil.disk_usage(folder).free // 2
+
+
+def warn_of_full(folder: Path, error: OSError) -> None:
+    """Say that nothing more is written to a cache."""
+    warnings.warn(
+        f"No more samples are written to the cache {folder}: {error.strerror or error}. They are "
+        "made each time. Make room there, or give another folder.",
+        FastDataWarning,
+        stacklevel=3,
+    )
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """By what the samples of a dataset are recognised in another run: what they are made from.
 
 Two datasets have the same identity if their classes, the code of these, and everything they hold
-are the same, and the files they name have the same size and time of change.
+are the same, and the files they name have the same size and time of change. An object that has a
+method ``recognised_by()`` is recognised by its class and what that returns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.images.folder import files_of
+from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
 from lightning_fastdata.randomness.search import is_users
 from lightning_fastdata.randomness.seeds import EpochCell
@@ -103,6 +105,8 @@ class _Identity(pickle.Pickler):
             return _same, (obj.__name__, _release(obj.__name__))
         if isinstance(obj, EpochCell):
             return _same, ("epoch",)
+        if callable(getattr(type(obj), "recognised_by", None)):
+            return _same, (*_code_of(type(obj), set()), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
             raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return _same, (str(obj.dtype), tuple(obj.shape), _digest_of(raw.numpy()))
@@ -201,14 +205,19 @@ def _files(dataset: Any) -> Iterator[tuple[str, os.stat_result]]:
     waiting, seen = [dataset], set()
     while waiting:
         one = waiting.pop()
-        if id(one) in seen:
+        if id(one) in seen or hasattr(one, "recognised_by"):
             continue
         seen.add(id(one))
         for value in held_by(one).values():
             if isinstance(value, str | os.PathLike):
                 paths.append(os.fsdecode(value))
-            elif isinstance(value, torch.utils.data.Dataset):
+            elif isinstance(value, PackedStrings):
+                step = max(1, -(-len(value) // _MOST_FILES))
+                paths.extend(value[number] for number in range(0, len(value), step))
+            elif isinstance(value, torch.utils.data.Dataset) or hasattr(value, "get_bytes"):
                 waiting.append(value)
+            elif isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+                paths.extend(value[:_MOST_FILES])
         try:
             length = len(one)
             listed = files_of(one, range(0, length, max(1, -(-length // _MOST_FILES))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -12,8 +11,15 @@ import numpy as np
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.caches.cached_source import CachedSource
 from lightning_fastdata.caches.fixed_part import tried_indices
-from lightning_fastdata.caches.folders import CacheFolder, cache_path, cache_root, choosing
+from lightning_fastdata.caches.folders import (
+    CacheFolder,
+    cache_path,
+    cache_root,
+    choosing,
+    is_memory,
+)
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.images.folder import FastImageFolder
@@ -26,6 +32,7 @@ from lightning_fastdata.images.stored import (
     size_of_shrunk,
     stored_bytes,
 )
+from lightning_fastdata.sources.dataset import SourceDataset
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,25 +102,36 @@ def cache_images(
 
 
 def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:
-    """Return a dataset that keeps its samples, or its pictures where crops of them are random."""
-    if isinstance(dataset, CachedDataset):
+    """Return a dataset that keeps what takes longest to get.
+
+    The pictures of an image folder whose crops are random; the records of a source that answers
+    late; of any other dataset, its samples.
+    """
+    if cache_of(dataset) is not None:
         return dataset
     inner = dataset.dataset if type(dataset) is Subset else dataset
-    if not isinstance(inner, FastImageFolder) or not inner.rule.draws:
+    cached: Dataset[Any]
+    if isinstance(inner, FastImageFolder) and inner.rule.draws:
+        cached = cache_images(inner, folder)
+    elif type(inner) is SourceDataset and inner.source.parallel_reads > 1:
+        source = CachedSource(inner.source, folder)
+        cached = SourceDataset(source, inner.decode, timeout_s=inner.timeout_s)
+    else:
         return CachedDataset(dataset, folder)
-    if inner.pictures is not None:
-        return dataset
-    images = cache_images(inner, folder)
-    return Subset(images, dataset.indices) if type(dataset) is Subset else images
+    return Subset(cached, dataset.indices) if type(dataset) is Subset else cached
 
 
-def cache_of(dataset: object) -> CachedDataset | None:
+def cache_of(dataset: object) -> CachedDataset | CachedSource | None:
     """Return the cache that a dataset reads from, if it has one."""
     if isinstance(dataset, CachedDataset):
         return dataset
     inner = dataset.dataset if type(dataset) is Subset else dataset
-    pictures = inner.pictures if isinstance(inner, FastImageFolder) else None
-    return pictures if isinstance(pictures, ImageCache) else None
+    held: object = None
+    if isinstance(inner, FastImageFolder):
+        held = inner.pictures
+    elif isinstance(inner, SourceDataset):
+        held = inner.source
+    return held if isinstance(held, ImageCache | CachedSource) else None
 
 
 class ImageCache(CachedDataset):
@@ -210,7 +228,7 @@ def _needed_bytes(dataset: FastImageFolder, form: StoredForm) -> float:
 
 def _room(folder: CacheFolder, max_bytes: int | None) -> Room:
     memory = read_host_memory().available_bytes / _SHARE_OF_MEMORY
-    if os.fspath(folder) == "ram":
+    if is_memory(folder):
         return Room(max_bytes or memory / 2, memory)
     return Room(max_bytes or _free_bytes(cache_root(folder)) / _SHARE_OF_DISK, memory)
 

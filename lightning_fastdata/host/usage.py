@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
 from lightning_fastdata.host.cpu import CpuThrottling, counters, read_cpu_throttling, read_text
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 _BUSY: Final = (0, 1, 2, 5, 6, 7)
 """user, nice, system, irq, softirq and steal: where ``/proc/stat`` counts work of any process."""
@@ -263,3 +265,21 @@ def _used_share(folder: Path) -> float | None:
     except OSError:
         return None
     return disk.used / disk.total if disk.total else None
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Where times are read, each in seconds from any start."""
+
+    clock_s: Callable[[], float] = time.perf_counter
+    cpu_s: Callable[[], float] = time.thread_time
+    """CPU time of the calling thread, or of its process."""
+    queue_s: Callable[[], float] = queued_s
+    """In which the calling thread waited for a CPU."""
+
+    def of(self, work: Callable[[], T]) -> tuple[T, float, float]:
+        """Return what ``work`` returns, the milliseconds it takes one thread, and those of CPU."""
+        queued, cpu, wall = self.queue_s(), self.cpu_s(), self.clock_s()
+        made = work()
+        cpu, wall = self.cpu_s() - cpu, self.clock_s() - wall
+        return made, 1000 * max(cpu, wall - (self.queue_s() - queued)), 1000 * cpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,8 +55,10 @@ class ObjectSource(OpenedInEachProcess):
         self.url = url.rstrip("/")
         self.config = config
         self.parallel_reads = parallel_reads
+        self.listed: str | None = None
+        """Digest of what the listing said of sizes and versions; None: the keys were given."""
         if keys is None:
-            keys = _listed_apart(self, suffix)
+            keys, self.listed = _listed_apart(self, suffix)
         self.keys = PackedStrings(keys)
 
     def __len__(self) -> int:
@@ -85,8 +88,12 @@ class ObjectSource(OpenedInEachProcess):
         """Return the address of an object."""
         return f"{self.url}/{self.keys[index]}"
 
+    def recognised_by(self) -> tuple[object, ...]:
+        """Return what tells these objects from others: without credentials, which change."""
+        return self.url, _endpoints(self.config), self.keys, self.listed
 
-def _listed_apart(source: ObjectSource, suffix: str) -> list[str]:
+
+def _listed_apart(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
     """List the objects in a process that ends, so that workers can still be forked from here."""
     context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -94,27 +101,33 @@ def _listed_apart(source: ObjectSource, suffix: str) -> list[str]:
     process.start()
     theirs.close()
     try:
-        keys, error = ours.recv()
+        found, error = ours.recv()
     except EOFError:
-        keys, error = None, "the process that listed them died"
+        found, error = None, "the process that listed them died"
     process.join()
-    if keys is None:
+    if found is None:
         raise DatasetError(
             f"The objects of {source.url} cannot be listed: {error}. Check address and rights, or "
             "give their keys."
         )
-    return cast("list[str]", keys)
+    return cast("tuple[list[str], str]", found)
 
 
 def _list(source: ObjectSource, suffix: str, pipe: Any) -> None:
     import obstore
 
     try:
-        found: list[str] = []
+        found: dict[str, str] = {}
         for page in obstore.list(source.open()):
-            for each in cast("Sequence[Mapping[str, str]]", page):
-                found.append(each["path"])
-        pipe.send((sorted(key for key in found if key.endswith(suffix)), None))
+            for each in cast("Sequence[Mapping[str, Any]]", page):
+                if each["path"].endswith(suffix):
+                    version = each.get("e_tag") or each.get("last_modified")
+                    found[each["path"]] = f"{each['path']}\0{each['size']}\0{version}\n"
+        keys = sorted(found)
+        digest = hashlib.blake2b(digest_size=16)
+        for key in keys:
+            digest.update(found[key].encode())
+        pipe.send(((keys, digest.hexdigest()), None))
     except Exception as error:
         said = str(error).partition("\n")[0]
         pipe.send((None, f"{type(error).__name__}: {said}"))
@@ -164,3 +177,19 @@ class FsspecSource(OpenedInEachProcess):
     def name_of(self, index: int) -> str:
         """Return the address of a file."""
         return self.urls[index]
+
+    def recognised_by(self) -> tuple[object, ...]:
+        """Return what tells these files from others: without credentials, which change."""
+        return _endpoints(self.storage_options), self.urls
+
+
+def _endpoints(options: object) -> list[str]:
+    """Return the addresses of servers among options."""
+    if not isinstance(options, Mapping):
+        return []
+    found = []
+    for name, value in options.items():
+        if isinstance(value, str) and "endpoint" in str(name).lower():
+            found.append(value)
+        found += _endpoints(value)
+    return sorted(found)

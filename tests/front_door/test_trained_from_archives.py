@@ -50,7 +50,7 @@ class Seen(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-@pytest.fixture(params=["tar", "objects"])
+@pytest.fixture(params=["tar", "objects", "kept objects"])
 def source(request, tmp_path):
     """The records as files of an archive, and as objects behind a server that fails at times."""
     if request.param == "tar":
@@ -64,7 +64,9 @@ def source(request, tmp_path):
     server = ObjectServer({f"{index:03}": record(index) for index in range(COUNT)})
     server.delay_s, server.fail_share = 0.003, 0.05
     keys = [f"{index:03}" for index in range(COUNT)]
-    yield sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
+    objects = sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
+    kept = request.param == "kept objects"
+    yield ld.CachedSource(objects, tmp_path / "cache") if kept else objects
     server.close()
 
 

@@ -29,7 +29,7 @@ from torch.utils.data import (
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.host.usage import queued_s
+from lightning_fastdata.host.usage import Clocks, queued_s
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
@@ -38,7 +38,6 @@ from lightning_fastdata.planning.facts.inspection import (
     may_start_processes,
 )
 from lightning_fastdata.planning.facts.probe import (
-    Clocks,
     SampleCost,
     drawn_indices,
     further_samples,
@@ -175,6 +174,30 @@ def test_no_sample_is_begun_after_the_budget():
     assert len(slow.read) == 1
     assert once is not None
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
+
+
+def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers():
+    wall, cpu = Times(), Times()
+
+    class Ahead(Planted):
+        opened = False
+
+        def read_ahead(self, indices):
+            if len(indices) > 1:
+                wall.advance(0.08 if self.opened else 0.2)
+                self.opened = True
+
+    def decode():
+        wall.advance(0.001)
+        cpu.advance(0.001)
+
+    data = Ahead(decode, length=10_000)
+    clocks = Clocks(wall.now, cpu.now, zero)
+    measured = measure_samples(data, batch_size=64, budget_s=0.3, clocks=clocks)
+    assert measured is not None
+    # A worker waits 80 ms for a batch while it decodes the one before for 64 ms.
+    assert measured.wall_ms == pytest.approx(80 / 64)
+    assert len(data.read) < 4 * 64 + 1
 
 
 def test_a_few_samples_that_take_long_count_for_as_long_as_they_take():

@@ -34,8 +34,8 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
-from lightning_fastdata.planning.facts.probe import Clocks
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs, time_on_device
 from lightning_fastdata.plugin.placing.decision import (

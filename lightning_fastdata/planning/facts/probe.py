@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
-from lightning_fastdata.host.usage import queued_s
+from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import ShuffleSampler
 from lightning_fastdata.randomness.generators import kept_random_state
@@ -35,9 +35,10 @@ from lightning_fastdata.tree import leaves
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-T = TypeVar("T")
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
+_AHEAD_BUDGETS: Final = 4
+"""So much more time is given to datasets that read ahead, which mostly wait."""
 _WEIGHED_SAMPLES: Final = 16  # of which the bytes are counted
 _KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
 _KNOWN_TIMES: Final = 8
@@ -82,24 +83,6 @@ class SampleCost:
     def wait_ms(self) -> float:
         """Milliseconds without any CPU: for a disk, a network, a lock, or a sleep."""
         return self.wall_ms - self.cpu_ms
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """Where times are read, each in seconds from any start."""
-
-    clock_s: Callable[[], float] = time.perf_counter
-    cpu_s: Callable[[], float] = time.thread_time
-    """CPU time of the calling thread, or of its process."""
-    queue_s: Callable[[], float] = queued_s
-    """In which the calling thread waited for a CPU."""
-
-    def of(self, work: Callable[[], T]) -> tuple[T, float, float]:
-        """Return what ``work`` returns, the milliseconds it takes one thread, and those of CPU."""
-        queued, cpu, wall = self.queue_s(), self.cpu_s(), self.clock_s()
-        made = work()
-        cpu, wall = self.cpu_s() - cpu, self.clock_s() - wall
-        return made, 1000 * max(cpu, wall - (self.queue_s() - queued)), 1000 * cpu
 
 
 @runtime_checkable
@@ -231,17 +214,20 @@ def measure_samples(
 
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
     many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
-    is spent. The first one is left out if there are others, because it opens files and imports.
+    is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. The
+    first one is left out if there are others, because it opens files and imports.
 
     Returns:
         None if it is empty or a sample could not be read, which raises when training reads it.
     """
     clocks = clocks or Clocks()
-    most = max(_MOST_SAMPLES, 4 * batch_size)
+    at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
+    most = 3 * batch_size if ahead else max(_MOST_SAMPLES, 4 * batch_size)
     remaining = drawn_indices(dataset_length(dataset) or 0, most)
     kept_back = min(_MOST_READ_AGAIN, len(remaining) // 8)
     remaining, fresh = remaining[kept_back:], remaining[:kept_back]
-    at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
+    if ahead:
+        budget_s *= _AHEAD_BUDGETS
     ends_s, size = clocks.clock_s() + budget_s, 1
     samples: Any = None
     groups: list[_Group] = []
@@ -272,6 +258,9 @@ def measure_samples(
     in_weighed = len(weighed) if isinstance(samples, list) else groups[-1].size
     # Calls for many samples at once take less for each.
     largest = [group for group in groups if group.size == max(groups).size]
+    if ahead:
+        # The first whole batch opens connections, and waits for that as well.
+        largest = [min(largest, key=lambda group: group.wall_ms)]
     reads = np.array(largest if at_once or ahead else groups).sum(axis=0)
     collated = np.array(largest).sum(axis=0)
     return SampleCost(

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import import_by_name
 from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.caches.cached_source import CachedSource
 from lightning_fastdata.caches.forecast import forecast_caches
 from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.data.time_travel import made_datamodule
 from lightning_fastdata.plugin.seams.loaders import flattened
+from lightning_fastdata.sources.dataset import SourceDataset
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
     from lightning_fastdata.plugin.contracts import DataModule
 
 _ROWS: Final = 32
@@ -76,12 +80,20 @@ def fill_caches(module: DataModule, folder: str, tell: Callable[[str], object]) 
     for loaders in (module.train_dataloader(), module.val_dataloader()):
         for loader in flattened(loaders):
             cache = cache_of(loader.dataset) if isinstance(loader, FastDataLoader) else None
-            if cache is not None:
-                _fill(cache, tell)
+            if isinstance(cache, CachedDataset):
+                _fill(cache, cache, type(cache.dataset).__name__, tell)
+            elif cache is not None:
+                records = SourceDataset(cache, _undecoded)
+                _fill(cache, records, type(cache.source).__name__, tell)
 
 
-def _fill(dataset: CachedDataset, tell: Callable[[str], object]) -> None:
-    name, count = type(dataset.dataset).__name__, len(dataset)
+def _fill(
+    cache: CachedDataset | CachedSource,
+    dataset: Dataset[Any],
+    name: str,
+    tell: Callable[[str], object],
+) -> None:
+    count = len(cache)
     began_s = told_s = time.monotonic()
     done = 0
     for rows in FastDataLoader(dataset, _ROWS, collate_fn=_count):
@@ -89,10 +101,14 @@ def _fill(dataset: CachedDataset, tell: Callable[[str], object]) -> None:
         if time.monotonic() - told_s > _TOLD_EVERY_S:
             told_s = time.monotonic()
             tell(f"{name}: {done} of {count} samples")
-    dataset.flush()
+    cache.flush()
     took_s = time.monotonic() - began_s
     tell(f"{name}: {count} samples in {took_s:.1f} s")
-    tell(dataset.explain())
+    tell(cache.explain())
+
+
+def _undecoded(record: Any, _index: int) -> Any:
+    return record
 
 
 def _count(samples: Sequence[Any]) -> int:

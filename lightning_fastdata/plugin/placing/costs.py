@@ -29,9 +29,10 @@ from lightning_fastdata.batches.collate import (
 )
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.batches.staged import move
+from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.facts.probe import Clocks, spread_indices
+from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.placing.decision import PlaceCosts, SampleCosts
 from lightning_fastdata.randomness.seeds import EpochCell
