@@ -3,8 +3,10 @@
     python benchmarks/sources.py [--rounds 5] [--json FILE]
 
 1,000 records of 43 kB in the page cache, read one by one in a random order that is the same for
-both: microseconds of CPU time a record in one process, and their ratio. Parquet has groups of 10
-rows, and is read in blocks of 10 groups, too.
+both: microseconds of CPU time a record in one process, threads of the library included, and their
+ratio. Parquet has groups of 10 rows, and is read in blocks of 10 groups, too; Zarr has chunks of
+one row. Formats whose library is not installed (zarr, litdata, pylance, mosaicml-streaming) are
+left out.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import h5py
@@ -52,6 +55,70 @@ def make(folder: Path) -> None:
         file["x"] = np.frombuffer(b"".join(records), np.uint8).reshape(COUNT, SIZE)
 
 
+def make_others(folder: Path) -> None:
+    """Write the records in those formats whose libraries are there."""
+    records = [(folder / f"{index:04}.bin").read_bytes() for index in range(COUNT)]
+    if find_spec("zarr"):
+        import zarr
+
+        rows = np.frombuffer(b"".join(records), np.uint8).reshape(COUNT, SIZE)
+        group = zarr.open_group(folder / "x.zarr", mode="w")
+        group.create_array("x", data=rows, chunks=(1, SIZE))
+    if find_spec("lance"):
+        import lance
+
+        lance.write_dataset(pa.table({"x": records}), folder / "x.lance")
+    if find_spec("litdata"):
+        import litdata
+
+        litdata.optimize(
+            ReadOne(folder), list(range(COUNT)), str(folder / "litdata"), chunk_bytes="8MB"
+        )
+    if find_spec("streaming"):
+        from streaming import MDSWriter
+
+        with MDSWriter(out=str(folder / "mds"), columns={"x": "bytes"}) as writer:
+            for record in records:
+                writer.write({"x": record})
+
+
+class ReadOne:
+    """Returns record i; may be sent to another process."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, index):
+        return {"x": (self.folder / f"{index:04}.bin").read_bytes()}
+
+
+def others(folder: Path) -> dict:
+    """Ours and the library's way to read record i, of those formats that were written."""
+    found = {}
+    if (folder / "x.zarr").exists():
+        import zarr
+
+        array = zarr.open_group(folder / "x.zarr", mode="r")["x"]
+        found["Zarr"] = sources.ZarrSource(folder / "x.zarr"), lambda index: array[index]
+    if (folder / "x.lance").exists():
+        import lance
+
+        rows = lance.dataset(folder / "x.lance")
+        source = sources.LanceSource(folder / "x.lance")
+        found["Lance"] = source, lambda index: rows.take([index]).to_pylist()[0]
+    if (folder / "litdata").exists():
+        import litdata
+
+        stream = litdata.StreamingDataset(str(folder / "litdata"))
+        found["LitData"] = sources.LitDataSource(folder / "litdata"), lambda index: stream[index]
+    if (folder / "mds").exists():
+        from streaming import LocalDataset
+
+        local = LocalDataset(str(folder / "mds"))
+        found["MDS"] = sources.MdsSource(folder / "mds"), lambda index: local[index]
+    return found
+
+
 def pairs(folder: Path) -> dict:
     """Ours and the library's way to read record i, by format."""
     paths = [folder / f"{index:04}.bin" for index in range(COUNT)]
@@ -84,6 +151,8 @@ def pairs(folder: Path) -> dict:
         "Parquet": lambda i: table.read_row_group(i // 10).column("x")[i % 10].as_py(),
         "HDF5": lambda index: hdf5["x"][index],
     }
+    for name, (source, read) in others(folder).items():
+        ours[name], theirs[name] = source, read
     found = {}
     for name, source in ours.items():
         found[name] = (lambda index, source=source: source.get_bytes([index])[0]), theirs[name]
@@ -101,6 +170,7 @@ def main() -> None:
     options = turns.arguments(__doc__.partition("\n")[0]).parse_args()
     folder = Path(tempfile.mkdtemp())
     make(folder)
+    make_others(folder)
     contenders, orders = {}, {}
     shuffled = np.random.default_rng(0).permutation(COUNT).tolist()
     for name, (ours, theirs) in pairs(folder).items():

@@ -100,10 +100,6 @@ class CachedSource:
         """Return what the source calls a record."""
         return self.source.name_of(index)
 
-    def has(self, index: int) -> bool:
-        """Return whether a record is in the cache."""
-        return self._opened().has(index)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None, "_opening": None}
 
@@ -113,28 +109,33 @@ class CachedSource:
     def __repr__(self) -> str:
         return f"CachedSource({self.source!r}, {str(self.folder)!r})"
 
+    # What follows reads nothing from the source, which this process perhaps must not: see
+    # ObjectSource.
+
     @property
     def stored(self) -> int:
         """How many records are in the cache."""
-        return self._opened().stored()
+        file = self._existing()
+        return 0 if file is None else file.stored()
 
     @property
     def stored_bytes(self) -> int:
         """How many bytes the records in the cache take."""
-        return self._opened().used_bytes()
+        file = self._existing()
+        return 0 if file is None else file.used_bytes()
 
     def explain(self) -> str:
         """Return what is kept and where, as text."""
-        file = self._opened()
-        used_mb = file.used_bytes() / 1e6
         return (
-            f"cache: {self.folder}, {file.stored()} of {self._length}, {used_mb:.0f} MB: records "
-            f"of {type(self.source).__name__}"
+            f"cache: {self.folder}, {self.stored} of {self._length}, {self.stored_bytes / 1e6:.0f} "
+            f"MB: records of {type(self.source).__name__}"
         )
 
     def flush(self) -> None:
         """Wait until the disk has all records that were written."""
-        self._opened().flush()
+        file = self._existing()
+        if file is not None:
+            file.flush()
 
     def _opened(self) -> SampleFile:
         """Return the cache; it is made if it is not there."""
@@ -152,7 +153,7 @@ class CachedSource:
         return self._file
 
     def _existing(self) -> SampleFile | None:
-        return SampleFile.open(self.folder, self._length, self._known)
+        return self._file or SampleFile.open(self.folder, self._length, self._known)
 
     def _create(self) -> SampleFile:
         return SampleFile.create(

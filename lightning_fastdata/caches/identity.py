@@ -34,7 +34,11 @@ _VALUES: Final = (
     *(int, float, str, bytes, tuple, list, dict, set, frozenset, type(None)),
     *(np.ndarray, torch.Tensor),
 )
-_OF_EVERY_CLASS: Final = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
+_OF_EVERY_CLASS: Final = (
+    *("__module__", "__qualname__", "__doc__", "__firstlineno__", "__static_attributes__"),
+    # Set by Python when they are first asked for: when an object is pickled, say.
+    *("__slotnames__", "__annotations__", "__annotations_cache__"),
+)
 _MOST_FILES: Final = 20_000
 """Whose size and time are looked at; of more, so many from all over the list."""
 

@@ -5,16 +5,21 @@ that reads it, and may be sent to any process. :class:`SourceDataset` makes samp
 """
 
 from lightning_fastdata.sources.archives import TarSource, TFRecordSource, ZipSource
+from lightning_fastdata.sources.arrays import Hdf5Source, ZarrSource
+from lightning_fastdata.sources.chunks import LitDataSource, MdsSource
 from lightning_fastdata.sources.dataset import SourceDataset
 from lightning_fastdata.sources.objects import FsspecSource, ObjectSource
 from lightning_fastdata.sources.source import FileSource, Raw, Source
-from lightning_fastdata.sources.tables import Hdf5Source, LmdbSource, ParquetSource
+from lightning_fastdata.sources.tables import LanceSource, LmdbSource, ParquetSource
 
 __all__ = [
     "FileSource",
     "FsspecSource",
     "Hdf5Source",
+    "LanceSource",
+    "LitDataSource",
     "LmdbSource",
+    "MdsSource",
     "ObjectSource",
     "ParquetSource",
     "Raw",
@@ -22,5 +27,6 @@ __all__ = [
     "SourceDataset",
     "TFRecordSource",
     "TarSource",
+    "ZarrSource",
     "ZipSource",
 ]

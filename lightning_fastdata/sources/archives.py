@@ -21,7 +21,7 @@ _TFRECORD_BESIDE: Final = 16
 """Bytes of a record besides its data: its length, and two checksums."""
 
 
-class _Slices(OpenedInEachProcess):
+class Slices(OpenedInEachProcess):
     """Records that are slices of files, found by file, offset and length."""
 
     parallel_reads = 1
@@ -63,7 +63,7 @@ class _Slices(OpenedInEachProcess):
         return f"{self.paths[int(self._slices[index, 0])]}:{name}"
 
 
-class TarSource(_Slices):
+class TarSource(Slices):
     """The files in uncompressed tar archives, WebDataset's shards among them.
 
     The archives are read once, header by header, to find where each file begins.
@@ -104,7 +104,7 @@ class TarSource(_Slices):
         return super().name_of(index * (1 if self.parts is None else len(self.parts)))
 
 
-class ZipSource(_Slices):
+class ZipSource(Slices):
     """The files in a zip archive, stored or deflated.
 
     Args:
@@ -143,7 +143,7 @@ class ZipSource(_Slices):
         return data
 
 
-class TFRecordSource(_Slices):
+class TFRecordSource(Slices):
     """The records of TFRecord files, as bytes: what a ``tf.train.Example`` was serialised to.
 
     The files are read once, length by length. Checksums are not looked at.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 from lightning_fastdata.errors import DatasetError, OptionsError
@@ -13,8 +12,6 @@ from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.sources.source import OpenedInEachProcess, Raw
 
 _PARALLEL: Final = 64
-_opened_in: list[int] = []
-"""Processes that have opened a client, this one and those it was forked from."""
 
 
 class ObjectSource(OpenedInEachProcess):
@@ -37,6 +34,8 @@ class ObjectSource(OpenedInEachProcess):
         DatasetError: The objects cannot be listed.
     """
 
+    survives_forks = False
+
     def __init__(
         self,
         url: str,
@@ -58,7 +57,13 @@ class ObjectSource(OpenedInEachProcess):
         self.listed: str | None = None
         """Digest of what the listing said of sizes and versions; None: the keys were given."""
         if keys is None:
-            keys, self.listed = _listed_apart(self, suffix)
+            try:
+                keys, self.listed = self.asked_apart(partial(_list, self, suffix))
+            except DatasetError as error:
+                raise DatasetError(
+                    f"The objects of {self.url} cannot be listed: {error}. Check address and "
+                    "rights, or give their keys."
+                ) from error
         self.keys = PackedStrings(keys)
 
     def __len__(self) -> int:
@@ -66,15 +71,8 @@ class ObjectSource(OpenedInEachProcess):
 
     def open(self) -> Any:
         """Return a client of this process."""
-        if any(process != os.getpid() for process in _opened_in):
-            raise DatasetError(
-                f"{self.url} cannot be read in this process, which was forked from one that reads "
-                "from object storage, too: clients do not survive that. Start workers another way "
-                '(multiprocessing_context="forkserver"), or read in workers from the start.'
-            )
         from obstore.store import from_url
 
-        _opened_in.append(os.getpid())
         return from_url(self.url, **self.config)
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
@@ -93,44 +91,21 @@ class ObjectSource(OpenedInEachProcess):
         return self.url, _endpoints(self.config), self.keys, self.listed
 
 
-def _listed_apart(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
-    """List the objects in a process that ends, so that workers can still be forked from here."""
-    context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_list, args=(source, suffix, theirs))
-    process.start()
-    theirs.close()
-    try:
-        found, error = ours.recv()
-    except EOFError:
-        found, error = None, "the process that listed them died"
-    process.join()
-    if found is None:
-        raise DatasetError(
-            f"The objects of {source.url} cannot be listed: {error}. Check address and rights, or "
-            "give their keys."
-        )
-    return cast("tuple[list[str], str]", found)
-
-
-def _list(source: ObjectSource, suffix: str, pipe: Any) -> None:
+def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
+    """Return the keys of all objects, and a digest of what is said of their sizes and versions."""
     import obstore
 
-    try:
-        found: dict[str, str] = {}
-        for page in obstore.list(source.open()):
-            for each in cast("Sequence[Mapping[str, Any]]", page):
-                if each["path"].endswith(suffix):
-                    version = each.get("e_tag") or each.get("last_modified")
-                    found[each["path"]] = f"{each['path']}\0{each['size']}\0{version}\n"
-        keys = sorted(found)
-        digest = hashlib.blake2b(digest_size=16)
-        for key in keys:
-            digest.update(found[key].encode())
-        pipe.send(((keys, digest.hexdigest()), None))
-    except Exception as error:
-        said = str(error).partition("\n")[0]
-        pipe.send((None, f"{type(error).__name__}: {said}"))
+    found: dict[str, str] = {}
+    for page in obstore.list(source.open()):
+        for each in cast("Sequence[Mapping[str, Any]]", page):
+            if each["path"].endswith(suffix):
+                version = each.get("e_tag") or each.get("last_modified")
+                found[each["path"]] = f"{each['path']}\0{each['size']}\0{version}\n"
+    keys = sorted(found)
+    digest = hashlib.blake2b(digest_size=16)
+    for key in keys:
+        digest.update(found[key].encode())
+    return keys, digest.hexdigest()
 
 
 class FsspecSource(OpenedInEachProcess):

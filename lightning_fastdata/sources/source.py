@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, Protocol, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.images.packed import PackedStrings
+
+T = TypeVar("T")
 
 Raw: TypeAlias = "bytes | memoryview | Mapping[str, Any]"
 """A record as it is stored; of a record with several parts or columns, these by name."""
@@ -90,8 +94,15 @@ _opened = weakref.WeakKeyDictionary()
 it would count as something that forked workers share."""
 
 
+_openers: dict[type[OpenedInEachProcess], set[int]] = {}
+"""Processes in which a library that does not survive forks was used: this one, its ancestors."""
+
+
 class OpenedInEachProcess:
     """Keeps what was opened, and opens it anew in a process that was forked or sent a copy."""
+
+    survives_forks = True
+    """Whether the library works in a process that was forked from one that has used it."""
 
     def open(self) -> Any:
         """Open what is read; called once in each process."""
@@ -101,9 +112,60 @@ class OpenedInEachProcess:
         """Return what is open in this process."""
         process, handle = _opened.get(self, (0, None))
         if process != os.getpid():
+            if not self.survives_forks:
+                self._refuse_after_fork()
             handle = self.open()
             _opened[self] = os.getpid(), handle
         return handle
+
+    def _refuse_after_fork(self) -> None:
+        users = _openers.setdefault(type(self), set())
+        if users - {os.getpid()}:
+            raise DatasetError(
+                f"{type(self).__name__} cannot read in this process, which was forked from one "
+                "that has read with it, too: its library does not survive that. Start workers "
+                'another way (multiprocessing_context="forkserver"), or read in workers from the '
+                "start."
+            )
+        users.add(os.getpid())
+
+    def asked_apart(self, question: Callable[[], T]) -> T:
+        """Return what a function returns, called in a process that ends.
+
+        So that its library is not used in this one, from which workers may still be forked. Where
+        it was used already, the function is called here.
+
+        Raises:
+            DatasetError: It raised, with its text; or the process died.
+        """
+        if os.getpid() in _openers.get(type(self), ()):
+            answer, error = _answer(question)
+        else:
+            context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_send_answer, args=(question, theirs))
+            process.start()
+            theirs.close()
+            try:
+                answer, error = ours.recv()
+            except EOFError:
+                answer, error = None, "the process that asked died"
+            process.join()
+        if error is not None:
+            raise DatasetError(error)
+        return cast("T", answer)
+
+
+def _answer(question: Callable[[], object]) -> tuple[object, str | None]:
+    try:
+        return question(), None
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        return None, f"{type(error).__name__}: {said}"
+
+
+def _send_answer(question: Callable[[], object], pipe: Any) -> None:
+    pipe.send(_answer(question))
 
 
 class FileSource:
@@ -128,3 +190,16 @@ class FileSource:
     def name_of(self, index: int) -> str:
         """Return the path of a file."""
         return self.paths[index]
+
+
+def imported(name: str, asked: str) -> Any:
+    """Return a module.
+
+    Raises:
+        OptionsError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        top = name.partition(".")[0]
+        raise OptionsError(f"{asked} needs {top}: pip install {top}.") from error

@@ -1,17 +1,24 @@
-"""Records in databases and tables: LMDB, Parquet and HDF5."""
+"""Records in databases and tables: LMDB, Parquet and Lance."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.sources.source import OpenedInEachProcess, Paths, Raw, as_list
+from lightning_fastdata.sources.source import (
+    OpenedInEachProcess,
+    Paths,
+    Raw,
+    as_list,
+    imported,
+)
 
 _GROUPS_KEPT: Final = 8
 _environments: dict[str, tuple[int, Any]] = {}
@@ -47,7 +54,7 @@ class LmdbSource(OpenedInEachProcess):
 
         lmdb opens a database once in a process, so sources of one path share it.
         """
-        lmdb = _imported("lmdb", "LmdbSource")
+        lmdb = imported("lmdb", "LmdbSource")
         process, environment = _environments.get(self.path, (0, None))
         if process == os.getpid():
             return environment
@@ -105,7 +112,7 @@ class ParquetSource(OpenedInEachProcess):
     def __init__(self, paths: Paths, columns: Sequence[str] | None = None) -> None:
         self.paths = as_list(paths)
         self.columns = None if columns is None else list(columns)
-        parquet = _imported("pyarrow.parquet", "ParquetSource")
+        parquet = imported("pyarrow.parquet", "ParquetSource")
         groups = []
         for number, path in enumerate(self.paths):
             try:
@@ -122,7 +129,7 @@ class ParquetSource(OpenedInEachProcess):
 
     def open(self) -> Any:
         """Return the files of this process, and the groups that were read last."""
-        parquet = _imported("pyarrow.parquet", "ParquetSource")
+        parquet = imported("pyarrow.parquet", "ParquetSource")
         return [parquet.ParquetFile(path) for path in self.paths], OrderedDict()
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
@@ -155,83 +162,62 @@ class ParquetSource(OpenedInEachProcess):
         return kept[group]
 
 
-class Hdf5Source(OpenedInEachProcess):
-    """Rows of datasets in an HDF5 file, by h5py: dicts of arrays by name.
+class LanceSource(OpenedInEachProcess):
+    """The rows of a Lance dataset, by pylance: dicts of values by column.
+
+    Its threads do not survive a fork, so it is opened in workers alone; see :class:`ObjectSource`.
 
     Args:
-        path: Of the file.
-        names: Of the datasets in it, all of one length.
+        uri: Of the dataset.
+        columns: To read; None: all.
+        **options: For ``lance.dataset``: ``version``, ``storage_options``, ...
 
     Raises:
-        OptionsError: h5py is not installed, or there is no name.
-        DatasetError: The file cannot be read, or its datasets differ in length.
+        OptionsError: pylance is not installed.
+        DatasetError: The dataset cannot be read.
     """
 
     parallel_reads = 1
+    survives_forks = False
 
-    def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
-        self.path = os.fspath(path)
-        self.names = list(names)
-        if not self.names:
-            raise OptionsError("Hdf5Source got no names; give those of datasets in the file.")
-        file = self.open()
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        columns: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        if find_spec("lance") is None:
+            raise OptionsError("LanceSource needs pylance: pip install pylance.")
+        self.uri = os.fspath(uri)
+        self.columns = None if columns is None else list(columns)
+        self.options = options
         try:
-            lengths = {name: len(file[name]) for name in self.names}
-        except (KeyError, TypeError) as error:
-            raise DatasetError(
-                f"{self.path} has not all of {self.names}: {error}. It has {list(file)}."
-            ) from error
-        finally:
-            file.close()
-        if len(set(lengths.values())) > 1:
-            raise DatasetError(f"The datasets of {self.path} differ in length: {lengths}.")
-        self._length = next(iter(lengths.values()))
+            self._length, self.version = self.asked_apart(self._about)
+        except DatasetError as error:
+            raise DatasetError(f"{self.uri} cannot be read as Lance: {error}.") from error
+        # So that all workers read the same, whatever is written meanwhile.
+        self.options["version"] = self.version
 
     def __len__(self) -> int:
         return self._length
 
     def open(self) -> Any:
-        """Return the file of this process."""
-        h5py = _imported("h5py", "Hdf5Source")
-        try:
-            return h5py.File(self.path, "r")
-        except OSError as error:
-            raise DatasetError(f"{self.path} cannot be read as HDF5: {error}.") from error
+        """Return the dataset of this process."""
+        return imported("lance", "LanceSource").dataset(self.uri, **self.options)
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return rows; rows that follow each other are read in one call."""
-        file = self.opened()
-        order = sorted(set(indices))
-        rows: dict[int, dict[str, Any]] = {index: {} for index in order}
-        for first, last in _runs(order):
-            for name in self.names:
-                block = file[name][first : last + 1]
-                for index in range(first, last + 1):
-                    # A copy, so that one row does not hold the block.
-                    rows[index][name] = np.array(block[index - first])
-        return [rows[index] for index in indices]
+        """Return rows, in one call for all."""
+        table = self.opened().take([int(index) for index in indices], columns=self.columns)
+        return cast("list[Raw]", table.to_pylist())
 
     def name_of(self, index: int) -> str:
-        """Return the file and the number of the row."""
-        return f"{self.path}:{','.join(self.names)}[{index}]"
+        """Return the dataset and the number of the row."""
+        return f"{self.uri}:row {index}"
 
+    def recognised_by(self) -> tuple[object, ...]:
+        """Return what tells these rows from others."""
+        return self.uri, self.columns, self.version
 
-def _runs(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and last of each run of numbers that follow each other."""
-    runs: list[tuple[int, int]] = []
-    for number in order:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = runs[-1][0], number
-        else:
-            runs.append((number, number))
-    return runs
-
-
-def _imported(name: str, asked: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        top = name.partition(".")[0]
-        raise OptionsError(f"{asked} needs {top}: pip install {top}.") from error
+    def _about(self) -> tuple[int, int]:
+        dataset = self.open()
+        return dataset.count_rows(), dataset.version

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -176,3 +179,25 @@ def test_what_holds_itself_asks_for_a_key():
     held.append(held)
     with pytest.raises(DatasetError, match=r"key="):
         identity(Plain(held=held))
+
+
+class Annotated(Dataset):
+    kind: str = "plain"
+
+    def __init__(self):
+        self.factor = 3
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index * self.factor
+
+
+def test_what_python_notes_on_a_class_makes_no_difference():
+    before = identity(Annotated())
+    pickle.loads(pickle.dumps(Annotated()))
+    copy.copy(Annotated())
+    inspect.get_annotations(Annotated)
+    assert Annotated.__slotnames__ == []
+    assert identity(Annotated()) == before

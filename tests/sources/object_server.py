@@ -11,7 +11,8 @@ import time
 class ObjectServer:
     """Serves objects over HTTP from a process of its own thread.
 
-    ``delay_s``, ``fail_share``, ``slow_share`` and ``slow_s`` may be changed while it runs.
+    ``delay_s``, ``fail_share``, ``slow_share`` and ``slow_s`` may be changed while it runs. With
+    ``most_allowed`` it refuses what comes while so many others are answered.
     """
 
     def __init__(self, objects):
@@ -20,6 +21,9 @@ class ObjectServer:
         self.fail_share = 0.0
         self.slow_share = 0.0
         self.slow_s = 0.0
+        self.most_allowed = None
+        self.throttle_status = 503
+        self.throttled = 0
         self.requests = 0
         self.at_once = 0
         self.most_at_once = 0
@@ -57,10 +61,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             owner.most_at_once = max(owner.most_at_once, owner.at_once)
             fails = owner._random.random() < owner.fail_share
             slow = owner._random.random() < owner.slow_share
+            throttled = owner.most_allowed is not None and owner.at_once > owner.most_allowed
+            owner.throttled += throttled
         try:
-            time.sleep(owner.delay_s + (owner.slow_s if slow else 0.0))
+            if not throttled:
+                time.sleep(owner.delay_s + (owner.slow_s if slow else 0.0))
             data = owner.objects.get(self.path.lstrip("/"))
             status = 503 if fails else 404 if data is None else 200
+            status = owner.throttle_status if throttled else status
             body = data if status == 200 else b""
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))

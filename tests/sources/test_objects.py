@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import socket
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from lightning_fastdata.errors import DatasetError, OptionsError
 from tests.sources.object_server import ObjectServer
 
 obstore = pytest.importorskip("obstore")
+boto3 = pytest.importorskip("boto3")
 COUNT = 40
 
 
@@ -68,6 +73,13 @@ def _numbers_to_durations(retry):
         name: timedelta(seconds=value) if name != "base" else value
         for name, value in retry["backoff"].items()
     }
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_a_server_that_refuses_too_many_at_once_is_asked_again(server, status):
+    server.delay_s, server.most_allowed, server.throttle_status = 0.02, 6, status
+    assert in_workers(source_of(server)) == list(range(COUNT))
+    assert server.throttled > 0
 
 
 def test_slow_answers_do_not_hold_up_an_epoch(server):
@@ -152,3 +164,62 @@ def test_other_file_systems_are_read_by_fsspec(server):
     assert in_workers(sources.FsspecSource(urls)) == list(range(COUNT))
     with pytest.raises(OptionsError, match="no URL"):
         sources.FsspecSource([])
+
+
+@pytest.fixture
+def s3():
+    """Moto's S3 server in a process of its own, with a bucket; keys of ObjectSource for it."""
+    pytest.importorskip("moto.server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    config = {
+        "endpoint": f"http://127.0.0.1:{port}",
+        "aws_access_key_id": "key",
+        "aws_secret_access_key": "secret",
+        "region": "us-east-1",
+    }
+    client = boto3.client(
+        "s3",
+        endpoint_url=config["endpoint"],
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+    )
+    ends_s = time.monotonic() + 60
+    while True:
+        try:
+            client.create_bucket(Bucket="bucket")
+            break
+        except Exception:
+            assert process.poll() is None
+            assert time.monotonic() < ends_s
+            time.sleep(0.1)
+    yield client, {"config": config, "client_options": {"allow_http": True}}
+    process.kill()
+    process.wait()
+
+
+def test_objects_in_s3_are_listed_read_and_kept_until_they_change(s3, tmp_path):
+    client, config = s3
+    for index in range(COUNT):
+        client.put_object(Bucket="bucket", Key=f"data/{index:03}.bin", Body=record(index))
+
+    def cached():
+        source = sources.ObjectSource("s3://bucket/data", suffix=".bin", **config)
+        assert list(source.keys) == [f"{index:03}.bin" for index in range(COUNT)]
+        return ld.CachedSource(source, tmp_path)
+
+    first = cached()
+    assert in_workers(first) == list(range(COUNT))
+    again = cached()
+    assert again.folder == first.folder
+    assert again.stored == COUNT
+    # Of the same length, as only its version tells.
+    client.put_object(Bucket="bucket", Key="data/007.bin", Body=bytes(len(record(7))))
+    changed = cached()
+    assert changed.folder != first.folder
+    with pytest.raises(AssertionError):  # decode() finds the new object
+        in_workers(changed)

@@ -1,0 +1,188 @@
+"""Rows of arrays in HDF5 files and Zarr groups."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, imported
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_CHUNKS_KEPT: Final = 8
+_MOST_FILES: Final = 20_000
+
+
+class Hdf5Source(OpenedInEachProcess):
+    """Rows of datasets in an HDF5 file, by h5py: dicts of arrays by name.
+
+    Args:
+        path: Of the file.
+        names: Of the datasets in it, all of one length.
+
+    Raises:
+        OptionsError: h5py is not installed, or there is no name.
+        DatasetError: The file cannot be read, or its datasets differ in length.
+    """
+
+    parallel_reads = 1
+
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+        self.path = os.fspath(path)
+        self.names = list(names)
+        if not self.names:
+            raise OptionsError("Hdf5Source got no names; give those of datasets in the file.")
+        file = self.open()
+        try:
+            lengths = {name: len(file[name]) for name in self.names}
+        except (KeyError, TypeError) as error:
+            raise DatasetError(
+                f"{self.path} has not all of {self.names}: {error}. It has {list(file)}."
+            ) from error
+        finally:
+            file.close()
+        self._length = _common_length(self.path, lengths)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def open(self) -> Any:
+        """Return the file of this process."""
+        h5py = imported("h5py", "Hdf5Source")
+        try:
+            return h5py.File(self.path, "r")
+        except OSError as error:
+            raise DatasetError(f"{self.path} cannot be read as HDF5: {error}.") from error
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return rows; rows that follow each other are read in one call."""
+        file = self.opened()
+        order = sorted(set(indices))
+        rows: dict[int, dict[str, Any]] = {index: {} for index in order}
+        for first, last in _runs(order):
+            for name in self.names:
+                block = file[name][first : last + 1]
+                for index in range(first, last + 1):
+                    # A copy, so that one row does not hold the block.
+                    rows[index][name] = np.array(block[index - first])
+        return [rows[index] for index in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the file and the number of the row."""
+        return f"{self.path}:{','.join(self.names)}[{index}]"
+
+
+def _runs(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and last of each run of numbers that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for number in order:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs
+
+
+class ZarrSource(OpenedInEachProcess):
+    """Rows of the arrays in a Zarr group, by zarr 3: dicts of arrays by name.
+
+    Arrays are stored in chunks of so many rows, each of which is read whole. The last eight are
+    kept in each process; see :class:`ParquetSource` for what a shuffled order means.
+
+    Args:
+        path: Of the group, or an address that zarr opens.
+        names: Of arrays in it, all of one length; None: all there are.
+        **storage_options: For ``zarr.open_group``.
+
+    Raises:
+        OptionsError: zarr is not installed, or has no such version.
+        DatasetError: The group cannot be read, or its arrays differ in length.
+    """
+
+    parallel_reads = 1
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        names: Sequence[str] | None = None,
+        **storage_options: Any,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.storage_options = storage_options
+        group = self._group()
+        self.names = list(names) if names is not None else sorted(dict(group.arrays()))
+        if not self.names:
+            raise DatasetError(f"{self.path} has no arrays; give a group that has some.")
+        try:
+            shapes = {name: group[name].shape for name in self.names}
+            lengths = {name: shape[0] for name, shape in shapes.items()}
+        except (KeyError, AttributeError, IndexError) as error:
+            raise DatasetError(
+                f"{self.path} has not all of {self.names} as arrays of rows: {error!r}. It has "
+                f"{sorted(dict(group.arrays()))}."
+            ) from error
+        self._length = _common_length(self.path, lengths)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def open(self) -> Any:
+        """Return the arrays of this process, and the chunks that were read last."""
+        group = self._group()
+        return {name: group[name] for name in self.names}, OrderedDict()
+
+    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
+        """Return rows."""
+        return [{name: self._row(name, int(index)) for name in self.names} for index in indices]
+
+    def name_of(self, index: int) -> str:
+        """Return the group and the number of the row."""
+        return f"{self.path}:{','.join(self.names)}[{index}]"
+
+    def recognised_by(self) -> tuple[object, ...]:
+        """Return what tells these arrays from others: of files, size and time."""
+        folder, files = Path(self.path), []
+        if folder.is_dir():
+            for path in islice(sorted(folder.rglob("*")), _MOST_FILES):
+                status = path.stat()
+                files.append((os.fspath(path), status.st_size, status.st_mtime_ns))
+        return self.path, self.names, files
+
+    def _group(self) -> Any:
+        zarr = imported("zarr", "ZarrSource")
+        if not hasattr(zarr, "AsyncGroup"):
+            raise OptionsError(f"ZarrSource needs zarr 3; there is {zarr.__version__}.")
+        try:
+            return zarr.open_group(self.path, mode="r", **self.storage_options)
+        except Exception as error:
+            raise DatasetError(
+                f"{self.path} cannot be read as a Zarr group: {type(error).__name__}: {error}."
+            ) from error
+
+    def _row(self, name: str, index: int) -> NDArray[Any]:
+        arrays, kept = self.opened()
+        rows = arrays[name].chunks[0]
+        key = name, index // rows
+        if key in kept:
+            kept.move_to_end(key)
+        else:
+            first = key[1] * rows
+            kept[key] = np.asarray(arrays[name][first : first + rows])
+            while len(kept) > _CHUNKS_KEPT * len(arrays):
+                kept.popitem(last=False)
+        # A copy, so that one row does not hold the chunk.
+        return np.array(kept[key][index % rows])
+
+
+def _common_length(path: str, lengths: dict[str, int]) -> int:
+    if len(set(lengths.values())) > 1:
+        raise DatasetError(f"The arrays of {path} differ in length: {lengths}. Name others.")
+    return next(iter(lengths.values()))
