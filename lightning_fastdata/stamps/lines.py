@@ -38,6 +38,8 @@ _TICKS: Final = 128
 hangs costs nothing."""
 _SWITCH_S: Final = 0.0002
 """How long the looking thread lets others hold the interpreter's lock; 5 ms by default."""
+_LEFT_NS: Final = 200_000_000
+"""A thread that begins no task for so long is looked at no longer."""
 _GIVE_UP_S: Final = 60.0
 """Without a further task, the thread ends."""
 _MOST_LINES: Final = 20
@@ -87,30 +89,36 @@ class LineWatch:
                 self._process, self._round, self._deciding = os.getpid(), None, threading.Lock()
             with self._deciding:
                 current = self._round
-                # A round that has ended by itself stays with its thread as long as that reads.
-                if current is None or (current.over and not current.reading):
-                    self._round = None
+                if current is not None and current.left():
+                    self._close(current)
+                    current = None
+                if current is None:
+                    if time.monotonic_ns() < self._next_ns:
+                        return
                     self._round = current = _Round()
-            if current.thread == threading.get_ident():
-                current.resume()
+                if current.thread == threading.get_native_id():
+                    current.resume()
         except Exception:  # as when no thread can be started
             self._works = False
 
     def end(self) -> tuple[LineTime, ...] | None:
         """Note that it has ended; return where it was, or None if it was not looked at."""
         current = self._round
-        if current is None or not current.reading or current.thread != threading.get_ident():
+        if current is None or not current.reading or current.thread != threading.get_native_id():
             return None
         try:
             seen = current.pause()
             if current.over or current.read_ns >= _ROUND_NS:
-                self._next_ns = time.monotonic_ns() + (self._every - 1) * current.read_ns
-                self._round = None
-                current.close()
+                self._close(current)
             return self._named(seen)
         except Exception:
             self._works = False
             return None
+
+    def _close(self, current: _Round) -> None:
+        self._next_ns = time.monotonic_ns() + (self._every - 1) * current.read_ns
+        self._round = None
+        current.close()
 
     def _named(self, seen: list[_Seen]) -> tuple[LineTime, ...] | None:
         if not seen:
@@ -167,14 +175,16 @@ class _Round:
     """Looks at the thread that makes it, while that reads, until it is closed."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        # Not the interpreter's number of it, which a thread that starts later may get.
+        self.thread = threading.get_native_id()
         self.read_ns = 0
         """Of the tasks that have ended."""
         self.reading = False
         self.over = False
-        self._native_id = threading.get_native_id()
+        self._ident = threading.get_ident()
         self._going = threading.Event()
         self._began_ns = self._looked_ns = self._seen_ns = 0
+        self._paused_ns = time.monotonic_ns()
         self._seen: dict[tuple[object, ...], _Seen] = {}
         self._switch_s = (0.0, 0.0)
         threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
@@ -192,12 +202,18 @@ class _Round:
         """Look no more, and return what was seen since the last time."""
         self.reading = False
         self._going.clear()
-        self.read_ns += time.monotonic_ns() - self._began_ns
+        self._paused_ns = time.monotonic_ns()
+        self.read_ns += self._paused_ns - self._began_ns
         usual_s, ours_s = self._switch_s
         if sys.getswitchinterval() == ours_s:
             sys.setswitchinterval(usual_s)
         seen, self._seen = self._seen, {}
         return list(seen.values())
+
+    def left(self) -> bool:
+        """Tell whether its thread reads no longer, or may have ended."""
+        # A round that has ended by itself stays with its thread as long as that reads.
+        return not self.reading and (self.over or time.monotonic_ns() - self._paused_ns > _LEFT_NS)
 
     def close(self) -> None:
         """Have the thread end."""
@@ -205,7 +221,7 @@ class _Round:
         self._going.set()
 
     def _run(self) -> None:
-        probe = ThreadProbe(self._native_id)
+        probe = ThreadProbe(self.thread)
         # An error would only be printed into the training's output.
         with contextlib.closing(probe), contextlib.suppress(Exception):
             while self._going.wait(_GIVE_UP_S) and not self.over:
@@ -223,7 +239,7 @@ class _Round:
     def _look(self, probe: ThreadProbe) -> None:
         # A frame that is kept keeps the variables in it: it is let go of before anything is waited
         # for.
-        place = place_of(sys._current_frames().get(self.thread))
+        place = place_of(sys._current_frames().get(self._ident))
         now_ns = self._looked_ns = time.monotonic_ns()
         state = probe.state()
         if not self.reading:

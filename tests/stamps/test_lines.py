@@ -328,6 +328,25 @@ def test_threads_that_share_a_watch_are_looked_at_one_at_a_time_and_none_is_forg
         assert any(task.lines for each in found.values() for task in each)
 
 
+def test_a_thread_that_ends_leaves_the_watch_to_others():
+    lines = LineWatch(every=1)
+
+    def read():
+        tasks(TaskWatch(0, 0, None, lines), lambda: time.sleep(0.001), seconds=0.02)
+
+    first = threading.Thread(target=read)
+    first.start()
+    first.join()
+    held = threading.Event()
+    # Another thread gets the number that the interpreter had for the first one.
+    other = threading.Thread(target=held.wait)
+    other.start()
+    found = tasks(TaskWatch(0, 1, None, lines), lambda: time.sleep(0.002), seconds=1.5)
+    held.set()
+    other.join()
+    assert any(task.lines for task in found)
+
+
 def test_where_no_thread_can_be_started_nothing_is_named_and_nothing_fails():
     """Thread after thread is refused by the limit on the address space of their stacks."""
     size = threading.stack_size()
