@@ -307,10 +307,10 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
     while type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
+    if isinstance(dataset, FastImageFolder):
+        return tuple(dataset.files.paths[index] for index in indices)
     # Another class's property may open what is to be opened in the workers.
     listed: object = held(dataset, "samples") or held(dataset, "imgs")
-    if isinstance(dataset, FastImageFolder):
-        listed = dataset.samples
     if not isinstance(listed, Sequence):
         return None
     found = [listed[index] for index in indices]

@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.images.packed import PackedStrings
+from lightning_fastdata.sources.files import begin_to_read
 from lightning_fastdata.sources.source import OpenedInEachProcess, Paths, Raw, as_list
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -52,6 +53,18 @@ class Slices(OpenedInEachProcess):
                 "archive has changed since it was opened; make the source anew."
             )
         return data
+
+    def will_read(self, indices: Sequence[int]) -> None:
+        """Have the system begin to read records that are not in memory."""
+        files = self.opened()
+        for index in indices:
+            for place in self.places_of(index):
+                file, offset, length = self._slices[place].tolist()
+                begin_to_read(files[file], offset, length)
+
+    def places_of(self, index: int) -> range:
+        """Return which slices make a record."""
+        return range(index, index + 1)
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return records."""
@@ -93,15 +106,19 @@ class TarSource(Slices):
         """Return the bytes of files, or dicts of them by extension."""
         if self.parts is None:
             return super().get_bytes(indices)
-        count = len(self.parts)
         return [
-            {part: self.slice(index * count + at) for at, part in enumerate(self.parts)}
+            dict(zip(self.parts, map(self.slice, self.places_of(index)), strict=True))
             for index in indices
         ]
 
+    def places_of(self, index: int) -> range:
+        """Return which slices make a record."""
+        count = 1 if self.parts is None else len(self.parts)
+        return range(index * count, index * count + count)
+
     def name_of(self, index: int) -> str:
         """Return the archive, and the name of the file in it."""
-        return super().name_of(index * (1 if self.parts is None else len(self.parts)))
+        return super().name_of(self.places_of(index)[0])
 
 
 class ZipSource(Slices):

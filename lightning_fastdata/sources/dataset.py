@@ -115,6 +115,8 @@ class _Reads:
         missing = [number for number in numbers if number not in begun]
         if self._threads is not None:
             begun |= {number: self._submit(number) for number in missing}
+        elif hasattr(self._source, "will_read"):
+            self._source.will_read(missing)
         elif len(missing) > 1:
             begun |= self._together(missing)
         self._mine.begun = begun

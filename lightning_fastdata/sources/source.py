@@ -1,4 +1,4 @@
-"""What a source of bytes is, and the simplest one: files."""
+"""What a source of bytes is, and what its adapters have in common."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index as as_index
-from pathlib import Path
 from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
 
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.images.packed import PackedStrings
 
 T = TypeVar("T")
 
@@ -30,7 +28,9 @@ class Source(Protocol):
     """Records by number, as they are stored.
 
     Subclassing is not needed. A source is asked in several processes, and by several threads of
-    each; it may be pickled, and opens what it reads on first use in each process.
+    each; it may be pickled, and opens what it reads on first use in each process. A method
+    ``will_read(indices)``, where there is one, is called before several are asked for one by one,
+    and returns at once: so it can have them read ahead.
     """
 
     parallel_reads: int
@@ -166,30 +166,6 @@ def _answer(question: Callable[[], object]) -> tuple[object, str | None]:
 
 def _send_answer(question: Callable[[], object], pipe: Any) -> None:
     pipe.send(_answer(question))
-
-
-class FileSource:
-    """A file a record.
-
-    Args:
-        paths: Of the files.
-        parallel_reads: As of :class:`Source`; more than 1 for a network file system.
-    """
-
-    def __init__(self, paths: Iterable[str | os.PathLike[str]], *, parallel_reads: int = 1) -> None:
-        self.paths = PackedStrings(os.fspath(path) for path in paths)
-        self.parallel_reads = parallel_reads
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return the contents of files."""
-        return [Path(self.paths[index]).read_bytes() for index in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return the path of a file."""
-        return self.paths[index]
 
 
 def imported(name: str, asked: str) -> Any:

@@ -32,6 +32,7 @@ from lightning_fastdata.host.system_calls import (
     open_anew,
 )
 from lightning_fastdata.randomness.seeds import keep_own_epochs
+from lightning_fastdata.sources.files import ListedFiles
 from lightning_fastdata.torch_internals import set_worker_info
 
 
@@ -118,6 +119,7 @@ class Child:
         """Tasks that came over the wire."""
         self.queue = queue
         self.closed = False
+        self.files = ListedFiles(shared.plan.dataset)
         self.poller = select.epoll()
         self.poller.register(self.wire.fileno(), select.EPOLLIN)
         if queue is not None:  # for each task one of the processes is woken
@@ -153,6 +155,7 @@ class Child:
                 break
             if thread.fetcher.reads_ahead and self.started == 1:
                 thread.fetcher.coming = self._coming()
+            self.files.begin(task[1].indices)
             thread.do(*task)
         if self.started > 1:
             os._exit(0)
