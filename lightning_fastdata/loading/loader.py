@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -26,6 +26,7 @@ from lightning_fastdata.loading.source import (
     reads_with_torch,
 )
 from lightning_fastdata.loading.tuned import LoaderWorkers, tuner_for
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import RankSampler, set_epoch
 from lightning_fastdata.planning.facts.inspection import may_start_processes
@@ -36,7 +37,7 @@ from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.tuning.tuner import Tuner
-from lightning_fastdata.types import Batch, Stage
+from lightning_fastdata.types import Batch, Shuffle, Stage
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
     Args:
         dataset: Map-style or iterable dataset.
         batch_size: Samples per batch; None to take samples (or ready batches) as they come.
-        shuffle: Permute the samples each epoch.
+        shuffle: Permute the samples each epoch; ``"blocks"``: as :class:`BlockShuffleSampler` does.
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
         num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
@@ -125,7 +126,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self,
         dataset: Dataset[Any],
         batch_size: int | None = 1,
-        shuffle: bool | None = None,
+        shuffle: Shuffle | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int | None = None,
@@ -182,6 +183,9 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
+        seed = global_seed() if seed is None else checked_seed(seed)
+        if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
+            sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
         self._inner: Source | None
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
@@ -223,7 +227,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         super().__init__(
             dataset,
             batch_size,
-            shuffle,
+            cast("bool | None", shuffle),  # with a sampler, torch says that it has no use
             sampler,
             batch_sampler,
             num_workers or 0,
@@ -244,7 +248,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             # torch puts a sequential one there; Lightning shares that out among the ranks again.
             vars(self)["sampler"] = inner_sampler
         warn_of_unkeyed(dataset, collate_fn)
-        self.seed = global_seed() if seed is None else checked_seed(seed)
+        self.seed = seed
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch.utils.data import Dataset
+
+    from lightning_fastdata.order.block_shuffle import BlockOrder, Blocks
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
 # one thread of a server CPU), and of 2**30 8 GiB in half a minute. A computed batch costs 30 ns a
@@ -120,7 +122,7 @@ def _add(
     return reduced
 
 
-Order: TypeAlias = NDArray[np.int64] | KeyedPermutation | range
+Order: TypeAlias = "NDArray[np.int64] | KeyedPermutation | BlockOrder | range"
 """Samples in an order: held, computed, or as the dataset has them."""
 
 
@@ -153,6 +155,8 @@ def position_in(order: Order, sample: int) -> int:
         return int(order.positions_of(np.array([sample]))[0])
     if isinstance(order, range):
         return order.index(sample) if sample in order else -1
+    if not isinstance(order, np.ndarray):
+        return order.position_of(sample)
     found = np.flatnonzero(order == sample)
     return int(found[0]) if len(found) else -1
 
@@ -245,6 +249,8 @@ class EpochOrder:
     """This process among ``world_size``."""
     world_size: int = 1
     """Processes that share the epoch."""
+    blocks: Blocks | None = None
+    """Permute within these blocks of the dataset; None: all samples."""
     start: int = 0
     """Samples of this epoch, over all ranks, that were delivered before; they are skipped. With a
     multiple of the global batch size the batches are those of the whole epoch from there on."""
@@ -284,6 +290,8 @@ class EpochOrder:
         """Return the order of all samples of the epoch, over all ranks."""
         if not self.shuffle:
             return range(self.length)
+        if self.blocks is not None:
+            return self.blocks.order(self.seed, self.epoch)
         return epoch_permutation(self.length, self.seed, self.epoch)
 
     def samples_before(self, batches: int) -> int:

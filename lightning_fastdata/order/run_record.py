@@ -200,7 +200,7 @@ class RunRecord:
                 f"The order of the run is that of {self.order}"
                 + (f" on {span.world_size} ranks" if span.world_size > 1 else "")
                 + ", which does not follow from seed and epoch alone here, so that its batches "
-                "cannot be found again. Leave out sampler and batch_sampler."
+                'cannot be found again. Leave out sampler, batch_sampler and shuffle="blocks".'
             )
         return EpochOrder(
             length=self.length,

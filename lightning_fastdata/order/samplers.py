@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.order.block_shuffle import Blocks, BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import (
     EpochOrder,
     Order,
@@ -135,6 +136,7 @@ class RankSampler(DistributedSampler[Any]):
         rank: This one.
         seed: Seed of the run.
         drop_last: Leave out the last global batch if it is not full.
+        blocks: Shuffle within these blocks of the dataset. Default: all samples.
     """
 
     def __init__(
@@ -146,11 +148,13 @@ class RankSampler(DistributedSampler[Any]):
         rank: int,
         seed: int = 0,
         drop_last: bool = False,
+        blocks: Blocks | None = None,
     ) -> None:
         super().__init__(
             cast("Any", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=drop_last
         )
         self.batch_size = batch_size
+        self.blocks = blocks
 
     @property
     def order(self) -> EpochOrder:
@@ -164,6 +168,7 @@ class RankSampler(DistributedSampler[Any]):
             rank=self.rank,
             world_size=self.num_replicas,
             equal_counts=True,
+            blocks=self.blocks,
         )
 
     def __iter__(self) -> Iterator[int]:
@@ -200,8 +205,8 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
 def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
     """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
 
-    It is for ``BatchSampler`` over ``ShuffleSampler`` or ``SequentialSampler``, and for
-    :class:`RankBatchSampler`.
+    It is for ``BatchSampler`` over ``ShuffleSampler``, ``BlockShuffleSampler`` or
+    ``SequentialSampler``, and for :class:`RankBatchSampler`.
     """
     if type(batch_sampler) is RankBatchSampler:
         share = batch_sampler.sampler
@@ -209,8 +214,11 @@ def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
+    blocks = None
     if type(sampler) is ShuffleSampler and sampler.epoch == epoch:
         seed = sampler.seed
+    elif type(sampler) is BlockShuffleSampler and sampler.epoch == epoch:
+        seed, blocks = sampler.seed, sampler.blocks
     elif type(sampler) is SequentialSampler:
         seed = 0
     else:
@@ -220,8 +228,9 @@ def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
         batch_size=batch_sampler.batch_size,
         seed=seed,
         epoch=epoch,
-        shuffle=type(sampler) is ShuffleSampler,
+        shuffle=type(sampler) is not SequentialSampler,
         drop_last=batch_sampler.drop_last,
+        blocks=blocks,
     )
 
 
@@ -274,6 +283,8 @@ def _sampled_order(sampler: object) -> Order | None:
         return range(len(sampler.data_source))
     if type(sampler) is ShuffleSampler:
         return epoch_permutation(len(sampler.data_source), sampler.seed, sampler.epoch)
+    if type(sampler) is BlockShuffleSampler:
+        return sampler.blocks.order(sampler.seed, sampler.epoch)
     if type(sampler) is RandomSampler and not sampler.replacement:
         length = len(sampler.data_source)
         generator = sampler.generator

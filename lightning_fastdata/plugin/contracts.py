@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.run_record import RunRecord
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.plugin.guard.prediction import GuardPolicy
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Shuffle, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class DataModule(Protocol):
     chooses_batch_size: bool
     """No batch size was asked for; that of now is one to begin with."""
     options: LoaderOptions | dict[Stage, LoaderOptions]
-    shuffle: bool | Mapping[str, bool] | None
+    shuffle: Shuffle | Mapping[str, Shuffle] | None
     cache: CacheFolder | None
     collate_fn: Callable[[list[Any]], Any] | None
     drop_last: bool

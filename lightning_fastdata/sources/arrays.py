@@ -43,6 +43,7 @@ class Hdf5Source(OpenedInEachProcess):
         file = self.open()
         try:
             lengths = {name: len(file[name]) for name in self.names}
+            rows = [(file[name].chunks or [1])[0] for name in self.names]
         except (KeyError, TypeError) as error:
             raise DatasetError(
                 f"{self.path} has not all of {self.names}: {error}. It has {list(file)}."
@@ -50,9 +51,14 @@ class Hdf5Source(OpenedInEachProcess):
         finally:
             file.close()
         self._length = _common_length(self.path, lengths)
+        self._rows_together = max(rows)
 
     def __len__(self) -> int:
         return self._length
+
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first row of each chunk; None: they hold one, or there are none."""
+        return _blocks(self._length, self._rows_together)
 
     def open(self) -> Any:
         """Return the file of this process."""
@@ -130,9 +136,14 @@ class ZarrSource(OpenedInEachProcess):
                 f"{sorted(dict(group.arrays()))}."
             ) from error
         self._length = _common_length(self.path, lengths)
+        self._rows_together = max(group[name].chunks[0] for name in self.names)
 
     def __len__(self) -> int:
         return self._length
+
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first row of each chunk; None: a chunk holds one."""
+        return _blocks(self._length, self._rows_together)
 
     def open(self) -> Any:
         """Return the arrays of this process, and the chunks that were read last."""
@@ -180,6 +191,11 @@ class ZarrSource(OpenedInEachProcess):
                 kept.popitem(last=False)
         # A copy, so that one row does not hold the chunk.
         return np.array(kept[key][index % rows])
+
+
+def _blocks(length: int, rows: int) -> Sequence[int] | None:
+    """Return where blocks begin that hold the longest of the arrays' chunks."""
+    return range(0, length, rows) if rows > 1 else None
 
 
 def _common_length(path: str, lengths: dict[str, int]) -> int:

@@ -79,6 +79,11 @@ class SourceDataset(Dataset[Any]):
         numbers = [int(index) % count for index in indices if -count <= int(index) < count]
         self._here().begin(numbers)
 
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first sample of each block that the source stores; None: it does not say."""
+        starts = getattr(self.source, "block_starts", None)
+        return None if starts is None else starts()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reads": None}
 

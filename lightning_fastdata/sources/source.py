@@ -30,7 +30,9 @@ class Source(Protocol):
     Subclassing is not needed. A source is asked in several processes, and by several threads of
     each; it may be pickled, and opens what it reads on first use in each process. A method
     ``will_read(indices)``, where there is one, is called before several are asked for one by one,
-    and returns at once: so it can have them read ahead.
+    and returns at once: so it can have them read ahead. A method ``block_starts()``
+    returns the first record of each group that is read as a whole, increasing from 0, or None: for
+    ``shuffle="blocks"``.
     """
 
     parallel_reads: int

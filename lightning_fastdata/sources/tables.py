@@ -95,8 +95,8 @@ class ParquetSource(OpenedInEachProcess):
     """The rows of Parquet files, by pyarrow: dicts of values by column.
 
     Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
-    nearly every row. The last eight groups are kept in each process. Read in blocks, or write files
-    with small groups (``row_group_size``), or cache the samples.
+    nearly every row. The last eight groups are kept in each process. Use ``shuffle="blocks"``, or
+    write files with small groups (``row_group_size``), or cache the samples.
 
     Args:
         paths: Of the files.
@@ -126,6 +126,12 @@ class ParquetSource(OpenedInEachProcess):
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def block_starts(self) -> list[int]:
+        """Return the first row of each group."""
+        counts = self._groups[:, 2]
+        starts: list[int] = (self._ends - counts)[counts > 0].tolist()
+        return starts
 
     def open(self) -> Any:
         """Return the files of this process, and the groups that were read last."""

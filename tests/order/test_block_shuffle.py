@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import lightning_fastdata as ld
 from lightning_fastdata import BlockShuffleSampler, sources
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.order.epoch_order import EpochOrder
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,3 +123,127 @@ def test_groups_of_a_table_are_read_few_times(tmp_path, monkeypatch):
     rows = torch.cat(list(DataLoader(dataset, 32, sampler=sampler))).tolist()
     assert sorted(rows) == list(range(1000))
     assert sorted(reads) == list(range(20))
+
+
+class Stored(torch.utils.data.Dataset):
+    """Numbers that are stored in groups of these sizes."""
+
+    def __init__(self, sizes, first=0):
+        self.starts = np.cumsum([0, *sizes])[:-1].tolist()
+        self.length, self.first = sum(sizes), first
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.first + index
+
+    def samples(self):
+        return range(self.first, self.first + self.length)
+
+    def block_starts(self):
+        return self.starts
+
+    def group_of(self, sample):
+        return int(np.searchsorted(self.starts, sample - self.first, side="right")) - 1
+
+
+class Standing(torch.utils.data.Dataset):
+    """Stands for another dataset, sample by sample."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+SIZES = st.lists(st.integers(1, 9), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes=st.lists(SIZES, min_size=1, max_size=3), data=st.data())
+def test_groups_are_found_through_what_stands_before_the_dataset(sizes, data):
+    """So many groups at once: any part of the order that ends a run of them has whole groups."""
+    firsts = np.cumsum([0, *map(sum, sizes)])[:-1].tolist()
+    parts = [Stored(*pair) for pair in zip(sizes, firsts, strict=True)]
+    whole = parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    groups = [(n, part.group_of(s)) for n, part in enumerate(parts) for s in part.samples()]
+    samples = list(range(len(groups)))
+    if data.draw(st.booleans()):
+        samples = data.draw(st.permutations(samples).map(lambda them: them[: len(them) // 2]))
+        whole = Subset(whole, samples)
+    if data.draw(st.booleans()):
+        whole = Standing(whole)
+    at_once = data.draw(st.integers(1, 5))
+    sampler = BlockShuffleSampler(whole, blocks_at_once=at_once, seed=data.draw(st.integers(0, 9)))
+    order = list(sampler)
+    assert sorted(order) == list(range(len(whole)))
+    met = [groups[samples[position]] for position in order]
+    runs = [[]]
+    for group in met:
+        if group not in runs[-1] and len(runs[-1]) == at_once:
+            runs.append([])
+        if group not in runs[-1]:
+            runs[-1].append(group)
+    seen = [group for run in runs for group in run]
+    assert len(seen) == len(set(seen))  # no group is come back to
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=SIZES, at_once=st.integers(1, 5), epoch=st.integers(0, 5), data=st.data())
+def test_a_part_of_the_order_and_the_place_of_a_sample_are_those_of_the_whole(
+    sizes, at_once, epoch, data
+):
+    dataset = Stored(sizes)
+    if data.draw(st.booleans()):
+        dataset = Subset(dataset, list(range(len(dataset)))[::-2])
+    blocks = BlockShuffleSampler(dataset, blocks_at_once=at_once).blocks
+    order = blocks.order(3, epoch)
+    whole = order[:].tolist()
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    assert order[start:stop].tolist() == whole[start:stop]
+    assert [order.position_of(sample) for sample in whole] == list(range(len(whole)))
+    assert order.position_of(-1) == order.position_of(len(whole)) == -1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_ranks_share_the_batches_of_one(ranks, drop_last):
+    data = Stored([7, 3, 9, 1, 12, 5, 4, 6, 8, 2, 3])
+    blocks = BlockShuffleSampler(data, blocks_at_once=3).blocks
+    how = {"seed": 4, "epoch": 2, "drop_last": drop_last, "length": len(data), "blocks": blocks}
+    alone = list(EpochOrder(batch_size=12, **how).batches())
+    each = [
+        list(EpochOrder(batch_size=12 // ranks, rank=rank, world_size=ranks, **how).batches())
+        for rank in range(ranks)
+    ]
+    assert alone[0].tolist() == list(blocks.order(4, 2)[:12])
+    together = [np.concatenate(parts).tolist() for parts in zip(*each, strict=True)]
+    assert together == [batch.tolist() for batch in alone]
+
+
+@pytest.mark.parametrize(
+    "starts", [[], [1, 2], [0, 0], [0, 2, 1], [0, 5], [0.0, 2.0], [[0, 1]], "texts"]
+)
+def test_blocks_that_cannot_be_are_refused(starts):
+    data = Stored([2, 3])
+    data.starts = starts
+    with pytest.raises(DatasetError, match=r"block_starts\(\) of Stored returned"):
+        BlockShuffleSampler(data)
+
+
+def test_data_that_does_not_say_how_it_is_stored_is_shuffled_8000_together():
+    order = np.array(list(BlockShuffleSampler(range(20_000))))
+    for start in range(0, 20_000, 8000):
+        blocks = np.unique(order[start : start + 8000] // 100)
+        assert len(blocks) == min(80, (20_000 - start) // 100)
+
+
+def test_a_large_seed_counts_to_its_last_digit():
+    one, other = (list(BlockShuffleSampler(range(50), 5, seed=2**63 + n)) for n in (0, 1))
+    assert one != other

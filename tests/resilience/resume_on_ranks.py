@@ -15,14 +15,22 @@ from pathlib import Path
 import torch
 from conformance.forked_ranks import on_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
-from resilience.cells import LOADERS, Module
+from resilience.cells import LOADERS, Images, Module
 from resilience.runs import Recorder, train
+
+
+class InGroups(Images):
+    """Stored in groups of four samples, as those of a table are."""
+
+    def block_starts(self):
+        return range(0, len(self), 4)
 
 
 def run(folder, ranks, *, name, loader, batch_size, steps, resume=None, length, **about):
     """Train for so many steps in all; save at the last one, and record what each rank took."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    data = Module(LOADERS[loader], batch_size=batch_size, length=length, **about)
+    dataset = InGroups if about.get("shuffle") == "blocks" else Images
+    data = Module(LOADERS[loader], dataset=dataset, batch_size=batch_size, length=length, **about)
     save = ModelCheckpoint(folder, name, every_n_train_steps=steps, enable_version_counter=False)
     model = Recorder(folder / f"{name}-{rank}")
     train(

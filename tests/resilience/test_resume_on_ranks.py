@@ -19,8 +19,8 @@ LENGTH = 44
 STEPS, LAST = 6, 14
 
 
-def settings(name, ranks, steps, *, resume=None, loader="inline"):
-    about = {"loader": loader, "batch_size": GLOBAL // ranks, "length": LENGTH}
+def settings(name, ranks, steps, *, resume=None, loader="inline", **more):
+    about = {**more, "loader": loader, "batch_size": GLOBAL // ranks, "length": LENGTH}
     return {"name": name, "steps": steps, "resume": resume, **about}
 
 
@@ -41,6 +41,16 @@ def folder(tmp_path_factory):
     two.append(settings("one-3-two-5", 2, 5, resume="one-3"))
     one = [settings(f"two-{n}-one", 1, LAST, resume=f"two-{n}") for n in stops]
     one.append(settings("one-3-two-5-one", 1, LAST, resume="one-3-two-5"))
+    # Shuffled in blocks: begun on one rank or two, and gone on with on the other.
+    blocks = {"shuffle": "blocks"}
+    begin += [settings("block", 1, LAST, **blocks), settings("block-3", 1, 3, **blocks)]
+    two += [
+        settings("blocks", 2, LAST, **blocks),
+        settings("blocks-3", 2, 3, loader="workers-1", **blocks),
+        settings("blocks-3-two", 2, LAST, resume="blocks-3", **blocks),
+        settings("block-3-two", 2, LAST, resume="block-3", **blocks),
+    ]
+    one.append(settings("blocks-3-one", 1, LAST, resume="blocks-3", **blocks))
     launched(PROGRAM, str(folder), json.dumps([(1, begin), (2, two), (1, one)]))
     return folder
 
@@ -69,6 +79,17 @@ def test_another_number_of_ranks_goes_on_with_what_was_left(folder, stop, run):
     straight = samples(folder, "one")
     assert len(straight) == LAST
     assert samples(folder, run.format(stop)) == straight[stop:]
+
+
+@pytest.mark.parametrize("run", ["block-3-two", "blocks-3-two", "blocks-3-one"])
+def test_a_shuffle_in_blocks_goes_on_on_any_number_of_ranks(folder, run):
+    straight = samples(folder, "block")
+    assert samples(folder, "blocks") == straight
+    assert samples(folder, run) == straight[3:]
+    epoch = [sample for _, step in straight[:6] for sample in step]
+    assert sorted(epoch) == list(range(LENGTH))
+    # 44 samples in groups of four, of which eight are shuffled together: the first four steps.
+    assert len({sample // 4 for sample in epoch[:32]}) == 8
 
 
 def test_the_number_of_ranks_may_change_more_than_once(folder):

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.host.usage import Clocks
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import ShuffleSampler
 from lightning_fastdata.randomness.generators import kept_random_state
@@ -137,6 +138,9 @@ def probe_indices(
     elif batch_sampler is not None:
         if peek:
             keys = [key for batch in islice(batch_sampler, count) for key in list(batch)[:1]]
+    elif type(sampler) is BlockShuffleSampler:
+        # As the epoch reads them: the rest of a block comes from where its first sample came from.
+        return list(islice(sampler, count))
     elif sampler is None or type(sampler) in _OF_POSITIONS:
         keys = range(dataset_length(dataset) or 0)
     elif isinstance(sampler, list | tuple | range):

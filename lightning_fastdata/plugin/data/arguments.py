@@ -15,7 +15,7 @@ from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Shuffle, Stage
 
 C = TypeVar("C", bound=type)
 LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
@@ -70,8 +70,8 @@ def take_batch_size(module: DataModule, batch_size: object) -> None:
     module.batch_size = 32 if module.chooses_batch_size else checked_batch_size(batch_size)
 
 
-def checked_shuffle(shuffle: object) -> bool | Mapping[str, bool] | None:
-    """Return whether to shuffle: training, or the stages of a dict; None: training is shuffled.
+def checked_shuffle(shuffle: object) -> Shuffle | Mapping[str, Shuffle] | None:
+    """Return how to shuffle: training, or the stages of a dict; None: training is shuffled.
 
     Raises:
         OptionsError: It is something else, or names a stage that does not exist.
@@ -79,16 +79,16 @@ def checked_shuffle(shuffle: object) -> bool | Mapping[str, bool] | None:
     if isinstance(shuffle, Mapping):
         _check_stages("shuffle", shuffle)
     values = shuffle.values() if isinstance(shuffle, Mapping) else (shuffle,)
-    if not all(isinstance(value, bool | None) for value in values):
+    if not all(isinstance(value, bool | None) or value == "blocks" for value in values):
         raise OptionsError(
-            f"shuffle={shuffle!r} has to be True or False, for training, or a dict of them by "
-            f"stage ({', '.join(STAGES)})."
+            f'shuffle={shuffle!r} has to be True, False or "blocks", for training, or a dict '
+            f"of them by stage ({', '.join(STAGES)})."
         )
     return shuffle  # type: ignore[return-value]  # each value was looked at
 
 
-def shuffles(shuffle: bool | Mapping[str, bool] | None, stage: Stage) -> bool | None:
-    """Return whether a stage is to be shuffled; None: the user did not say."""
+def shuffles(shuffle: Shuffle | Mapping[str, Shuffle] | None, stage: Stage) -> Shuffle | None:
+    """Return how a stage is to be shuffled; None: the user did not say."""
     if isinstance(shuffle, Mapping):
         return shuffle.get(stage)
     return shuffle if stage == "train" else None

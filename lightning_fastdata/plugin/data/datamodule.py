@@ -40,7 +40,7 @@ from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName, TransferHooks
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
-from lightning_fastdata.types import STAGES, Stage
+from lightning_fastdata.types import STAGES, Shuffle, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -74,7 +74,7 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         persistent_workers: As above.
         prefetch_factor: As above.
         shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
-            Default: training is, nothing else.
+            ``"blocks"``: as :class:`BlockShuffleSampler` does. Default: training is, nothing else.
         augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
             ``nn.Module`` that takes a batch and returns it. For training only, or a dict with
             stages (``train``, ``val``, ``test``, ``predict``) as keys.
@@ -115,7 +115,7 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         pin_memory: bool | Auto | None = None,
         persistent_workers: bool | Auto | None = None,
         prefetch_factor: int | Auto | None = None,
-        shuffle: bool | Mapping[str, bool] | None = None,
+        shuffle: Shuffle | Mapping[str, Shuffle] | None = None,
         augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
         augment_on: AugmentOn = "auto",
         image: str | int | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
 from lightning_fastdata.order.samplers import (
     EvaluationBatchSampler,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.planning.loader_plan import LoaderPlan
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Shuffle, Stage
 
 _NEEDS_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 _REPLACED_BY_BATCH_SAMPLER: Final = ("batch_size", "sampler", "drop_last")
@@ -41,7 +42,7 @@ def build_loader(
     plan: LoaderPlan,
     settings: Mapping[str, Any],
     overrides: Mapping[str, Any],
-    shuffle: bool | None = None,
+    shuffle: Shuffle | None = None,
     trainer: Trainer | None = None,
 ) -> FastDataLoader:
     """Return the loader; a sharing strategy that was planned is set for the whole process.
@@ -65,17 +66,19 @@ def build_loader(
     stream = isinstance(dataset, IterableDataset)
     if stream and shuffle:
         raise OptionsError(
-            f"shuffle=True, but {type(dataset).__name__} is a stream, which has no index to "
+            f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream, which has no index to "
             "shuffle. Shuffle in the stream, and leave out shuffle."
         )
     shuffled = not stream and (stage == "train" if shuffle is None else shuffle)
     arguments |= _without(overrides, () if plan.num_workers else _NEEDS_WORKERS)
+    given = arguments.get("sampler")
+    by_blocks = type(given) is BlockShuffleSampler and given.data_source is sized
     ordered = any(arguments.get(name) is not None for name in _ORDERS)
     spread = trainer is not None and trainer.world_size > 1 and spreads_samples(trainer)
     batches = not stream and arguments["batch_size"] is not None
     evaluates = spread and stage != "train" and batches and not (ordered or shuffled)
     share = None
-    if stage == "train" and shuffled and spread and batches and not ordered:
+    if stage == "train" and spread and batches and (by_blocks or (shuffled and not ordered)):
         share = _share_of_rank(sized, arguments, cast("Trainer", trainer))
     if share is not None:
         arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": share}
@@ -102,15 +105,36 @@ def _share_of_rank(
     drop_last = arguments["drop_last"]
     if not (drop_last or can_share_evenly(len(dataset), size, ranks)):
         return None
+    given = arguments.get("sampler")
+    by_blocks = given if isinstance(given, BlockShuffleSampler) else None
     sampler = RankSampler(
         dataset,
         batch_size=size,
         num_replicas=ranks,
         rank=int(kwargs["rank"]),
-        seed=arguments["seed"],
+        seed=arguments["seed"] if by_blocks is None else by_blocks.seed,
         drop_last=drop_last,
+        blocks=None if by_blocks is None else by_blocks.blocks,
     )
     return RankBatchSampler(sampler, size, drop_last)
+
+
+def shuffled_in_blocks(
+    dataset: Dataset[Any], overrides: Mapping[str, Any], shuffle: Shuffle | None, seed: int
+) -> dict[str, Any]:
+    """Return the overrides of a loader, with a sampler where it is shuffled in blocks.
+
+    Raises:
+        OptionsError: ``shuffle`` is something impossible.
+    """
+    own = dict(overrides)
+    shuffle = own.get("shuffle", shuffle)
+    ordered = any(own.get(name) is not None for name in ("sampler", "batch_sampler"))
+    stream = isinstance(dataset, IterableDataset)
+    if is_in_blocks(shuffle) and not (ordered or stream):
+        own.pop("shuffle", None)
+        own["sampler"] = BlockShuffleSampler(cast("Sized", dataset), seed=seed)
+    return own
 
 
 def bad_samples_of(plan: LoaderPlan, trainer: Trainer | None) -> BadSamples:

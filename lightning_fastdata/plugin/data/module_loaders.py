@@ -39,7 +39,11 @@ from lightning_fastdata.plugin.data.datasets import (
     refuse_loaders,
     taken_apart,
 )
-from lightning_fastdata.plugin.data.loaders import build_loader, settle_sharing
+from lightning_fastdata.plugin.data.loaders import (
+    build_loader,
+    settle_sharing,
+    shuffled_in_blocks,
+)
 from lightning_fastdata.plugin.data.progress import TrainingProgress, TrainingRun
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
@@ -131,6 +135,8 @@ class ModuleLoaders:
         check_dataset(dataset, name, ordered=any(order is not None for order in orders))
         refuse_empty(dataset, name)
         dataset = self._cached(module, dataset, stage, name)
+        shuffle = shuffles(module.shuffle, stage)
+        overrides = shuffled_in_blocks(dataset, overrides, shuffle, seed)
         spec, overrides = self._spec(module, dataset, name, stage, overrides)
         against = hook_against_device(module)
         of = StagePlan(spec=spec, seed=seed, against=against, trainer=trainer)
@@ -165,7 +171,7 @@ class ModuleLoaders:
             plan=plan,
             settings=settings,
             overrides=overrides,
-            shuffle=shuffles(module.shuffle, stage),
+            shuffle=shuffle,
             trainer=trainer,
         )
         self._pipelines.placing.opened(stage, loader)

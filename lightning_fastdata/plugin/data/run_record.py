@@ -17,8 +17,10 @@ from lightning_fastdata.augment import SwitchedTransform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.resume import own_version
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.run_record import RunRecord, RunSpan
+from lightning_fastdata.order.samplers import RankSampler
 from lightning_fastdata.plugin.data.progress import KEY
 from lightning_fastdata.plugin.seams.loaders import flattened
 
@@ -131,6 +133,8 @@ def _order_name(batch_sampler: object, seed: int) -> str:
     if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__name__ in _PLAIN:
         sampler = batch_sampler.sampler
     name = type(sampler).__name__
+    if isinstance(sampler, RankSampler) and sampler.blocks is not None:
+        name = BlockShuffleSampler.__name__
     return (
         f"{name}(seed={sampler.seed})"
         if isinstance(sampler, _Seeded) and sampler.seed != seed
