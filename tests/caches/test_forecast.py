@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 import lightning_fastdata as ld
 from lightning_fastdata import cli
-from lightning_fastdata.caches.forecast import Forecast, forecast_caches
+from lightning_fastdata.caches.forecast import Forecast, forecast_caches, forecast_time, why_not
 from lightning_fastdata.errors import DatasetError
 
 
@@ -56,6 +56,29 @@ def test_it_is_paid_back_when_it_has_cost_less_than_it_saved(made, first, later)
     assert after >= 1
     with_cache, without = first + (after - 1) * later, made * after
     assert with_cache <= without * (1 + 1e-9) + 1e-6
+
+
+def test_waits_count_as_time(tmp_path):
+    class Waits(Slow):
+        def __getitem__(self, index):
+            time.sleep(0.004)
+            return torch.full((100,), float(index))
+
+    found = forecast_time(Waits(), str(tmp_path), budget_s=0.2)
+    assert found.made_ms >= 4 > found.later_ms
+    assert found.total_bytes == 50 * 400
+    assert "ms of time a sample" in str(found)
+
+
+@given(ms, ms, ms, st.floats(1, 10), st.floats(0.5, 2), st.floats(0.5, 2))
+def test_a_cache_is_worth_it_if_it_is_quick_fits_and_is_paid_back(
+    made, first, later, epochs, disk, memory
+):
+    forecast = Forecast("", 1.0, made, first, later)
+    after = forecast.paid_back_epochs
+    refused = why_not(forecast, disk_bytes=disk, memory_bytes=memory, epochs=epochs)
+    worth = made >= 2 * later and disk >= 1 and memory >= 1
+    assert (refused is None) == (worth and after is not None and after <= epochs)
 
 
 def folder_of(root, **options):

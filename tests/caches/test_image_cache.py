@@ -73,8 +73,15 @@ def test_files_are_read_once(root, tmp_path):
     assert torch.equal(wanted, all_of(kept, 1))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("loader", [DataLoader, ld.FastDataLoader])
+@pytest.mark.parametrize(
+    ("loader", "method"),
+    [
+        (DataLoader, "fork"),
+        (ld.FastDataLoader, "fork"),
+        (ld.FastDataLoader, "spawn"),
+        pytest.param(DataLoader, "spawn", marks=pytest.mark.slow),  # imports everything anew
+    ],
+)
 def test_workers_share_what_is_kept(root, tmp_path, method, loader):
     kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
     plain = folder_of(root, shorter_side=48, resample="exact")

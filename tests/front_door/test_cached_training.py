@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -160,3 +162,74 @@ def test_what_is_in_memory_is_not_filled_before(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ends with this command" in done.stderr
+
+
+class Computes(torch.utils.data.Dataset):
+    """Takes 4 ms for a sample, and may draw."""
+
+    def __init__(self, draws=False):
+        self.draws = draws
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return torch.full((50,), float(index)) + (torch.rand(1) if self.draws else 0), index
+
+
+class Ready(torch.utils.data.Dataset):
+    """Has its samples at hand."""
+
+    rows = torch.arange(40.0).view(40, 1).expand(40, 50)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.rows[index], index
+
+
+def fit_auto(dataset, cache="auto", epochs=3):
+    data = ld.FastDataModule.from_datasets(dataset, batch_size=5, seed=1, cache=cache)
+    module = Seen()
+    trainer = Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return module.seen, data.explain()
+
+
+@pytest.mark.filterwarnings("ignore:.*a sample waits")
+def test_auto_keeps_samples_where_it_pays(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(tmp_path))
+    wanted, _ = fit_auto(Computes(), None)
+    seen, said = fit_auto(Computes())
+    assert seen == wanted
+    assert "samples are kept (cache='auto'): samples as the dataset returns them: " in said
+    assert "40 of 40" in said
+    assert "samples are kept (cache='auto')" in "".join(capfd.readouterr())
+    seen, said = fit_auto(Computes())
+    assert seen == wanted
+    assert "an earlier run has kept 40 of 40" in said
+
+
+@pytest.mark.parametrize(
+    ("dataset", "epochs", "why"),
+    [
+        (Ready(), 3, "a kept sample takes"),
+        (Computes(), 1, r"paid back after \d\.\d epochs, of 1"),
+        (Computes(draws=True), 3, "Computes draws at random"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*a sample waits")
+def test_auto_keeps_nothing_where_it_does_not_pay(dataset, epochs, why, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(tmp_path))
+    _, said = fit_auto(dataset, epochs=epochs)
+    assert re.search(rf"samples are not kept \(cache='auto'\): .*{why}", said)
+    assert not list(tmp_path.rglob("*.bin"))

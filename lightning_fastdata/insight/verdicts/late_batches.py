@@ -129,7 +129,7 @@ def _latency(e: Evidence) -> Finding | None:
         "FD303",
         e.stall_share,
         of_wait(e, share, "waiting for storage, a network or a lock") + _where(e, blocked=True),
-        "keep the data on a local disk, or cache it (FastDataModule(cache=...))",
+        "keep the data on a local disk, or cache it (FastDataModule(cache='auto'))",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
     )
@@ -149,8 +149,8 @@ def _bandwidth(e: Evidence) -> Finding | None:
         "FD304",
         e.stall_share,
         cause + _where(e, blocked=True),
-        "find the lock, or read less: cache samples (FastDataModule(cache=...)), or keep the data "
-        "on a local disk",
+        "find the lock, or read less: cache samples (FastDataModule(cache='auto')), or keep the "
+        "data on a local disk",
         remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
         "the number of workers: more of them read no more",
     )
@@ -168,7 +168,7 @@ def _transforms(e: Evidence) -> str:
     top = e.operations[0] if e.operations else None
     named = f" ({top.name} takes {top.share:.0%} of reading)" if top is not None else ""
     device = ", augmentation on the device," if e.device_could_augment else ""
-    return f"cheaper transforms{named}{device} or FastDataModule(cache=...)"
+    return f"cheaper transforms{named}{device} or FastDataModule(cache='auto')"
 
 
 def _gain_of_transforms(e: Evidence) -> Gain | None:

@@ -96,7 +96,8 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
             Albumentations drew runs there, too. The batches are the same in any case.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
-            make them again: ``"disk"``, ``"ram"`` or a folder. See :class:`CachedDataset`.
+            make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
+            samples show that it pays. See :class:`CachedDataset`.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.

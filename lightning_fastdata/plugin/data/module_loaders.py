@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.caches.image_cache import cache_of, with_cache
+from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.loading.tuned import tuner_for
@@ -30,6 +30,7 @@ from lightning_fastdata.plugin.data.arguments import (
     take_over_hyperparameters,
     warn_of_lost_batch_size,
 )
+from lightning_fastdata.plugin.data.cache_choice import kept
 from lightning_fastdata.plugin.data.datasets import (
     DATASET_METHOD,
     Constant,
@@ -87,7 +88,8 @@ class ModuleLoaders:
         """By name of the dataset and size of its batches: a loader that is made anew is as its
         tuner has left the last."""
 
-        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any]]] = {}
+        self._caches: dict[str, tuple[Dataset[Any], Dataset[Any], str | None]] = {}
+        """By name: a dataset, the same with a cache, and what was decided about it."""
 
     def __getstate__(self) -> dict[str, object]:
         # What was learned is of loaders and a trainer of this process.
@@ -185,10 +187,12 @@ class ModuleLoaders:
         again = stage in ("train", "val") and not isinstance(dataset, IterableDataset)
         if module.cache is None or not again or gatherable(dataset):
             return dataset
-        known, cached = self._caches.get(name, (None, dataset))
+        known, cached, _ = self._caches.get(name, (None, dataset, None))
         if known is not dataset:
-            cached = with_cache(dataset, module.cache)
-            self._caches[name] = dataset, cached
+            cached, decided = kept(dataset, module.cache, module.trainer)
+            self._caches[name] = dataset, cached, decided
+            if decided is not None:
+                _tell(module.trainer, name, decided)
         return cached
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
@@ -246,9 +250,10 @@ class ModuleLoaders:
             for (name, _), tuner in self._tuners.items()
             if tuner.moves
         ]
-        for name, (_, cached) in self._caches.items():
+        for name, (_, cached, decided) in self._caches.items():
             cache = cache_of(cached)
-            parts += [] if cache is None else [f"{name}\n{cache.explain()}"]
+            said = [decided, None if cache is None else cache.explain()]
+            parts += ["\n".join([name, *filter(None, said)])] if any(said) else []
         parts += self._pipelines.explain(module.trainer, datasets)
         return "\n\n".join([*parts, self._prefetching.explain()])
 
