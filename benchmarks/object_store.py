@@ -6,7 +6,7 @@ A server in a process of its own on this machine (aiohttp) waits so many millise
 answer. Photographs of about 480 x 375 px, decoded by PIL, RandomResizedCrop(224), shuffled batches
 of 64. "ours" is ``FastDataModule`` over ``SourceDataset(ObjectSource(...))`` and, without a server,
 over ``FileSource``; "kept on disk" reads what ``CachedSource`` kept in the epochs before. torch's
-rows read one object a sample with obstore, as most datasets do. Images per second of the third
+rows read one object a sample, as most datasets do, with obstore or fsspec. Images per second of the third
 epoch, and CPU milliseconds an image of the training and its workers, without the server. Server and
 loader share the CPUs: what the server takes an image is printed, because no loader here can be as
 fast as local files with that beside it.
@@ -88,6 +88,17 @@ class OneByOne(Dataset):
         return decode(bytes(obstore.get(self.store, self.keys[index]).bytes()), index)
 
 
+class ByFsspec(OneByOne):
+    """The same by fsspec, whose client is of aiohttp."""
+
+    def __getitem__(self, index):
+        import fsspec
+
+        if self.store is None:
+            self.store = fsspec.filesystem("http")
+        return decode(self.store.cat_file(f"{self.url}/{self.keys[index]}"), index)
+
+
 def cpu_s() -> float:
     me = psutil.Process()
     times = [
@@ -164,6 +175,7 @@ def main() -> None:
             "ours, kept on disk": partial(kept, source, server),
             "torch, 2 workers": partial(torchs, plain, 2, server),
             "torch, 16 workers": partial(torchs, plain, 16, server),
+            "torch, 16 workers, fsspec": partial(torchs, ByFsspec(url, keys), 16, server),
         }
         found = {name: [] for name in contenders}
         said = {}

@@ -11,9 +11,15 @@ from lightning_fastdata.sources.dataset import SourceDataset
 from lightning_fastdata.sources.files import FileSource
 from lightning_fastdata.sources.objects import FsspecSource, ObjectSource
 from lightning_fastdata.sources.source import Raw, Source
-from lightning_fastdata.sources.tables import LanceSource, LmdbSource, ParquetSource
+from lightning_fastdata.sources.tables import (
+    ArrowSource,
+    LanceSource,
+    LmdbSource,
+    ParquetSource,
+)
 
 __all__ = [
+    "ArrowSource",
     "FileSource",
     "FsspecSource",
     "Hdf5Source",

@@ -1,4 +1,4 @@
-"""Records in databases and tables: LMDB, Parquet and Lance."""
+"""Records in databases and tables: LMDB, Parquet, Arrow and Lance."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from lightning_fastdata.sources.source import (
 )
 
 _GROUPS_KEPT: Final = 8
+_ARROW_FILE: Final = b"ARROW1"
+"""With which a file begins that is no stream."""
 _environments: dict[str, tuple[int, Any]] = {}
 """Of LMDB, by path, with the process that opened it."""
 
@@ -91,12 +93,8 @@ class LmdbSource(OpenedInEachProcess):
         return f"{self.path}:{self.keys[index]!r}"
 
 
-class ParquetSource(OpenedInEachProcess):
-    """The rows of Parquet files, by pyarrow: dicts of values by column.
-
-    Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
-    nearly every row. The last eight groups are kept in each process. Use ``shuffle="blocks"``, or
-    write files with small groups (``row_group_size``), or cache the samples.
+class _GroupedRows(OpenedInEachProcess):
+    """Rows of files that store them in groups, each of which is read whole.
 
     Args:
         paths: Of the files.
@@ -112,14 +110,13 @@ class ParquetSource(OpenedInEachProcess):
     def __init__(self, paths: Paths, columns: Sequence[str] | None = None) -> None:
         self.paths = as_list(paths)
         self.columns = None if columns is None else list(columns)
-        parquet = imported("pyarrow.parquet", "ParquetSource")
         groups = []
         for number, path in enumerate(self.paths):
             try:
-                about = parquet.read_metadata(path)
+                rows = self._counts(path)
             except (OSError, ValueError) as error:
-                raise DatasetError(f"{path} cannot be read as Parquet: {error}.") from error
-            rows = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
+                what = type(self).__name__.removesuffix("Source")
+                raise DatasetError(f"{path} cannot be read as {what}: {error}.") from error
             groups += [(number, group, count) for group, count in enumerate(rows)]
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         self._ends = np.cumsum(self._groups[:, 2])
@@ -135,8 +132,7 @@ class ParquetSource(OpenedInEachProcess):
 
     def open(self) -> Any:
         """Return the files of this process, and the groups that were read last."""
-        parquet = imported("pyarrow.parquet", "ParquetSource")
-        return [parquet.ParquetFile(path) for path in self.paths], OrderedDict()
+        return [self._file(path) for path in self.paths], OrderedDict()
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return rows."""
@@ -146,7 +142,7 @@ class ParquetSource(OpenedInEachProcess):
             start = int(self._ends[group] - self._groups[group, 2])
             table = self._group(group)
             at = index - start
-            rows.append({name: table.column(name)[at].as_py() for name in table.column_names})
+            rows.append({name: table.column(name)[at].as_py() for name in table.schema.names})
         return rows
 
     def name_of(self, index: int) -> str:
@@ -160,12 +156,97 @@ class ParquetSource(OpenedInEachProcess):
         files, kept = self.opened()
         if group not in kept:
             file, number, _ = self._groups[group].tolist()
-            kept[group] = files[file].read_row_group(number, columns=self.columns)
+            kept[group] = self._read(files[file], number)
             while len(kept) > _GROUPS_KEPT:
                 kept.popitem(last=False)
         else:
             kept.move_to_end(group)
         return kept[group]
+
+    def _counts(self, path: str) -> list[int]:
+        """Return the rows of each group of a file."""
+        raise NotImplementedError
+
+    def _file(self, path: str) -> Any:
+        """Return what groups of a file are read from."""
+        raise NotImplementedError
+
+    def _read(self, file: Any, group: int) -> Any:
+        """Return a group, with the columns that are wanted."""
+        raise NotImplementedError
+
+
+class ParquetSource(_GroupedRows):
+    """The rows of Parquet files, by pyarrow: dicts of values by column.
+
+    Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
+    nearly every row. The last eight groups are kept in each process. Use ``shuffle="blocks"``, or
+    write files with small groups (``row_group_size``), or cache the samples.
+
+    Args:
+        paths: Of the files.
+        columns: To read; None: all.
+
+    Raises:
+        OptionsError: pyarrow is not installed.
+        DatasetError: A file cannot be read.
+    """
+
+    def _counts(self, path: str) -> list[int]:
+        about = imported("pyarrow.parquet", "ParquetSource").read_metadata(path)
+        return [about.row_group(group).num_rows for group in range(about.num_row_groups)]
+
+    def _file(self, path: str) -> Any:
+        return imported("pyarrow.parquet", "ParquetSource").ParquetFile(path)
+
+    def _read(self, file: Any, group: int) -> Any:
+        return file.read_row_group(group, columns=self.columns)
+
+
+class ArrowSource(_GroupedRows):
+    """The rows of Arrow files (Feather), by pyarrow: dicts of values by column.
+
+    Files are mapped, so that a row is read without its record batch, unless they are compressed:
+    then as for :class:`ParquetSource`. Files in the streaming format, as Hugging Face datasets
+    write them, are read, too; of these the list of record batches is held.
+
+    Args:
+        paths: Of the files.
+        columns: To read; None: all.
+
+    Raises:
+        OptionsError: pyarrow is not installed.
+        DatasetError: A file cannot be read.
+    """
+
+    def _counts(self, path: str) -> list[int]:
+        return [batch.num_rows for batch in self._file(path)]
+
+    def _file(self, path: str) -> Any:
+        arrow = imported("pyarrow", "ArrowSource")
+        with Path(path).open("rb") as file:
+            streamed = file.read(len(_ARROW_FILE)) != _ARROW_FILE
+        ipc = imported("pyarrow.ipc", "ArrowSource")
+        opened = (ipc.open_stream if streamed else ipc.open_file)(arrow.memory_map(path))
+        return list(opened) if streamed else _RecordBatches(opened)
+
+    def _read(self, file: Any, group: int) -> Any:
+        return file[group] if self.columns is None else file[group].select(self.columns)
+
+
+class _RecordBatches(Sequence[Any]):
+    """The record batches of a file, read as they are asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __len__(self) -> int:
+        return int(self._file.num_record_batches)
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= len(self):
+            raise IndexError(number)
+        return self._file.get_batch(number)
 
 
 class LanceSource(OpenedInEachProcess):

@@ -410,6 +410,33 @@ def test_parquet_rows_are_those_of_pyarrow(tmp_path):
         sources.ParquetSource(tmp_path / "no")
 
 
+@pytest.mark.parametrize("form", ["file", "stream", "compressed"])
+def test_arrow_rows_are_those_of_pyarrow(tmp_path, form):
+    paths, labels = [], list(range(COUNT))
+    for number in range(2):
+        part = labels[number * 24 : number * 24 + 24]
+        columns = {"image": [record(index) for index in part], "label": part, "unused": [0.5] * 24}
+        table = pa.table(columns)
+        paths.append(tmp_path / f"{number}.arrow")
+        options = pa.ipc.IpcWriteOptions(compression="zstd" if form == "compressed" else None)
+        opened = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
+        with opened(paths[-1], table.schema, options=options) as file:
+            file.write_table(table, max_chunksize=5)
+    source = sources.ArrowSource(paths, columns=["image", "label"])
+    order = [47, 0, 23, 24, 4, 5, 31, 0]
+    rows = [{"image": record(index), "label": index} for index in order]
+    assert source.get_bytes(order) == _reopened(source).get_bytes(order) == rows
+    assert sources.ArrowSource(paths).get_bytes([3])[0]["unused"] == 0.5
+    assert source.name_of(25).endswith("1.arrow:row 1")
+    assert source.block_starts() == [0, 5, 10, 15, 20, 24, 29, 34, 39, 44]
+    dataset = sources.SourceDataset(source, lambda row, index: decode(row["image"], index))
+    loader = ld.FastDataLoader(dataset, 7, num_workers=2, shuffle="blocks")
+    assert sorted(torch.cat(list(loader))[:, 2].tolist()) == labels
+    (tmp_path / "no").write_bytes(b"ARROW1 no")
+    with pytest.raises(DatasetError, match="as Arrow"):
+        sources.ArrowSource(tmp_path / "no")
+
+
 def test_hdf5_rows_are_those_of_h5py(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.arange(COUNT * 6).reshape(COUNT, 2, 3)
