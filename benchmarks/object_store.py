@@ -6,10 +6,10 @@ A server in a process of its own on this machine (aiohttp) waits so many millise
 answer. Photographs of about 480 x 375 px, decoded by PIL, RandomResizedCrop(224), shuffled batches
 of 64. "ours" is ``FastDataModule`` over ``SourceDataset(ObjectSource(...))`` and, without a server,
 over ``FileSource``; "kept on disk" reads what ``CachedSource`` kept in the epochs before. torch's
-rows read one object a sample, as most datasets do, with obstore or fsspec. Images per second of the third
-epoch, and CPU milliseconds an image of the training and its workers, without the server. Server and
-loader share the CPUs: what the server takes an image is printed, because no loader here can be as
-fast as local files with that beside it.
+rows read one object a sample, as most datasets do, with obstore or fsspec. Images per second of the
+third epoch, and CPU milliseconds an image of the training and its workers, without the server.
+Server and loader share the CPUs: what the server takes an image is printed, because no loader here
+can be as fast as local files with that beside it.
 """
 
 from __future__ import annotations
