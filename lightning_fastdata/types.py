@@ -9,9 +9,10 @@ Batch: TypeAlias = Any
 """Any nesting of tuples, lists, dicts, named tuples and dataclasses whose leaves may be tensors."""
 
 Stage: TypeAlias = Literal["train", "val", "test", "predict"]
+"""What a loader or a transform is for. Lightning's sanity check counts as ``val``."""
+
 Shuffle: TypeAlias = bool | Literal["blocks"]
 """Whether samples are shuffled; "blocks": a few blocks at a time, as BlockShuffleSampler does."""
-"""What a loader or a transform is for. Lightning's sanity check counts as ``val``."""
 
 STAGES: tuple[Stage, ...] = ("train", "val", "test", "predict")
 

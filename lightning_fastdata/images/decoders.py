@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.images.region import region_decoder
@@ -47,13 +46,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
-    from lightning_fastdata.images.resized_crop import Box
-
-Pixels: TypeAlias = npt.NDArray[np.uint8]
-"""``[height, width, 3]`` uint8, red-green-blue."""
-
-Scale: TypeAlias = Literal[1, 2, 4, 8]
-"""Divisor of height and width. libjpeg has others (8/7, 4/3, 8/5, ...), all slower than 1."""
+    from lightning_fastdata.images import Box, Pixels, Scale
 
 DecoderName: TypeAlias = Literal["auto", "simplejpeg", "torchcodec", "opencv", "pillow"]
 

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
 from lightning_fastdata.host.shared_flags import SharedFlags
-from lightning_fastdata.images.decoders import Decoder, DecoderName, Pixels, choose_decoder
+from lightning_fastdata.images import Pixels
+from lightning_fastdata.images.decoders import Decoder, DecoderName, choose_decoder
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.images.reading import MAX_PIXELS, ImageFiles
 from lightning_fastdata.images.resized_crop import (

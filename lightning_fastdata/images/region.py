@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from lightning_fastdata.images import Box
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_fastdata.images.decoders import Pixels, Scale
-    from lightning_fastdata.images.resized_crop import Box
+    from lightning_fastdata.images import Pixels, Scale
 
 _DECOMPRESS: Final = 1
 _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS = 0, 4, 5, 6, 8
@@ -178,8 +179,6 @@ def _libraries() -> Iterator[str]:
 def _agrees(decoder: RegionDecoder) -> bool:
     """Return whether parts of a picture are the pixels that simplejpeg has there."""
     import simplejpeg
-
-    from lightning_fastdata.images.resized_crop import Box
 
     rows, columns = np.mgrid[:67, :101]
     waves = [np.sin(rows / (3 + k)) * np.cos(columns / (5 - k)) for k in range(3)]

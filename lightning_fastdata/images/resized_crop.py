@@ -10,27 +10,19 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlia
 import numpy as np
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.images import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.decoders import Pixels, Scale
+    from lightning_fastdata.images import Pixels, Scale
     from lightning_fastdata.types import SampleKey
 
 Crop: TypeAlias = Literal["random_resized", "center", "stretch"]
 
 _MASK = (1 << 64) - 1
-
-
-class Box(NamedTuple):
-    """A rectangle of pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
 
 
 class Picture(Protocol):

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
+from lightning_fastdata.images import Box
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.reading import EncodedImage
 from lightning_fastdata.images.resized_crop import (
-    Box,
     Placement,
     plan_resample,
     render,
@@ -35,7 +35,7 @@ from lightning_fastdata.images.resized_crop import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.decoders import Pixels, Scale
+    from lightning_fastdata.images import Pixels, Scale
     from lightning_fastdata.images.resized_crop import Picture
 
 StoredForm: TypeAlias = Literal["rgb", "yuv", "jpeg"]

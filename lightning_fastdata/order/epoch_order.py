@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.order import Order, OrdersEpochs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.order.block_shuffle import BlockOrder, Blocks
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
 # one thread of a server CPU), and of 2**30 8 GiB in half a minute. A computed batch costs 30 ns a
@@ -75,6 +75,12 @@ class KeyedPermutation:
             found[outside] = self._once(found[outside])
         return found.astype(np.int64)
 
+    def position_of(self, sample: int) -> int:
+        """Return where a sample is; -1 if it is not in the permutation."""
+        if not 0 <= sample < self.length:
+            return -1
+        return int(self.positions_of(np.array([sample]))[0])
+
     def positions_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where these samples are, each 0 <= sample < length; int64. Inverts :meth:`at`."""
         found = self._once_back(samples.astype(np.uint64))
@@ -122,10 +128,6 @@ def _add(
     return reduced
 
 
-Order: TypeAlias = "NDArray[np.int64] | KeyedPermutation | BlockOrder | range"
-"""Samples in an order: held, computed, or as the dataset has them."""
-
-
 def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64] | KeyedPermutation:
     """Return the order of ``length`` samples that (seed, epoch) stand for.
 
@@ -149,10 +151,6 @@ def drawn_permutation(length: int, generator: torch.Generator | None) -> NDArray
 
 def position_in(order: Order, sample: int) -> int:
     """Return at which position of an order a sample is; -1 if it is not in it."""
-    if isinstance(order, KeyedPermutation):
-        if not 0 <= sample < len(order):
-            return -1
-        return int(order.positions_of(np.array([sample]))[0])
     if isinstance(order, range):
         return order.index(sample) if sample in order else -1
     if not isinstance(order, np.ndarray):
@@ -249,8 +247,8 @@ class EpochOrder:
     """This process among ``world_size``."""
     world_size: int = 1
     """Processes that share the epoch."""
-    blocks: Blocks | None = None
-    """Permute within these blocks of the dataset; None: all samples."""
+    blocks: OrdersEpochs | None = None
+    """What orders each epoch in place of a permutation of all samples, if anything does."""
     start: int = 0
     """Samples of this epoch, over all ranks, that were delivered before; they are skipped. With a
     multiple of the global batch size the batches are those of the whole epoch from there on."""

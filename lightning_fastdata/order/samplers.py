@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.order import Order
 from lightning_fastdata.order.block_shuffle import Blocks, BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import (
     EpochOrder,
-    Order,
     can_share_evenly,
     cut,
     drawn_permutation,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
+from lightning_fastdata.images import Box
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.reading import open_image
-from lightning_fastdata.images.resized_crop import Box
 from lightning_fastdata.images.stored import (
     FORMS,
     encoded,

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
-from lightning_fastdata.executors.pool.health import Deaths, Growth
+from lightning_fastdata.executors.pool.faults import Deaths, Growth
 from lightning_fastdata.host.memory import read_oom_kills
 from lightning_fastdata.host.usage import read_own_bytes
 

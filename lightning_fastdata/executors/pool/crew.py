@@ -20,8 +20,7 @@ from lightning_fastdata.batches.slots import Slot, SlotPool
 from lightning_fastdata.errors import as_error
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.faults import cannot_start, died_starting
-from lightning_fastdata.executors.pool.health import Deaths, Growth
+from lightning_fastdata.executors.pool.faults import Deaths, Growth, cannot_start, died_starting
 from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss, stop_all
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
