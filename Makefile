@@ -3,6 +3,7 @@
 # make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make check   everything CI runs: lint, types, layers, tests
+# make docs    the site of the documentation, in docs/_build/html
 # make measure  how large the package is, and how entangled
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-long test-lowest check lint format measure clean
+.PHONY: demo test test-long test-lowest check lint format docs measure clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata.cli demo
@@ -39,6 +40,9 @@ lint: $(VENV)/.ready-test
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
+docs: $(VENV)/.ready-docs
+	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
 measure:
 	$(PYTHON) benchmarks/code_size.py
 
@@ -58,6 +62,10 @@ $(VENV)/.ready-test: $(VENV)/.ready-demo
 	$(PY) -m pip install --quiet --group test --group lint
 	touch $@
 
+$(VENV)/.ready-docs: $(VENV)/.ready-demo
+	$(PY) -m pip install --quiet --group docs
+	touch $@
+
 $(LOWEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
@@ -68,4 +76,4 @@ $(LOWEST)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist demo_data demo_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) build dist docs/_build demo_data demo_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
