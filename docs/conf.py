@@ -60,15 +60,18 @@ def show_outside(app: Sphinx, page: str, source: list[str]) -> None:
     if shown is not None:
         app.env.note_dependency(str(shown))
         source[0] = shown.read_text(encoding="utf-8")
+    elif page == "index":
+        app.env.note_dependency(str(DOCS / "README.md"))
+        source[0] = (DOCS / "README.md").read_text(encoding="utf-8") + source[0]
     folder = (DOCS / page).parent if shown is None else shown.parent
+    pages = {ROOT / path: DOCS / f"{name}.md" for name, path in SHOWN.items()}
+    pages |= {DOCS / "README.md": DOCS / "index.md", ROOT / "docs": DOCS / "index.md"}
+    pages |= {ROOT / "examples": DOCS / "howto" / "examples.md"}
 
     def lead(link: re.Match[str]) -> str:
         target = (folder / link[2]).resolve()
-        pages = {ROOT / path: DOCS / f"{name}.md" for name, path in SHOWN.items()}
         target = pages.get(target, target)
-        if target == DOCS / "README.md":
-            target = DOCS / "index.md"
-        if target.is_dir() or not target.exists():
+        if not target.is_file():
             return link[0]
         path = os.path.relpath(target, (DOCS / page).parent)
         return f"{link[1]}{path}{link[3] or ''}{link[4]}"

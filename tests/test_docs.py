@@ -110,8 +110,8 @@ def test_the_code_of_a_page_runs(page, runner, photos, tmp_path):
     runner.stdin.write(json.dumps(asked) + "\n")
     runner.stdin.flush()
     status = runner.stdout.readline().strip()
-    assert status == "0", f"{name_of(page)} (line numbers are those of the page):\n" + (
-        log.read_text()[-4000:]
+    assert status == "0", (
+        f"{name_of(page)} (line numbers are those of the page):\n" + (log.read_text()[-4000:])
     )
 
 
@@ -170,9 +170,7 @@ REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glo
 
 @pytest.mark.parametrize("module", [lightning_fastdata, sources, mixing], ids=lambda m: m.__name__)
 def test_the_reference_has_every_public_name(module):
-    found = re.findall(
-        rf"^\.\. auto\w+:: {module.__name__}\.(\w+)$", REFERENCE, flags=re.MULTILINE
-    )
+    found = re.findall(rf"^\.\. auto\w+:: {module.__name__}\.(\w+)$", REFERENCE, flags=re.MULTILINE)
     assert set(module.__all__) - set(found) == set()
     assert all(hasattr(module, name) for name in found)
 
@@ -192,11 +190,16 @@ def test_commands_in_the_pages_are_those_of_the_program():
     text = "\n".join(page.read_text() for page in PAGES)
     fenced = re.findall(r"^```(?:bash|console|)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     used = {
-        match[1] for block in fenced for match in re.finditer(r"^(?:\$ )?fastdata ([\w-]+)", block, re.M)
+        match[1]
+        for block in fenced
+        for match in re.finditer(r"^(?:\$ )?fastdata ([\w-]+)", block, re.M)
     }
     shown = subprocess.run(
         [sys.executable, "-m", "lightning_fastdata.cli", "--help"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     ).stdout
     assert used
     assert used <= set(re.search(r"\{([\w,-]+)\}", shown)[1].split(","))
