@@ -1,7 +1,7 @@
 """Runs scripts, each in a process of its own that has the large libraries imported already.
 
-Reads a JSON object from each line of its input: ``script`` to run as ``__main__``, ``folder`` to run
-it in, ``log`` for what it prints. Answers each with a line that has its exit status.
+Reads a JSON object from each line of its input: ``script`` to run as ``__main__``, ``folder`` to
+run it in, ``log`` for what it prints. Answers each with a line that has its exit status.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(script: str, folder: str, log: str) -> int:
 
 def serve() -> int:
     import albumentations  # noqa: F401
-    import lightning.pytorch
+    import lightning.pytorch  # noqa: F401
     import torchvision.datasets  # noqa: F401
 
     import lightning_fastdata

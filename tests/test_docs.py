@@ -32,6 +32,7 @@ FENCED = re.compile(
     r"|^<!-- setup\n(?P<hidden>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
+ANY_FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -187,13 +188,9 @@ def test_every_page_is_listed_for_readers_on_github():
 
 
 def test_commands_in_the_pages_are_those_of_the_program():
-    text = "\n".join(page.read_text() for page in PAGES)
-    fenced = re.findall(r"^```(?:bash|console|)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    used = {
-        match[1]
-        for block in fenced
-        for match in re.finditer(r"^(?:\$ )?fastdata ([\w-]+)", block, re.M)
-    }
+    blocks = [block for page in PAGES for block in ANY_FENCED.findall(page.read_text())]
+    lines = "\n".join(code for language, code in blocks if language in ("bash", ""))
+    used = set(re.findall(r"^(?:srun )?fastdata ([\w-]+)", lines, re.MULTILINE))
     shown = subprocess.run(
         [sys.executable, "-m", "lightning_fastdata.cli", "--help"],
         capture_output=True,
