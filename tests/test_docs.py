@@ -7,6 +7,7 @@ what stands in a comment that begins with ``<!-- setup`` is run with the blocks 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -32,6 +33,9 @@ FENCED = re.compile(
     r"|^<!-- setup\n(?P<hidden>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
+IN_CODE = re.compile(r"`([^`\n]+)`")
+CALL = re.compile(r"(?<![\w.])([A-Z]\w+)\(((?:[^()]|\([^()]*\))*)\)")
+INNER = re.compile(r"\([^()]*\)|\[[^]]*\]|\{[^}]*\}")
 ANY_FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -185,6 +189,33 @@ def test_every_page_is_listed_for_readers_on_github():
     }
     stand_ins = {path for path in DOCS if path.read_text().startswith("This page of the site")}
     assert set(DOCS) - listed - stand_ins - set(lists) == set()
+
+
+def test_calls_in_the_pages_take_arguments_that_there_are():
+    modules = (lightning_fastdata, sources, mixing)
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    wrong = []
+    for page in PAGES:
+        text = page.read_text()
+        code = [*(block for _, block in ANY_FENCED.findall(text)), *IN_CODE.findall(text)]
+        for name, given in (call for each in code for call in CALL.findall(each)):
+            known = set(inspect.signature(public[name]).parameters) if name in public else None
+            named = re.findall(r"(?:^|,)\s*(\w+)=(?!=)", re.sub(INNER, "", given))
+            wrong += [(page.name, name, a) for a in named if known is not None and a not in known]
+    assert wrong == []
+
+
+def test_files_that_the_pages_name_are_there():
+    named = {
+        path
+        for page in PAGES
+        for path in re.findall(
+            r"(?<![\w/.])(?:tests|benchmarks|examples|lightning_fastdata|docs)/[\w/.*-]+\.(?:py|md)",
+            page.read_text(),
+        )
+    }
+    assert len(named) > 20
+    assert [path for path in named if not list(ROOT.glob(path))] == []
 
 
 def test_commands_in_the_pages_are_those_of_the_program():

@@ -90,7 +90,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
             judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
             Comet, Lightning's own).
-        scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
+        scalars: What loggers get: ``"main"``, 26 scalars at most, or ``"all"`` that is measured.
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
