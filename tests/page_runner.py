@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -45,6 +46,8 @@ def serve() -> int:
 
     for name in lightning_fastdata.__all__:
         getattr(lightning_fastdata, name)
+    # Pages are no scripts that another process could import once more.
+    multiprocessing.set_start_method("fork")
     warnings.simplefilter("error", lightning_fastdata.FastDataWarning)
     gc.freeze()
     for line in sys.stdin:
