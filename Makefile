@@ -41,7 +41,7 @@ lint: $(VENV)/.ready-test
 	$(VENV)/bin/lint-imports
 
 docs: $(VENV)/.ready-docs
-	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	$(PY) -m sphinx -q -E -a -W --keep-going -b html docs docs/_build/html
 
 measure:
 	$(PYTHON) benchmarks/code_size.py
