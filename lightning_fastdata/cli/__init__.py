@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fastdata.cli.commands import compare, demo, doctor, show_augment
 from lightning_fastdata.cli.data_commands import cache, replay, tune, which
+from lightning_fastdata.cli.run import run
 from lightning_fastdata.errors import FastDataError
 
 if TYPE_CHECKING:
@@ -46,10 +47,12 @@ def main(arguments: list[str] | None = None) -> None:
         command.add_argument("run", help="A checkpoint of Lightning, or the report.json of a run.")
         command.add_function_arguments(function, skip={"run"})
         commands.add_subcommand(name, command, help=summary)
+    commands.add_subcommand("run", _run_parser(), help=(run.__doc__ or "").partition("\n")[0])
+    functions |= {"compare": compare, "run": run}
     chosen = parser.parse_args(arguments)
     options = chosen[chosen.command].as_dict()
     try:
-        functions.get(chosen.command, compare)(**options)
+        functions[chosen.command](**options)
     except FastDataError as error:
         # The message says what to do; our stack would not help.
         raise SystemExit(f"fastdata: {error}") from error
@@ -75,4 +78,30 @@ def _compare_parser() -> ArgumentParser:
         "'val.' before the name, of validation.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    return parser
+
+
+def _run_parser() -> ArgumentParser:
+    """Return the parser of ``run``; what follows the script is the script's own."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Run a script as it is; each Lightning Trainer that it makes gets a "
+        "DataThroughputCallback, which prints a summary and writes a report."
+    )
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="Put a FastDataLoader in the place of plain DataLoaders, where the batches stay the "
+        "same to the last bit. Loaders that stay are named, with the reason.",
+    )
+    parser.add_argument("--report", default=None, help="Where the report is written.")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
+    )
+    parser.add_argument(
+        "command",
+        nargs="...",
+        help="A Python file and its arguments; or a program, such as torchrun, and its arguments.",
+    )
     return parser

@@ -49,7 +49,7 @@ from lightning_fastdata.randomness.seeds import global_seed
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.types import Batch, Stage
 
 
 _MOST_FIGURES = 20
@@ -141,11 +141,13 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self.report: RunReport | None = None
         self.reports: dict[str, RunReport] = {}
         self.misfortunes = Misfortunes()
+        self.change_loaders: Callable[[Stage, object], object] | None = None
+        """What is measured in the place of a stage's loaders; ``fastdata run --fast`` sets it."""
         self._run: MeasuredRun | None = None
 
     def __getstate__(self) -> dict[str, object]:
         # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
-        return {**self.__dict__, "_run": None}
+        return {**self.__dict__, "_run": None, "change_loaders": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
@@ -161,7 +163,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             undo.append(self._register(trainer, pl_module, recording))
         guard = self.misfortunes.survived_by
         watch = guard("A loader is not measured", recording.watch)
-        undo.append(watch_sources(trainer, recording.stages, watch))
+        undo.append(watch_sources(trainer, recording.stages, self._changed, watch))
         recording.augments = augmenting_stages(trainer, pl_module)
 
         def find(action: str) -> Listener | None:
@@ -172,6 +174,9 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             return guard(NOT_MEASURED, began), guard(NOT_MEASURED, ended)
 
         undo.append(attach(trainer, find))
+
+    def _changed(self, stage: Stage, loaders: object) -> object:
+        return loaders if self.change_loaders is None else self.change_loaders(stage, loaders)
 
     def _register(
         self, trainer: Trainer, pl_module: LightningModule, recording: Recording
