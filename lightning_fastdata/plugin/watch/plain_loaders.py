@@ -19,15 +19,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.caches.fixed_part import is_fixed, same_parts, tried_indices
+from lightning_fastdata.caches.fixed_part import is_fixed, tried_indices
 from lightning_fastdata.caches.sample_form import taken_apart
-from lightning_fastdata.errors import FastDataError
+from lightning_fastdata.errors import DatasetError, FastDataError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import combined_mode
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.tree import children
 
 if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
@@ -125,7 +126,7 @@ def why_not_the_same(loader: DataLoader[Any]) -> str | None:
         return f"a process that tried some samples {apart.failure.what}"
     try:
         with kept_random_state():
-            ours = _digest(taken_apart(_one_batch(loader, indices)))
+            ours = _digest(_one_batch(loader, indices))
     except FastDataError as error:
         return str(error)
     return None if ours == apart.values["digest"] else "a batch of FastDataLoader was another one"
@@ -197,21 +198,48 @@ def _one_batch(loader: DataLoader[Any], indices: list[int]) -> Any:
 
 def _try(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int], tell: Tell) -> None:
     """Tell why another loader's batches might be others, or a digest of one batch."""
-    if not is_fixed(dataset):
+    try:
+        random = not is_fixed(dataset)
+    except DatasetError:
+        tell("refusal", "its samples hold objects that cannot be compared")
+        return
+    if random:
         tell("refusal", _RANDOM)
         return
-    batches = []
+    digests = []
     for seed in (0, 1):
         seed_global_generators(seed, 0, 0)
-        batches.append(taken_apart(collate([dataset[index] for index in indices])))
-    if not same_parts(*batches):
+        batch = collate([dataset[index] for index in indices])
+        try:
+            digests.append(_digest(batch))
+        except DatasetError:
+            tell("refusal", "its batches hold objects that cannot be compared")
+            return
+    if digests[0] != digests[1]:
         tell("refusal", _RANDOM)
         return
-    tell("digest", _digest(batches[0]))
+    tell("digest", digests[0])
 
 
-def _digest(parts: tuple[object, list[Any]]) -> str:
-    found = hashlib.sha256(repr(parts[0]).encode())
-    for part in parts[1]:
-        found.update(bytes(part))
+def _digest(batch: Any) -> str:
+    """Return what two batches have in common if they are the same to the last bit.
+
+    Raises:
+        DatasetError: There is something in it that cannot be compared.
+    """
+    found = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        parts = children(value)
+        if parts is None:
+            form, raws = taken_apart(value)
+            found.update(repr(form).encode())
+            for raw in raws:
+                found.update(bytes(raw))
+            return
+        found.update(f"{type(value).__qualname__} of {[key for key, _ in parts]!r}".encode())
+        for _, part in parts:
+            take(part)
+
+    take(batch)
     return found.hexdigest()
