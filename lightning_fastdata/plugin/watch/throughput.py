@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.measure.waiting_cost import GpuRates
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
@@ -91,14 +92,19 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
             Comet, Lightning's own).
         scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
+        cost_per_gpu_hour: What an hour of one GPU costs, in any currency: report, summary and
+            loggers say what waiting for data costs, over all ranks. Default: of the environment,
+            ``LIGHTNING_FASTDATA_COST_PER_GPU_HOUR``.
+        gpu_watts: What one GPU draws, in watts, for the energy of these hours. Default:
+            ``LIGHTNING_FASTDATA_GPU_WATTS``, or else what NVML says now and then.
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
         reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
 
     Raises:
-        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``headroom`` or
-            ``scalars`` not one of its values.
+        OptionsError: ``every_n_steps``, a number of images, a price or a power is not positive, or
+            ``headroom`` or ``scalars`` not one of its values.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -117,6 +123,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         headroom: Literal["modelled", "measured"] = "modelled",
         report: str | Path | bool = True,
         scalars: Literal["main", "all"] = "main",
+        cost_per_gpu_hour: float | None = None,
+        gpu_watts: float | None = None,
     ) -> None:
         self._constructed = True
         super().__init__()
@@ -136,6 +144,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             raise OptionsError(f'headroom={headroom!r} has to be "modelled" or "measured".')
         check_among("scalars", scalars, ("main", "all"))
         self.scalars: Scalars = scalars
+        self.rates = GpuRates.given(cost_per_gpu_hour, gpu_watts)
         self.headroom = headroom
         self.report_path = report
         self.report: RunReport | None = None
@@ -280,7 +289,9 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             boards.log_figure(
                 trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
             )
-        scalars = {**rank_metrics(heard), **wall_scalars(run.wall())}
+        cost = run.cost.read(wall := run.wall(), ranks)
+        costs = {} if cost is None else cost.scalars()
+        scalars = {**rank_metrics(heard), **wall_scalars(wall), **costs}
         judged = None
         if run.judge.affordable and (run.logs or self.report_path):
             judged = run.judged()
