@@ -286,7 +286,9 @@ def test_a_comparison_tells_both_rates_and_the_gain():
 def test_a_notebook_shows_the_page_and_a_prompt_one_line():
     report = run_report()
     frame = report._repr_html_()
-    assert frame.startswith("<iframe sandbox srcdoc=")
+    assert frame.startswith("<pre ")
+    assert "GPU waits 41% of each step" in frame.partition("<details>")[0]
+    assert "<iframe sandbox srcdoc=" in frame
     page = html.unescape(frame.partition('srcdoc="')[2].partition('" style=')[0])
     assert page.startswith("<!doctype html>")
     assert len(repr(report)) < 120

@@ -19,6 +19,7 @@ _VARIABLES: Final = {
 }
 """What was not said -> the environment variable that is read for it."""
 _DAY_H: Final = 24.0
+_LEAST_H: Final = 0.001
 _WORTH_TELLING: Final = 0.01
 """Share of the time below which people are not told."""
 
@@ -199,7 +200,7 @@ def cost_text(cost: WaitingCost) -> str:
     hours = amount_text(cost.per_day.device_hours)
     paid = _paid(cost.per_day, at_price, at_watts)
     text = f"waiting for data {verb} {hours} {cost.hours} a day{paid}"
-    if cost.per_epoch is None:
+    if cost.per_epoch is None or cost.per_epoch.device_hours < _LEAST_H:
         return text
     return f"{text}, {amount_text(cost.per_epoch.device_hours)} an epoch{_paid(cost.per_epoch)}"
 
@@ -218,4 +219,4 @@ def amount_text(amount: float) -> str:
     """Return an amount with three digits, or all before the point."""
     if amount >= 100:
         return f"{amount:,.0f}"
-    return f"{amount:.3g}" if amount >= 0.001 or not amount else "below 0.001"
+    return f"{amount:.3g}" if amount >= _LEAST_H or not amount else "below 0.001"

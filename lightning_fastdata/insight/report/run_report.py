@@ -18,6 +18,7 @@ from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
 from lightning_fastdata.insight.measure.waiting_cost import WaitingCost
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.report import summary_text
+from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.tuning.moves import Move
@@ -38,7 +39,7 @@ class RunReport:
     """Everything worth keeping of one run.
 
     ``print(report.text())`` gives plain text; rich consoles print it in colours; a notebook shows
-    the page of :meth:`write_html`.
+    the summary, and folded below it the page of :meth:`write_html`.
     """
 
     stages: tuple[StageSummary, ...]
@@ -101,7 +102,9 @@ class RunReport:
         # In a frame of its own: the page's style is not the notebook's.
         page = html.escape(report_html(self.as_dict()), quote=True)
         style = "width:100%;height:40em;border:0"
-        return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
+        frame = f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
+        folded = f"<details><summary>the whole report</summary>{frame}</details>"
+        return f"{lines_html(self.lines(WIDTH))}{folded}"
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON and return the path; its folder is created.
@@ -126,16 +129,17 @@ class RunReport:
             width: Columns; the text is laid out for 60 at least and for 120 at most.
             ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
-        lines = self._lines(width, ascii)
+        lines = self.lines(width, ascii=ascii)
         return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        for line in self._lines(options.max_width, options.ascii_only):
+        for line in self.lines(options.max_width, ascii=options.ascii_only):
             yield Text.assemble(*line, no_wrap=True, overflow="ellipsis")
 
-    def _lines(self, width: int, ascii_only: bool) -> list[summary_text.Line]:
+    def lines(self, width: int = 80, *, ascii: bool = False) -> list[summary_text.Line]:  # noqa: A002
+        """Return the summary as :meth:`text` does, in pieces with a style of rich each."""
         return summary_text.summary_lines(
             self.stages,
             self.verdict,
@@ -146,7 +150,7 @@ class RunReport:
             notes=self.notes,
             ended=self.ended,
             width=summary_text.fitted(width),
-            ascii=ascii_only,
+            ascii=ascii,
         )
 
 
