@@ -75,8 +75,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         every_n_steps: Log every that many optimizer steps. Default: the trainer's
             ``log_every_n_steps``, or more rarely if loggers would need above 1 % of the time.
         log_images: Show the first training batch of the fit, as the training step gets it, to
-            loggers that take images (TensorBoard, W&B, MLflow): ``True``, or how many images of
-            it. ``Normalize`` is undone in the picture, where it is known.
+            loggers that take images (TensorBoard, W&B, MLflow, Comet): ``True``, or how many
+            images of it. ``Normalize`` is undone in the picture, where it is known.
         images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when a run of the trainer ends.
