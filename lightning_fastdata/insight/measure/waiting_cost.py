@@ -89,7 +89,8 @@ class WaitingCost:
 
     Counted are the waits of training and validation steps, and the starts of epochs but for the
     first. What a training does once (its setup, the start of the first epoch) belongs neither to
-    them nor to the time that they are a share of.
+    them nor to the time that they are a share of. In a loop of one's own, whose setup is not known,
+    each epoch's first wait counts.
     """
 
     device: str
