@@ -75,6 +75,11 @@ class CostMeter:
             ),
         )
 
+    def scalars(self, wall: WallTime, ranks: RankRecords | None) -> dict[str, float]:
+        """Return what loggers get of it, which may be nothing."""
+        cost = self.read(wall, ranks)
+        return {} if cost is None else cost.scalars()
+
 
 def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
     """Return how much longer than here the slowest rank stalls: the others wait for it."""

@@ -92,11 +92,10 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
             Comet, Lightning's own).
         scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
-        cost_per_gpu_hour: What an hour of one GPU costs, in any currency: report, summary and
-            loggers say what waiting for data costs, over all ranks. Default: of the environment,
-            ``LIGHTNING_FASTDATA_COST_PER_GPU_HOUR``.
-        gpu_watts: What one GPU draws, in watts, for the energy of these hours. Default:
-            ``LIGHTNING_FASTDATA_GPU_WATTS``, or else what NVML says now and then.
+        cost_per_gpu_hour: What an hour of one GPU costs, in any currency, to tell what waiting for
+            data costs. Default: ``LIGHTNING_FASTDATA_COST_PER_GPU_HOUR`` of the environment.
+        gpu_watts: What one GPU draws, in watts. Default: ``LIGHTNING_FASTDATA_GPU_WATTS``, or else
+            what NVML says.
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
@@ -289,9 +288,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             boards.log_figure(
                 trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
             )
-        cost = run.cost.read(wall := run.wall(), ranks)
-        costs = {} if cost is None else cost.scalars()
-        scalars = {**rank_metrics(heard), **wall_scalars(wall), **costs}
+        wall = run.wall()
+        scalars = {**rank_metrics(heard), **wall_scalars(wall), **run.cost.scalars(wall, ranks)}
         judged = None
         if run.judge.affordable and (run.logs or self.report_path):
             judged = run.judged()
