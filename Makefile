@@ -18,7 +18,7 @@ LOWEST := .venv-lowest
 .PHONY: demo test test-long test-lowest check lint format docs measure clean
 
 demo: $(VENV)/.ready-demo
-	$(PY) -m lightning_fastdata.cli demo
+	$(PY) -m lightning_fastdata demo
 
 test: $(VENV)/.ready-test
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ from pytorch_lightning import Callback, LightningDataModule
 
 from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
 from lightning_fastdata.plugin.guard.callback import GuardHooks
+from lightning_fastdata.plugin.watch.added import AddedHooks
 from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
 
@@ -26,6 +27,10 @@ class FastDataModule(DataModuleHooks, LightningDataModule):  # type: ignore[misc
 
 class DataThroughputCallback(ThroughputHooks, Callback):  # type: ignore[misc]  # noqa: D101
     __doc__ = ThroughputHooks.__doc__
+
+
+class AddedCallback(AddedHooks, Callback):  # type: ignore[misc]
+    __doc__ = AddedHooks.__doc__
 
 
 __all__ = ["DataThroughputCallback", "FastDataModule"]

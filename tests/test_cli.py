@@ -42,7 +42,7 @@ def memory(**changes) -> HostMemory:
 
 def test_the_doctor_reports_this_very_machine():
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_fastdata.cli", "doctor"],
+        [sys.executable, "-m", "lightning_fastdata", "doctor"],
         capture_output=True,
         text=True,
         check=True,
@@ -118,7 +118,7 @@ def reports(tmp_path):
 
 
 def fastdata(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_fastdata.cli", *arguments]
+    command = [sys.executable, "-m", "lightning_fastdata", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 

@@ -222,7 +222,7 @@ def test_commands_in_the_pages_are_those_of_the_program():
     lines = "\n".join(code for language, code in blocks if language in ("bash", ""))
     used = set(re.findall(r"^(?:srun )?fastdata ([\w-]+)", lines, re.MULTILINE))
     shown = subprocess.run(
-        [sys.executable, "-m", "lightning_fastdata.cli", "--help"],
+        [sys.executable, "-m", "lightning_fastdata", "--help"],
         capture_output=True,
         text=True,
         check=True,

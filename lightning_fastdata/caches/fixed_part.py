@@ -57,12 +57,12 @@ def find_fixed_part(dataset: Any, *, always_same: bool) -> FixedPart:
         DatasetError: No part of it is.
     """
     whole = FixedPart(dataset, None, None, "samples as the dataset returns them")
-    if always_same or _is_fixed(dataset):
+    if always_same or is_fixed(dataset):
         return whole
     steps = _steps(dataset)
     for count in range(len(steps or ()) - 1, -1, -1):
         part = part_of(dataset, count)
-        if _is_fixed(part.dataset) and _makes_the_same(dataset, part):
+        if is_fixed(part.dataset) and _makes_the_same(dataset, part):
             return part
     left = "nothing can be kept of it"
     if steps is None:
@@ -155,7 +155,7 @@ def tried_indices(length: int, count: int = _TRIED) -> list[int]:
     return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def _is_fixed(dataset: Any) -> bool:
+def is_fixed(dataset: Any) -> bool:
     """Return whether samples are read without drawing, and are the same twice."""
     for index in tried_indices(len(dataset)):
         with kept_random_state():

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningDataModule
 
 from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
 from lightning_fastdata.plugin.guard.callback import GuardHooks
+from lightning_fastdata.plugin.watch.added import AddedHooks
 from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
 
@@ -21,3 +22,7 @@ class FastDataModule(DataModuleHooks, LightningDataModule):  # noqa: D101
 
 class DataThroughputCallback(ThroughputHooks, Callback):  # noqa: D101
     __doc__ = ThroughputHooks.__doc__
+
+
+class AddedCallback(AddedHooks, Callback):  # noqa: D101
+    __doc__ = AddedHooks.__doc__

@@ -148,7 +148,7 @@ def test_a_cache_is_filled_before_a_training(tmp_path, photos):
         "    def val_dataset(self):\n"
         f"        return Counted({str(photos)!r}, {str(log)!r}, FIXED)\n"
     )
-    command = [sys.executable, "-m", "lightning_fastdata.cli", "cache", f"{script}:Data"]
+    command = [sys.executable, "-m", "lightning_fastdata", "cache", f"{script}:Data"]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path / "cache")], capture_output=True, text=True, check=False
     )
@@ -158,7 +158,7 @@ def test_a_cache_is_filled_before_a_training(tmp_path, photos):
 
 
 def test_what_is_in_memory_is_not_filled_before(tmp_path):
-    command = [sys.executable, "-m", "lightning_fastdata.cli", "cache", "x:Y", "--folder", "ram"]
+    command = [sys.executable, "-m", "lightning_fastdata", "cache", "x:Y", "--folder", "ram"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "ends with this command" in done.stderr

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from thoroughness import max_examples
 
-from lightning_fastdata import cli
+from lightning_fastdata.cli.commands import show_augment
 from lightning_fastdata.demo.photos import Cut, cut_photographs
 from lightning_fastdata.errors import DatasetError, FastDataError, OptionsError
 from lightning_fastdata.host.system_calls import write_atomically
@@ -127,7 +127,7 @@ def test_a_picture_of_a_pipeline_replaces_a_link(tmp_path):
     (tmp_path / "out.png").symlink_to(tmp_path / "other")
     image = tmp_path / "image.png"
     Image.new("RGB", (32, 24), (9, 99, 200)).save(image)
-    cli.show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
+    show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
     assert (tmp_path / "other").read_text() == "mine"
     with Image.open(tmp_path / "out.png") as page:
         assert page.format == "PNG"
@@ -138,7 +138,7 @@ def test_a_damaged_picture_for_a_pipeline_is_an_error_of_ours(tmp_path):
     image = tmp_path / "image.ppm"
     image.write_bytes(b"P6 50000 50000 255\n")
     with pytest.raises(FastDataError, match=r"image\.ppm"):
-        cli.show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
+        show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
 
 
 @pytest.mark.parametrize("manifest", ["{", "[" * 100_000, "[]", "null", '{"other": 1}'])

@@ -365,7 +365,7 @@ data = Folder
 
 def fastdata(folder, *arguments):
     """Run the command in a process of its own, and return its exit code and what it printed."""
-    command = [sys.executable, "-m", "lightning_fastdata.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "lightning_fastdata", *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False

@@ -16,7 +16,7 @@ from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.measure.wall import PART_NAMES
 from lightning_fastdata.insight.waits.attribution import WaitParts
 
-READABLE_SCHEMAS: Final = (2, 3, 4, 5, 6)
+READABLE_SCHEMAS: Final = (2, 3, 4, 5, 6, 7)
 """Versions of the JSON report that can be compared, also with each other."""
 
 _MAX_BYTES: Final = 64 << 20

@@ -198,7 +198,7 @@ def write_scalars(logger: Logger, scalars: Mapping[str, float], step: int) -> bo
 def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> None:
     """Show a text, under a name as ``group/name``, on every logger that has a place for it.
 
-    TensorBoard, W&B and MLflow have one. ``step`` is the position on the step axis.
+    TensorBoard, W&B, MLflow and Comet have one. ``step`` is the position on the step axis.
     """
     markdown = printable(markdown)
     for logger in loggers:
@@ -209,6 +209,8 @@ def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> 
             log(key, markdown, global_step=step)
         elif log := _method(experiment, "log_text", "run_id", "text", "artifact_file"):
             log(_part(logger, "run_id"), markdown, f"{name}_{step}.md")
+        elif log := _method(experiment, "log_text", "text", "step", "metadata"):
+            log(markdown, step=step, metadata={"name": name})
 
 
 def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure], step: int) -> None:
@@ -225,6 +227,8 @@ def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure],
             log(key, draw(), global_step=step, close=False)
         elif log := _method(experiment, "log_figure", "run_id", "figure", "artifact_file"):
             log(_part(logger, "run_id"), draw(), f"{name}_{step}.png")
+        elif log := _method(experiment, "log_figure", "figure_name", "figure", "step"):
+            log(figure_name=name, figure=draw(), step=step)
 
 
 def log_image(
@@ -243,6 +247,8 @@ def log_image(
             log(key, picture, global_step=step, dataformats="HWC")
         elif log := _method(experiment, "log_image", "run_id", "image", "artifact_file"):
             log(_part(logger, "run_id"), picture, f"{name}_{step}.png")
+        elif log := _method(experiment, "log_image", "image_data", "name", "step"):
+            log(picture, name=name, step=step)
         taken |= log is not None
     return taken
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, printable
+from lightning_fastdata.insight.report.notebook import NotebookSummary, notebook_display
 from lightning_fastdata.insight.report.run_report import RunReport
 
 _Self = TypeVar("_Self", bound="_Measures")
@@ -114,10 +115,15 @@ class ReportFiles:
 
 
 def print_report(report: RunReport, page: Path | None) -> None:
-    """Print a report, and where its page is."""
+    """Print a report, and where its page is; in a notebook, show it below the cell."""
+    show = notebook_display()
+    if show is not None:
+        show(NotebookSummary(report, page))
+        return
     from rich.console import Console
 
-    console = Console()
+    # By itself rich would show it in a notebook, to which processes of several ranks cannot speak.
+    console = Console(force_jupyter=False)
     console.print(report)
     if page is not None:
         shown = f" page  {printable(str(page), keep='')}"

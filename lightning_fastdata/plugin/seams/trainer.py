@@ -200,7 +200,7 @@ def print_line(trainer: Trainer, text: str) -> None:
         return
     from rich.console import Console
 
-    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+    Console(force_jupyter=False).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def close_progress_bar(trainer: Trainer) -> None:

@@ -1,0 +1,60 @@
+"""The callback for each Trainer of a script that ``fastdata run`` starts.
+
+Lightning asks the entry points ``lightning.pytorch.callbacks_factory`` for callbacks whenever a
+Trainer is made:
+https://lightning.ai/docs/pytorch/stable/extensions/entry_points.html
+This module is what it finds; without ``fastdata run`` it gives none, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VARIABLE: Final = "LIGHTNING_FASTDATA_RUN"
+"""The environment variable that says what was asked for; the processes of all ranks inherit it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What ``fastdata run`` was asked for."""
+
+    fast: bool = False
+    """Put a FastDataLoader in the place of plain DataLoaders where the batches stay the same."""
+    report: str | None = None
+    """Where the report is written, as of ``DataThroughputCallback(report=...)``."""
+
+    def as_text(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> RunSettings | None:
+    """Return what ``fastdata run`` was asked for; None: the program was started without it."""
+    text = environ.get(VARIABLE)
+    return RunSettings(**json.loads(text)) if text else None
+
+
+def lightning_callbacks() -> list[Any]:
+    """Return the callbacks for a Trainer of ``lightning.pytorch``."""
+    settings = read_settings()
+    if settings is None:
+        return []
+    from lightning_fastdata.plugin.bindings import AddedCallback
+
+    return [AddedCallback(**asdict(settings))]
+
+
+def pytorch_lightning_callbacks() -> list[Any]:
+    """Return the callbacks for a Trainer of ``pytorch_lightning``."""
+    settings = read_settings()
+    if settings is None:
+        return []
+    from lightning_fastdata.pytorch_lightning import AddedCallback
+
+    return [AddedCallback(**asdict(settings))]
