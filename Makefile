@@ -51,7 +51,7 @@ $(VENV)/.ready-demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version + "; run make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(PY) -m pip install --quiet --editable '.[demo]'
+	$(PY) -m pip install --quiet --editable '.[all,demo]'
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-demo
@@ -61,7 +61,7 @@ $(VENV)/.ready-test: $(VENV)/.ready-demo
 $(LOWEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(LOWEST)/bin/python -c 'import re, tomllib; print("\n".join(re.sub(r">=([\d.]+).*", r"==\1", each) for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python tools/lowest_versions.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --requirement $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --editable .
 	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout hypothesis
