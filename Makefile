@@ -2,6 +2,7 @@
 # make test    the tests
 # make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
+# make dist-check   sdist and wheel, built, installed in an environment of their own, and used
 # make check   everything CI runs: lint, types, layers, tests
 # make measure  how large the package is, and how entangled
 PYTHON ?= python3
@@ -14,7 +15,7 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-long test-lowest check lint format measure clean
+.PHONY: demo test test-long test-lowest dist-check check lint format measure clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata demo
@@ -30,6 +31,9 @@ test-lowest: $(LOWEST)/.ready
 	$(LOWEST)/bin/python -m pytest -q -p no:randomly -m "not gpu" tests/front_door \
 		tests/conformance/test_bad_input.py tests/conformance/test_command_line.py \
 		tests/test_import.py tests/test_versions.py
+
+dist-check: $(VENV)/.ready-demo
+	$(PY) tools/check_dist.py
 
 check: lint test
 
@@ -64,7 +68,7 @@ $(LOWEST)/.ready: pyproject.toml
 	$(LOWEST)/bin/python tools/lowest_versions.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --requirement $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --editable .
-	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout hypothesis
+	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout pytest-rerunfailures hypothesis scikit-image
 	touch $@
 
 clean:
