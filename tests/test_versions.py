@@ -33,7 +33,7 @@ def having(**versions):
 @pytest.mark.parametrize(
     "versions",
     [
-        {"torch": "2.6.0+cu124", "lightning": "2.5.0"},
+        {"torch": "2.6.0+cu124", "lightning": "2.5.3"},
         {"torch": "2.11.0a0+git1234", "pytorch_lightning": "2.6.4"},
         {"torch": "10.0", "lightning": "2.6.1"},
         {"torch": "unknown"},
@@ -49,8 +49,8 @@ def test_what_is_new_enough_or_unknown_is_left_alone(versions):
     [
         ({"torch": "2.5.1+cu121"}, "needs torch 2.6 or newer, and 2.5.1"),
         ({"torch": "1.13"}, "pip install --upgrade 'torch>=2.6'"),
-        ({"torch": "2.6", "lightning": "2.4.0.post1"}, "needs lightning 2.5"),
-        ({"pytorch_lightning": "2.0"}, "needs pytorch-lightning 2.5"),
+        ({"torch": "2.6", "lightning": "2.4.0.post1"}, r"needs lightning 2\.5\.3"),
+        ({"pytorch_lightning": "2.0"}, r"needs pytorch-lightning 2\.5\.3"),
         ({"lightning": "2.6.2"}, "lightning 2.6.2 was a malicious upload"),
         ({"pytorch_lightning": "2.6.3"}, "GHSA-w37p-236h-pfx3"),
     ],
