@@ -102,7 +102,7 @@ def test_every_package_that_is_imported_is_declared():
 
 
 # Used where somebody else has installed them; nothing of them is asked for.
-MAY_BE_THERE = {"fsspec", "pyarrow", "pytorch_lightning", "torchcodec", "triton"}
+MAY_BE_THERE = {"IPython", "fsspec", "pyarrow", "pytorch_lightning", "torchcodec", "triton"}
 
 
 def imported_by(file):
