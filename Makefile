@@ -2,6 +2,7 @@
 # make test    the tests
 # make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
+# make dist-check   sdist and wheel, built, installed in an environment of their own, and used
 # make check   everything CI runs: lint, types, layers, tests
 # make docs    the site of the documentation, in docs/_build/html
 # make measure  how large the package is, and how entangled
@@ -15,7 +16,7 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-long test-lowest check lint format docs measure clean
+.PHONY: demo test test-long test-lowest dist-check check lint format docs measure clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata demo
@@ -31,6 +32,9 @@ test-lowest: $(LOWEST)/.ready
 	$(LOWEST)/bin/python -m pytest -q -p no:randomly -m "not gpu" tests/front_door \
 		tests/conformance/test_bad_input.py tests/conformance/test_command_line.py \
 		tests/test_import.py tests/test_versions.py
+
+dist-check: $(VENV)/.ready-demo
+	$(PY) tools/check_dist.py
 
 check: lint test
 
@@ -55,7 +59,7 @@ $(VENV)/.ready-demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version + "; run make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(PY) -m pip install --quiet --editable '.[demo]'
+	$(PY) -m pip install --quiet --editable '.[all,demo]'
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-demo
@@ -69,10 +73,10 @@ $(VENV)/.ready-docs: $(VENV)/.ready-demo
 $(LOWEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(LOWEST)/bin/python -c 'import re, tomllib; print("\n".join(re.sub(r">=([\d.]+).*", r"==\1", each) for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python tools/lowest_versions.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --requirement $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --editable .
-	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout hypothesis
+	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout pytest-rerunfailures hypothesis scikit-image
 	touch $@
 
 clean:

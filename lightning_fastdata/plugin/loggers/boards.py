@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.errors import printable
+from lightning_fastdata.errors import printable, require
 from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepTiming, columns_of
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
 from lightning_fastdata.insight.metric_names import MAIN
@@ -108,7 +108,11 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     Args:
         steps: Timings, or their columns (`StepHistory.newest`). Steps without device figures are
             left out; first steps of epochs, too, as one of them would flatten the rest.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
     """
+    require("matplotlib", extra="tensorboard", what="The figure of the steps")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -285,9 +285,10 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if self.figures and run.logs and run.figures < _MOST_FIGURES:
             run.figures += 1
             columns = train.timeline.history.newest()
-            boards.log_figure(
-                trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
-            )
+            with self.misfortunes.survived("A figure was not drawn"):
+                boards.log_figure(
+                    trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
+                )
         wall = run.wall()
         scalars = {**rank_metrics(heard), **wall_scalars(wall), **run.cost.scalars(wall, ranks)}
         judged = None
