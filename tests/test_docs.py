@@ -175,8 +175,13 @@ REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glo
 
 @pytest.mark.parametrize("module", [lightning_fastdata, sources, mixing], ids=lambda m: m.__name__)
 def test_the_reference_has_every_public_name(module):
-    found = re.findall(rf"^\.\. auto\w+:: {module.__name__}\.(\w+)$", REFERENCE, flags=re.MULTILINE)
-    assert sorted(found) == sorted(module.__all__)
+    entries = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", REFERENCE, flags=re.MULTILINE)
+    own = {
+        name.rpartition(".")[2] for name in entries if name.rpartition(".")[0] == module.__name__
+    }
+    assert own <= set(module.__all__)
+    # A name may stand where it is from.
+    assert set(module.__all__) <= {name for _, _, name in parts}
 
 
 def test_every_page_is_listed_for_readers_on_github():
