@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -284,11 +285,9 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         step = run.step = max(0, steps_logged_by(trainer, run.recording.batches_stepped) - 1)
         if self.figures and run.logs and run.figures < _MOST_FIGURES:
             run.figures += 1
-            columns = train.timeline.history.newest()
+            draw = partial(boards.phase_figure, train.timeline.history.newest())
             with self.misfortunes.survived("A figure was not drawn"):
-                boards.log_figure(
-                    trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
-                )
+                boards.log_figure(trainer.loggers, "data/timeline", draw, step)
         wall = run.wall()
         scalars = {**rank_metrics(heard), **wall_scalars(wall), **run.cost.scalars(wall, ranks)}
         judged = None
