@@ -59,7 +59,7 @@ $(VENV)/.ready-demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version + "; run make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(PY) -m pip install --quiet --editable '.[all,demo]'
+	$(PY) -m pip install --quiet --editable '.[all,jpeg,demo]'
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-demo

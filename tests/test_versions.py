@@ -116,7 +116,7 @@ def imported_by(file):
 def lowest_versions(*, bounds=False):
     """Return what an installation of everything asks for, or the lowest versions of it."""
     tool = runpy.run_path(str(PROJECT.parent / "tools" / "lowest_versions.py"))
-    asked = tool["requirements"]("all")
+    asked = tool["requirements"]("all", "jpeg")
     return asked if bounds else [tool["lowest"](one) for one in asked]
 
 

@@ -1,4 +1,4 @@
-"""Print the lowest versions that pyproject.toml allows, of the package and of its extra "all"."""
+"""Print the lowest versions that pyproject.toml allows, extras "all" and "jpeg" included."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def lowest(requirement: str) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(lowest(each) for each in requirements("all")))
+    print("\n".join(lowest(each) for each in requirements("all", "jpeg")))

@@ -18,10 +18,10 @@ from lightning_fastdata.insight.report.notebook import (
     COLORS,
     Explanation,
     lines_html,
-    notebook_display,
     style_css,
 )
 from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.plugin.loggers.report_files import notebook_display
 
 PAPERS = ("#ffffff", "#111111", "#1e1e1e")
 """Of light notebooks, of dark ones, and of VS Code."""

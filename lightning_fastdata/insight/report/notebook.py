@@ -6,16 +6,12 @@ The HTML needs nothing else: no style sheet, no script, no network. Texts are es
 from __future__ import annotations
 
 import html
-import multiprocessing
-import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import printable
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.report.run_report import RunReport
     from lightning_fastdata.insight.report.summary_text import Line
 
 WIDTH: Final = 100
@@ -76,42 +72,3 @@ class Explanation(str):
             style = "bold" if rest else ""
             lines += [[(title, style)], *([(line, "")] for line in rest), []]
         return lines_html(lines[:-1])
-
-
-class NotebookSummary:
-    """The summary of a run as a notebook shows it, and any other frontend as text.
-
-    Args:
-        report: The run.
-        page: Where its page was written; None: nowhere.
-    """
-
-    def __init__(self, report: RunReport, page: Path | None = None) -> None:
-        self._report = report
-        self._page = "" if page is None else f" page  {printable(str(page), keep='')}"
-
-    def __repr__(self) -> str:
-        return "\n".join(filter(None, (self._report.text(WIDTH), self._page)))
-
-    def _repr_html_(self) -> str:
-        page: list[Line] = [[(self._page, "dim")]] if self._page else []
-        return lines_html([*self._report.lines(WIDTH), *page])
-
-
-def notebook_display() -> Callable[[object], object] | None:
-    """Return what shows an object below the cell that runs; None where there is no notebook.
-
-    Processes that a notebook starts for a training with several ranks can only print: the kernel
-    hears nothing else of them.
-    """
-    ipython = sys.modules.get("IPython")
-    if ipython is None or multiprocessing.parent_process() is not None:
-        return None
-    try:
-        if getattr(ipython.get_ipython(), "kernel", None) is None:
-            return None
-        from IPython.display import display
-    except (AttributeError, ImportError):  # no whole IPython
-        return None
-    shows: Callable[[object], object] = display
-    return shows

@@ -5,6 +5,7 @@ Measuring and reporting never end a training: what fails in them is a warning.
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import sys
 import warnings
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, has_package, printable
-from lightning_fastdata.insight.report.notebook import NotebookSummary, notebook_display
+from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
 from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.summary_text import Line
 
 _Self = TypeVar("_Self", bound="_Measures")
 _Given = ParamSpec("_Given")
@@ -139,3 +141,42 @@ def print_report(report: RunReport, page: Path | None) -> None:
     if page is not None:
         shown = f" page  {printable(str(page), keep='')}"
         console.print(shown, soft_wrap=True, highlight=False, markup=False)
+
+
+class NotebookSummary:
+    """The summary of a run as a notebook shows it, and any other frontend as text.
+
+    Args:
+        report: The run.
+        page: Where its page was written; None: nowhere.
+    """
+
+    def __init__(self, report: RunReport, page: Path | None = None) -> None:
+        self._report = report
+        self._page = "" if page is None else f" page  {printable(str(page), keep='')}"
+
+    def __repr__(self) -> str:
+        return "\n".join(filter(None, (self._report.text(WIDTH), self._page)))
+
+    def _repr_html_(self) -> str:
+        page: list[Line] = [[(self._page, "dim")]] if self._page else []
+        return lines_html([*self._report.lines(WIDTH), *page])
+
+
+def notebook_display() -> Callable[[object], object] | None:
+    """Return what shows an object below the cell that runs; None where there is no notebook.
+
+    Processes that a notebook starts for a training with several ranks can only print: the kernel
+    hears nothing else of them.
+    """
+    ipython = sys.modules.get("IPython")
+    if ipython is None or multiprocessing.parent_process() is not None:
+        return None
+    try:
+        if getattr(ipython.get_ipython(), "kernel", None) is None:
+            return None
+        from IPython.display import display
+    except (AttributeError, ImportError):  # no whole IPython
+        return None
+    shows: Callable[[object], object] = display
+    return shows
