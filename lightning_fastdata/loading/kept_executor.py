@@ -29,9 +29,11 @@ from lightning_fastdata.executors.kinds import (
     Executor,
     ExecutorName,
     StreamReader,
+    WatchedExecutor,
     open_executor,
 )
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+from lightning_fastdata.executors.pool.stalls import ExecutorNow
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -253,6 +255,10 @@ class KeptExecutor:
         self.records = records
         for executor in self._at_work():
             executor.record(records)
+
+    def now(self) -> list[ExecutorNow]:
+        """Return what is under way in side processes; any thread may ask."""
+        return [each.now() for each in self._at_work() if isinstance(each, WatchedExecutor)]
 
     def finish(self, batch: Batch) -> Batch:
         """Return the batch as it is delivered."""

@@ -15,6 +15,7 @@ from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.executors.pool.stalls import ExecutorNow
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.fingerprint import fingerprint
@@ -211,6 +212,11 @@ class LoaderWorkers:
     def _record(self) -> None:
         if isinstance(self._inner, KeptExecutor):
             self._inner.record(self.all_records)
+
+    def now(self) -> list[ExecutorNow]:
+        """Return what is under way in side processes of this package; any thread may ask."""
+        inner = self._inner
+        return inner.now() if isinstance(inner, KeptExecutor) else []
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
         """Return the loader with so many workers, as the model knows it; None: it does not."""

@@ -25,6 +25,7 @@ from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
+from lightning_fastdata.plugin.watch.live import LiveRun
 from lightning_fastdata.tuning.simulate import simulate
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ class MeasuredRun:
         self.log_dir: str = trainer.default_root_dir
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
+        self.live = LiveRun(trainer, recording)
         self.replay: ReplayedSteps | None = None
         self.pictures: BatchPictures | None = None
         self._ours = ours
@@ -210,6 +212,7 @@ class MeasuredRun:
         usual = attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
         self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
+        self.live.log_dir = self.log_dir
         self._judged_s = time.monotonic()
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
@@ -268,6 +271,7 @@ class MeasuredRun:
         with self.judge.spending():
             wall = self.wall()
             verdict, evidence = self.judge.judged(summary, self._validation(), wall)
+            self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
                 if report is not None and self.files is not None:

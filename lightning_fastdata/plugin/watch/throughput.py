@@ -158,7 +158,10 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if stage == "fit" and self.augment is not None:
             check_hooks_run(pl_module)
         undo: list[Callable[[], None]] = []
-        self._run = MeasuredRun(trainer, recording, undo, self)
+        run = self._run = MeasuredRun(trainer, recording, undo, self)
+        undo.append(run.live.close)
+        with self.misfortunes.survived("`fastdata top` does not show this run"):
+            run.live.begin()
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
         guard = self.misfortunes.survived_by
@@ -244,6 +247,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             return
         recording = run.recording
         recording.main.step_ended(batch_samples(batch))
+        run.live.step_ended()
         if run.replay is not None:
             run.replay.keep(batch)
         if recording.optimizer_stepped:
