@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
         sys.stdout.write(f"{side_by_side(dict(zip(map(str, files), reports, strict=True)))}\n")
     pages = [page for file in files if (page := file.with_suffix(".html")).is_file()]
     for page in pages:
-        sys.stdout.write(f" page  {page}\n")
+        sys.stdout.write(f" page  {printable(str(page), keep='')}\n")
     if open:
         import webbrowser
 

@@ -96,8 +96,10 @@ def _training(ranks: Sequence[Status], now_s: float) -> LivePage:
     share = first.stall_share
     free = f"{1 / (1 - share):.2f}x" if share is not None and share < 1 else None
     memory = first.memory_bytes
+    # Of before it hung: no step has ended since.
+    now = ", when it last went on" if first.hangs else ""
     figures = {
-        "steps/s": _number(first.steps_per_s),
+        f"steps/s{now}": _number(first.steps_per_s),
         "ms a step": _number(first.step_ms),
         "of it waiting for data": _percent(share),
         "if data were free, at most": free,
@@ -143,7 +145,7 @@ def _alarms(status: Status, now_s: float, *, several: bool) -> list[str]:
 
 
 def _overview(groups: Sequence[Sequence[Status]], now_s: float) -> LivePage:
-    heads = ("pid", "script", "ranks", "epoch", "step", "steps/s", "ms a step", "wait", "now")
+    heads = ("pid", "script", "now", "steps/s", "ms a step", "wait", "epoch", "step", "ranks")
     rows, alarming = [], set()
     for number, ranks in enumerate(groups):
         first = ranks[0]
@@ -154,13 +156,9 @@ def _overview(groups: Sequence[Sequence[Status]], now_s: float) -> LivePage:
             (
                 str(first.pid),
                 _name(first),
-                f"{len(ranks)} of {first.world_size}",
-                str(first.epoch),
-                str(first.step),
-                _number(first.steps_per_s) or "-",
-                _number(first.step_ms) or "-",
-                _percent(first.stall_share) or "-",
                 trouble[0] if trouble else first.activity,
+                *_figures(first),
+                f"{len(ranks)} of {first.world_size}",
             )
         )
     table = Table(title="", heads=heads, rows=rows, alarming=frozenset(alarming))
@@ -169,26 +167,26 @@ def _overview(groups: Sequence[Sequence[Status]], now_s: float) -> LivePage:
 
 
 def _ranks(ranks: Sequence[Status], now_s: float) -> Table:
-    heads = ("rank", "pid", "epoch", "step", "steps/s", "ms a step", "wait", "now")
+    heads = ("rank", "pid", "now", "steps/s", "ms a step", "wait", "epoch", "step")
     rows = []
     for each in ranks:
         trouble = _alarms(each, now_s, several=False)[:1]
-        rows.append(
-            (
-                str(each.rank),
-                str(each.pid),
-                str(each.epoch),
-                str(each.step),
-                _number(each.steps_per_s) or "-",
-                _number(each.step_ms) or "-",
-                _percent(each.stall_share) or "-",
-                trouble[0] if trouble else each.activity,
-            )
-        )
+        doing = trouble[0] if trouble else each.activity
+        rows.append((str(each.rank), str(each.pid), doing, *_figures(each)))
     alarming = frozenset(
         number for number, each in enumerate(ranks) if each.hangs or each.silent_s(now_s)
     )
     return Table(title="ranks", heads=heads, rows=rows, alarming=alarming)
+
+
+def _figures(status: Status) -> tuple[str, ...]:
+    return (
+        _number(status.steps_per_s) or "-",
+        _number(status.step_ms) or "-",
+        _percent(status.stall_share) or "-",
+        str(status.epoch),
+        str(status.step),
+    )
 
 
 def _workers(workers: Sequence[tuple[Status, WorkerStatus]], *, several: bool) -> Table:
@@ -237,6 +235,7 @@ def _text(value: int | None) -> str | None:
 
 def as_rich(page: LivePage) -> RenderableType:
     """Return the page for a console of rich; what files are called cannot give it orders."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -252,16 +251,17 @@ def as_rich(page: LivePage) -> RenderableType:
             figures.add_row(text(value, "bold"), text(label))
         lines += [Text(), figures]
     for table in page.tables:
-        drawn = RichTable(title=text(table.title) if table.title else None, title_justify="left")
+        drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False)
         for head in table.heads:
             drawn.add_column(text(head), overflow="fold")
         for number, row in enumerate(table.rows):
             style = "bold red" if number in table.alarming else ""
             drawn.add_row(*(text(cell) for cell in row), style=style)
-        lines += [Text(), drawn]
-    lines.append(Text())
-    lines += [text(f"{label:<6}{words}" if label else words) for label, words in page.notes]
-    return Group(*lines)
+        lines += [Text(), text(table.title, "bold"), drawn]
+    notes = RichTable.grid(padding=(0, 2))
+    for label, words in page.notes:
+        notes.add_row(text(label, "bold"), text(words))
+    return Group(*lines, Text(), notes)
 
 
 def as_html(page: LivePage, every_s: float) -> str:

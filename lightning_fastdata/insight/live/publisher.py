@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from lightning_fastdata.executors.pool.child import child_main
 from lightning_fastdata.host.system_calls import private_folder
 from lightning_fastdata.insight.live.status import (
     Status,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 EVERY_S: Final = 1.0
 _RECENT: Final = 11
 """Notes that are kept, one a second: the last ten seconds."""
+_MOST_STEPS: Final = 256
+"""Times of no more steps are averaged, as that is done where a step ends."""
 _LONG_INDEX: Final = 80
 _LONG_READ_S: Final = 10.0
 _STACKS_EVERY_S: Final = 10.0
@@ -94,7 +97,7 @@ class PaceMeter:
     def _read(self, meter: StageMeter) -> Pace:
         first, last = self._notes[0], self._notes[-1]
         steps, seconds = last.steps - first.steps, last.at_s - first.at_s
-        columns = meter.timeline.history.newest(steps or 1)
+        columns = meter.timeline.history.newest(min(_MOST_STEPS, steps or 1))
         step, stall = columns["step_ms"], columns["stall_ms"]
         timed = ~(np.isnan(step) | np.isnan(stall))
         total_ms = float(step[timed].sum())
@@ -187,10 +190,14 @@ def _reader_text(loader: FastDataLoader) -> str:
 
 
 def _frames_in(text: str) -> list[tuple[str, int, str]]:
-    """Return the frames of the thread that ``faulthandler`` calls the current one."""
+    """Return the frames of the thread that ``faulthandler`` calls the current one.
+
+    Those outside of the worker's own work are left out: a forked process has its parent's, too.
+    """
     lines = text.partition("Current thread")[2].splitlines()[1:]
-    found = itertools.takewhile(bool, (_FRAME.match(line) for line in lines))
-    return [(each[1], int(each[2]), each[3]) for each in found if each]
+    frames = itertools.takewhile(bool, (_FRAME.match(line) for line in lines))
+    found = [(each[1], int(each[2]), each[3]) for each in frames if each]
+    return list(itertools.takewhile(lambda frame: frame[2] != child_main.__name__, found))
 
 
 def stack_of_thread(ident: int) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import psutil
 
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.system_calls import private_folder
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -145,7 +146,12 @@ def live_folder() -> Path:
 
     ``$LIGHTNING_FASTDATA_LIVE``, or else a folder in ``/dev/shm`` (Linux) or the one for temporary
     files: the same for a login session and for a job, whatever else their environments say.
+
+    Raises:
+        OptionsError: On Windows, where no such place is private.
     """
+    if sys.platform == "win32":
+        raise OptionsError("Trainings that run are shown on Linux and macOS only.")
     own = os.environ.get("LIGHTNING_FASTDATA_LIVE")
     if own:
         return Path(own)

@@ -128,7 +128,7 @@ def as_run_report(report: Mapping[str, Any], path: Path) -> RunReport:
         )
     try:
         wall = report["wall"]
-        return RunReport(
+        found = RunReport(
             stages=tuple(_revived(StageSummary, each) for each in report["stages"].values()),
             verdict=_revived(Verdict, report["verdict"]),
             ended=report["ended"],
@@ -140,10 +140,12 @@ def as_run_report(report: Mapping[str, Any], path: Path) -> RunReport:
             machine=report["machine"],
             run=report["run"],
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        found.text()  # what it holds may have other types than a report has
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise OptionsError(
             f"{path} is no whole report: {type(error).__name__}: {error}. Record it again."
         ) from error
+    return found
 
 
 _NAMES: Final = {each.__name__: each for each in (WaitCauses, LoaderWait)}

@@ -62,13 +62,14 @@ class LiveRun:
         self._publisher: Publisher | None = None
 
     def begin(self) -> None:
-        """Begin to publish.
+        """Begin to publish; elsewhere than on Linux and macOS nothing is.
 
         Raises:
             OptionsError: The place for it belongs to another user.
             OSError: The place cannot be made.
         """
-        self._publisher = Publisher(self._status)
+        if sys.platform != "win32":
+            self._publisher = Publisher(self._status)
 
     def close(self) -> None:
         """End it, and remove what was published."""
