@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -33,12 +33,14 @@ from lightning_fastdata.executors.kinds import (
     open_executor,
 )
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
-from lightning_fastdata.executors.pool.stalls import ExecutorNow
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.types import Batch, Stage
+
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
 
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "

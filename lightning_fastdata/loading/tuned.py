@@ -15,7 +15,6 @@ from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
-from lightning_fastdata.executors.pool.stalls import ExecutorNow
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.fingerprint import fingerprint
@@ -30,6 +29,7 @@ from lightning_fastdata.tuning.prior import Prior, about_dataset
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.loading.kept_executor import SourceSettings
     from lightning_fastdata.loading.source import Source
     from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.executors.pool.child import child_main
 from lightning_fastdata.host.system_calls import private_folder
 from lightning_fastdata.insight.live.status import (
     Status,
@@ -45,6 +44,8 @@ _LONG_READ_S: Final = 10.0
 _STACKS_EVERY_S: Final = 10.0
 """A process that shows its stack is interrupted for it, so it is not asked more often."""
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_OUTERMOST: Final = "child_main"
+"""The function that a worker process runs."""
 _numbers: Final = itertools.count()
 
 
@@ -197,7 +198,7 @@ def _frames_in(text: str) -> list[tuple[str, int, str]]:
     lines = text.partition("Current thread")[2].splitlines()[1:]
     frames = itertools.takewhile(bool, (_FRAME.match(line) for line in lines))
     found = [(each[1], int(each[2]), each[3]) for each in frames if each]
-    return list(itertools.takewhile(lambda frame: frame[2] != child_main.__name__, found))
+    return list(itertools.takewhile(lambda frame: frame[2] != _OUTERMOST, found))
 
 
 def stack_of_thread(ident: int) -> tuple[str, ...]:
