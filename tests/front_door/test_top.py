@@ -49,24 +49,20 @@ def live(tmp_path_factory):
         **os.environ,
         "LIGHTNING_FASTDATA_LIVE": str(live),
         "LIGHTNING_FASTDATA_CACHE": str(folder / "cache"),
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), *sys.path]),
     }
-    log = (folder / "output.txt").open("w")
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), where, ranks, str(folder / f"logs-{where}")],
+    with (folder / "output.txt").open("w") as log:
+        program = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(folder)],
             env=environ,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-        for where, ranks in (("worker", "1"), ("step", "2"))
-    ]
     yield live
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    log.close()
+    os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
 
 
 def until(live, holds):

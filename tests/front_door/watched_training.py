@@ -1,6 +1,6 @@
-"""A program that trains and then hangs, for those who watch it.
+"""Two trainings that hang, for those who watch: one in a worker, one in a step of its second rank.
 
-Arguments: where it hangs (``worker``, or ``step`` of the last rank), ranks, and the log folder.
+Argument: the folder for their logs.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from conformance.forked_ranks import on_ranks
+from conformance.pieces import make_trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
@@ -53,25 +56,26 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-if __name__ == "__main__":
-    where, ranks, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+def train(where, folder, ranks=1):
     last = int(os.environ.get("LOCAL_RANK", "0")) == ranks - 1
+    # Chosen, as "auto" tries samples, of which one hangs.
+    executor = "workers" if where == "worker" else "inline"
     data = FastDataModule.from_datasets(
         Slow(where == "worker"),
         batch_size=2,
         num_workers=2 if where == "worker" else 0,
         shuffle=False,
-        options=LoaderOptions(tune="off", stall_timeout_s=0),
+        options=LoaderOptions(executor=executor, tune="off", stall_timeout_s=0),
     )
-    Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        max_epochs=1,
-        logger=False,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[DataThroughputCallback(report=False, summary=False)],
-    ).fit(Model(where == "step" and last), data)
+    callback = DataThroughputCallback(report=False, summary=False)
+    options = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {}
+    trainer = make_trainer(Path(folder) / f"logs-{where}", callbacks=[callback], **options)
+    trainer.fit(Model(where == "step" and last), data)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if os.fork() == 0:
+        train("worker", sys.argv[1])
+    else:
+        on_ranks(2, lambda: train("step", sys.argv[1], ranks=2))

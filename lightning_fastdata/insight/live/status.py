@@ -177,7 +177,7 @@ def write_status(path: Path, status: Status) -> None:
 
 
 def read_all(folder: Path, now_s: float) -> list[Status]:
-    """Return the status of each process that runs now, by training and rank.
+    """Return the status of each process that runs now: the trainings, each with its ranks in order.
 
     What processes have left that are gone is removed.
 
@@ -201,7 +201,8 @@ def read_all(folder: Path, now_s: float) -> list[Status]:
             since_s = max(0.0, now_s - status.written_s)
             ages = {n: getattr(status, n) + since_s for n in ("quiet_s", "activity_s")}
             found.append(replace(status, **ages))
-    return sorted(found, key=lambda each: (each.started_s, each.group, each.rank, each.pid))
+    began_s = {each.group: each.started_s for each in found}  # of any of its ranks
+    return sorted(found, key=lambda each: (began_s[each.group], each.group, each.rank, each.pid))
 
 
 def process_started_s(pid: int) -> float | None:
