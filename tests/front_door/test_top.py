@@ -131,6 +131,8 @@ def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(live):
     assert {first.activity, last.activity} == {"computing a step"}
     page = shown(live, str(last.pid))
     assert "2 of 2 ranks" in page
+    assert "wait_for_ever" in page
+    assert "backward" in page
     assert re.search(r"rank [01]: no step for \d+ s: computing a step", page)
 
 

@@ -170,9 +170,9 @@ def _ranks(ranks: Sequence[Status], now_s: float) -> Table:
     heads = ("rank", "pid", "now", "steps/s", "ms a step", "wait", "epoch", "step")
     rows = []
     for each in ranks:
-        trouble = _alarms(each, now_s, several=False)[:1]
-        doing = trouble[0] if trouble else each.activity
-        rows.append((str(each.rank), str(each.pid), doing, *_figures(each)))
+        # With where it is: one rank hangs, and the others wait for it.
+        trouble = " ".join(_alarms(each, now_s, several=False)[:2])
+        rows.append((str(each.rank), str(each.pid), trouble or each.activity, *_figures(each)))
     alarming = frozenset(
         number for number, each in enumerate(ranks) if each.hangs or each.silent_s(now_s)
     )

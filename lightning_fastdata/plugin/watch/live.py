@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.host.usage import read_own_bytes
@@ -99,7 +100,7 @@ class LiveRun:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             script=sys.argv[0] if sys.argv else "",
-            log_dir=os.path.abspath(self.log_dir),  # noqa: PTH100  # of what may be a URL, too
+            log_dir=self.log_dir if "://" in self.log_dir else str(Path(self.log_dir).absolute()),
             started_s=self._started_s,
             method=self._recording.method,
             activity=doing,
@@ -137,4 +138,4 @@ def _group(world_size: int) -> str:
     if world_size == 1:
         return str(os.getpid())
     met = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    return ":".join(each or "" for each in met)
+    return ":".join(each or f"parent {os.getppid()}" for each in met)
