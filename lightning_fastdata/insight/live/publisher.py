@@ -43,6 +43,8 @@ _LONG_INDEX: Final = 80
 _LONG_READ_S: Final = 10.0
 _STACKS_EVERY_S: Final = 10.0
 """A process that shows its stack is interrupted for it, so it is not asked more often."""
+_STACKS_AT_ONCE: Final = 4
+"""Each takes a tenth of a second, and the next status waits for them."""
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _OUTERMOST: Final = "child_main"
 """The function that a worker process runs."""
@@ -64,6 +66,8 @@ class Pace:
 class _Note:
     at_s: float
     steps: int
+    waited_for: object
+    """The loader that is waited for most, as its totals."""
     waited_ns: list[float]
 
 
@@ -92,7 +96,7 @@ class PaceMeter:
             self._notes.clear()
         totals = meter.stamps.slowest()
         waited_ns = [] if totals is None else totals.waited_so_far_ns()
-        self._notes.append(_Note(now_s, meter.timeline.history.steps, waited_ns))
+        self._notes.append(_Note(now_s, meter.timeline.history.steps, totals, waited_ns))
         self.pace = self._read(meter)
 
     def _read(self, meter: StageMeter) -> Pace:
@@ -106,14 +110,15 @@ class PaceMeter:
             steps_per_s=steps / seconds if steps and seconds > 0 else None,
             step_ms=total_ms / int(timed.sum()) if total_ms else None,
             stall_share=float(stall[timed].sum()) / total_ms if total_ms else None,
-            waits=_shares(first.waited_ns, last.waited_ns),
+            waits=_shares(first, last),
         )
 
 
-def _shares(before_ns: list[float], now_ns: list[float]) -> dict[str, float]:
-    if len(before_ns) != len(now_ns):
-        before_ns = [0.0] * len(now_ns)  # nothing was cut by then
-    spent_ns = [max(0.0, now - was) for was, now in zip(before_ns, now_ns, strict=True)]
+def _shares(first: _Note, last: _Note) -> dict[str, float]:
+    if first.waited_for is not last.waited_for:  # another of several loaders has become slow
+        return {}
+    pairs = zip(first.waited_ns, last.waited_ns, strict=True)
+    spent_ns = [now_ns - before_ns for before_ns, now_ns in pairs]
     total_ns = sum(spent_ns)
     if total_ns <= 0:
         return {}
@@ -128,6 +133,7 @@ class WorkerWatch:
         self._clock = clock
         self._since: dict[tuple[int, int], tuple[tuple[int, ...], float]] = {}
         self._lines: dict[int, tuple[float, tuple[str, ...]]] = {}
+        self._may_ask = 0
 
     def look(self, loaders: Iterable[FastDataLoader], *, hangs: bool) -> dict[str, Any]:
         """Return the fields of a `Status` that are about workers.
@@ -136,7 +142,7 @@ class WorkerWatch:
             loaders: That are read now.
             hangs: No step has ended for long, so that stacks are worth their price.
         """
-        now_s = self._clock()
+        now_s, self._may_ask = self._clock(), _STACKS_AT_ONCE
         readers, found, ready, under_way = [], [], 0, 0
         before, self._since = self._since, {}
         known = False
@@ -177,8 +183,9 @@ class WorkerWatch:
 
     def _stack(self, worker: WorkerNow) -> tuple[str, ...]:
         pid = worker.child.pid
-        taken_s, lines = self._lines.get(pid, (0.0, ()))
-        if self._clock() - taken_s >= _STACKS_EVERY_S:
+        taken_s, lines = self._lines.get(pid, (-_STACKS_EVERY_S, ()))
+        if self._may_ask and self._clock() - taken_s >= _STACKS_EVERY_S:
+            self._may_ask -= 1
             lines = stack_lines(_frames_in(worker.child.stack(wait_s=0.5)))
             self._lines[pid] = self._clock(), lines
         return lines
