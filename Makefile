@@ -2,7 +2,9 @@
 # make test    the tests
 # make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
+# make dist-check   sdist and wheel, built, installed in an environment of their own, and used
 # make check   everything CI runs: lint, types, layers, tests
+# make docs    the site of the documentation, in docs/_build/html
 # make measure  how large the package is, and how entangled
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +16,7 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-long test-lowest check lint format measure clean
+.PHONY: demo test test-long test-lowest dist-check check lint format docs measure clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata demo
@@ -31,6 +33,9 @@ test-lowest: $(LOWEST)/.ready
 		tests/conformance/test_bad_input.py tests/conformance/test_command_line.py \
 		tests/test_import.py tests/test_versions.py
 
+dist-check: $(VENV)/.ready-demo
+	$(PY) tools/check_dist.py
+
 check: lint test
 
 lint: $(VENV)/.ready-test
@@ -38,6 +43,9 @@ lint: $(VENV)/.ready-test
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+docs: $(VENV)/.ready-docs
+	$(PY) -m sphinx -q -E -a -W --keep-going -b html docs docs/_build/html
 
 measure:
 	$(PYTHON) benchmarks/code_size.py
@@ -51,21 +59,25 @@ $(VENV)/.ready-demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version + "; run make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(PY) -m pip install --quiet --editable '.[demo]'
+	$(PY) -m pip install --quiet --editable '.[all,demo]'
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-demo
 	$(PY) -m pip install --quiet --group test --group lint
 	touch $@
 
+$(VENV)/.ready-docs: $(VENV)/.ready-demo
+	$(PY) -m pip install --quiet --group docs
+	touch $@
+
 $(LOWEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(LOWEST)/bin/python -c 'import re, tomllib; print("\n".join(re.sub(r">=([\d.]+).*", r"==\1", each) for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python tools/lowest_versions.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --requirement $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --editable .
-	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout hypothesis
+	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout pytest-rerunfailures hypothesis scikit-image
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist demo_data demo_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) build dist docs/_build demo_data demo_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

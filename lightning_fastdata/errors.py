@@ -10,6 +10,7 @@
       + WorkerError           a side process of a loader died, hung or broke (a RuntimeError)
       + BatchSizeError        the batch does not fit the device and the guard may not change it
       + VersionError          a package that this one needs is too old (an ImportError)
+      + MissingPackageError   what was asked for needs a package of an extra (an ImportError)
 
     FastDataWarning           something was limited or degraded; says what and how to lift it
 
@@ -17,6 +18,8 @@ Every message says what happened, quotes the value, and says what to do.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -72,11 +75,41 @@ class VersionError(FastDataError, ImportError):
     """A package that this one needs is installed in a version that will not do."""
 
 
+class MissingPackageError(FastDataError, ImportError):
+    """What was asked for needs a package that is not installed; the message says how to get it."""
+
+
 class FastDataWarning(UserWarning):
     """Something was limited or degraded; the message says what, and how to lift it."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+def has_package(package: str) -> bool:
+    """Return whether a package is installed. It is not imported."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of a finder that hides packages
+        return False
+
+
+def require(package: str, *, extra: str, what: str) -> None:
+    """Say how to install a package before an import of it fails.
+
+    Args:
+        package: As it is imported.
+        extra: The extra of this package that brings it along.
+        what: What needs it; begins a sentence.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
+    if not has_package(package):
+        raise MissingPackageError(
+            f"{what} needs {package}, which is not installed. Run "
+            f'`pip install "lightning-fastdata[{extra}]"`.'
+        )
 
 
 def as_error(kind: type[BaseException], number: int, text: str) -> BaseException:

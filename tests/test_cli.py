@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from lightning_fastdata import __version__
 from lightning_fastdata.cli import main
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit, read_cpu_limit
 from lightning_fastdata.host.machine import doctor_text, loading_limits
@@ -51,6 +52,13 @@ def test_the_doctor_reports_this_very_machine():
     assert read_cpu_limit().reason in done.stdout
     assert "/dev/shm" in done.stdout
     assert "torch " in done.stdout
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fastdata {__version__}\n"
 
 
 def test_a_roomy_machine_has_nothing_to_complain_of():

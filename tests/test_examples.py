@@ -45,24 +45,3 @@ def test_the_example_trains_and_tells_where_the_steps_went(name, tmp_path):
 
 def test_every_example_is_run():
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(COMMANDS)
-
-
-def test_the_readme_shows_an_example_that_runs(tmp_path):
-    """The first Python block of the README, after the photographs that it trains on are there."""
-    from lightning_fastdata.demo.photos import Cut, cut_photographs
-
-    text = (ROOT / "README.md").read_text()
-    block = text.split("```python\n", 1)[1].split("```", 1)[0]
-    cut_photographs(tmp_path / "photos", Cut(train_per_class=6, val_per_class=2))
-    (tmp_path / "example.py").write_text(block)
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path,
-        env={**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "fastdata · train" in done.stdout

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_fastdata
 from lightning_fastdata.errors import VersionError
 from lightning_fastdata.host.machine import LEAST, MALICIOUS, check_versions
 
@@ -29,7 +33,7 @@ def having(**versions):
 @pytest.mark.parametrize(
     "versions",
     [
-        {"torch": "2.6.0+cu124", "lightning": "2.5.0"},
+        {"torch": "2.6.0+cu124", "lightning": "2.5.3"},
         {"torch": "2.11.0a0+git1234", "pytorch_lightning": "2.6.4"},
         {"torch": "10.0", "lightning": "2.6.1"},
         {"torch": "unknown"},
@@ -45,8 +49,8 @@ def test_what_is_new_enough_or_unknown_is_left_alone(versions):
     [
         ({"torch": "2.5.1+cu121"}, "needs torch 2.6 or newer, and 2.5.1"),
         ({"torch": "1.13"}, "pip install --upgrade 'torch>=2.6'"),
-        ({"torch": "2.6", "lightning": "2.4.0.post1"}, "needs lightning 2.5"),
-        ({"pytorch_lightning": "2.0"}, "needs pytorch-lightning 2.5"),
+        ({"torch": "2.6", "lightning": "2.4.0.post1"}, r"needs lightning 2\.5\.3"),
+        ({"pytorch_lightning": "2.0"}, r"needs pytorch-lightning 2\.5\.3"),
         ({"lightning": "2.6.2"}, "lightning 2.6.2 was a malicious upload"),
         ({"pytorch_lightning": "2.6.3"}, "GHSA-w37p-236h-pfx3"),
     ],
@@ -67,8 +71,53 @@ def test_the_versions_are_those_that_the_project_declares():
 
 
 def test_every_dependency_has_a_lowest_version():
-    declared = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    assert [one for one in declared if ">=" not in one] == []
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    declared = [project["dependencies"], *project["optional-dependencies"].values()]
+    free = [one for each in declared for one in each if ">=" not in one]
+    assert {one.partition("[")[0] for one in free} == {"lightning-fastdata"}
+
+
+def test_the_lowest_versions_are_those_of_everything_that_can_be_had():
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    pinned = {one.partition("==")[0] for one in lowest_versions()}
+    for extra in ("augment", "cli", "images", "jpeg", "objects", "tensorboard"):
+        asked = {one.partition(">=")[0] for one in project["optional-dependencies"][extra]}
+        assert {one for one in asked if "lightning-fastdata" not in one} <= pinned
+    assert {"torch", "lightning", "numpy"} <= pinned
+
+
+def test_every_package_that_is_imported_is_declared():
+    own = Path(lightning_fastdata.__file__).parent
+    imported = {name for file in own.rglob("*.py") for name in imported_by(file)}
+    asked = lowest_versions(bounds=True)
+    declared = {re.split(r"[\[>]", one)[0].replace("-", "_") for one in asked}
+    names = {
+        "PIL": "pillow",
+        "albucore": "albumentations",  # brought along
+        "cv2": "opencv_python_headless",
+        "markupsafe": "jinja2",  # brought along
+    }
+    foreign = imported - sys.stdlib_module_names - {"lightning_fastdata"}
+    assert {names.get(one, one) for one in foreign} - declared == MAY_BE_THERE
+
+
+# Used where somebody else has installed them; nothing of them is asked for.
+MAY_BE_THERE = {"IPython", "fsspec", "pyarrow", "pytorch_lightning", "torchcodec", "triton"}
+
+
+def imported_by(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (one.name.partition(".")[0] for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.partition(".")[0]
+
+
+def lowest_versions(*, bounds=False):
+    """Return what an installation of everything asks for, or the lowest versions of it."""
+    tool = runpy.run_path(str(PROJECT.parent / "tools" / "lowest_versions.py"))
+    asked = tool["requirements"]("all")
+    return asked if bounds else [tool["lowest"](one) for one in asked]
 
 
 def test_an_old_torch_is_named_when_the_package_is_used(tmp_path):

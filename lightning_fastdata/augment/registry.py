@@ -21,7 +21,7 @@ from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, channels
 from lightning_fastdata.augment.ops.table import look_up, ramp_table
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.replay import instructions
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import TransformError, require
 
 if TYPE_CHECKING:
     import torch
@@ -180,6 +180,7 @@ def check_pointwise(transform: Node) -> None:
 
 
 def _transform_class(name_or_class: str | type) -> type:
+    require("albumentations", extra="augment", what="register()")
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_fastdata import __version__
 from lightning_fastdata.cli.commands import compare, demo, doctor, show_augment
 from lightning_fastdata.cli.data_commands import cache, replay, tune, which
 from lightning_fastdata.cli.live_commands import report, report_parser, top, top_parser
 from lightning_fastdata.cli.run import run
-from lightning_fastdata.errors import FastDataError
+from lightning_fastdata.errors import FastDataError, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +23,15 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: What follows the program's name; None takes it from the shell.
     """
+    try:
+        require("jsonargparse", extra="cli", what="The command line")
+    except FastDataError as error:
+        raise SystemExit(f"fastdata: {error}") from error
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(prog="fastdata", description="Data loading, measured and explained.")
+    parser = ArgumentParser(
+        prog="fastdata", description="Data loading, measured and explained.", version=__version__
+    )
     commands = parser.add_subcommands(dest="command")
     functions: dict[str, Callable[..., None]] = {
         "demo": demo,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fastdata.cli.output import print_lines
-from lightning_fastdata.errors import FastDataError, OptionsError
+from lightning_fastdata.errors import FastDataError, OptionsError, has_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +104,7 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         # 1 says that the comparison was made.
         sys.stderr.write(f"fastdata: {error}\n")
         raise SystemExit(2) from error
-    if not json and sys.stdout.isatty():
+    if not json and sys.stdout.isatty() and has_package("rich"):
         from rich.console import Console
 
         Console(highlight=False).print(comparison)

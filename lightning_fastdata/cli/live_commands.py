@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.errors import OptionsError, has_package, printable, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +46,7 @@ def top(run: str | None = None, *, once: bool = False, web: bool = False, port: 
             sys.stderr.write("Open this address in a browser on this machine; Ctrl+C ends it.\n")
             _until_interrupted(server.serve_forever)
         return
+    require("rich", extra="cli", what="This page")
     from rich.console import Console
     from rich.live import Live
 
@@ -83,7 +84,7 @@ def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
     reports = [read_report(file) for file in files]
     if len(reports) == 1:
         found = as_run_report(reports[0], files[0])
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and has_package("rich"):
             from rich.console import Console
 
             Console().print(found)

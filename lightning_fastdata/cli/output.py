@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, has_package
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def print_lines(lines: Sequence[tuple[str, str]]) -> None:
     """Print lines of text, in their rich style on a terminal and plain in a pipe."""
-    if not sys.stdout.isatty():
+    if not (sys.stdout.isatty() and has_package("rich")):
         sys.stdout.writelines(f"{text}\n" for text, _ in lines)
         return
     from rich.console import Console

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata.errors import FastDataError
+from lightning_fastdata.errors import FastDataError, require
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.report.run_report import RunReport, comparison_text
 
@@ -156,7 +156,10 @@ def run_demo(
 
     Raises:
         DatasetError: A photograph is missing, or ``data`` holds other files.
+        MissingPackageError: A package of ``lightning-fastdata[demo]`` is not installed.
     """
+    for package in ("albumentations", "torchvision", "PIL"):
+        require(package, extra="demo", what="The demo")
     cut = Cut(train_per_class=crops, val_per_class=max(8, crops * 5 // 24))
     photos = cut_photographs(data, cut)
     train, val = photos / "train", photos / "val"

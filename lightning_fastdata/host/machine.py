@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.host.memory import DeviceMemory, HostMemory
 
-LEAST: Final = {"torch": (2, 6), "lightning": (2, 5), "pytorch-lightning": (2, 5)}
+LEAST: Final = {"torch": (2, 6), "lightning": (2, 5, 3), "pytorch-lightning": (2, 5, 3)}
 """The first versions that will do, as in ``pyproject.toml``. An Albumentations that will not do is
 found out when a pipeline is to run, which then runs on the CPU."""
 MALICIOUS: Final = dict.fromkeys(("lightning", "pytorch-lightning"), ((2, 6, 2), (2, 6, 3)))

@@ -6,10 +6,10 @@ libjpeg-turbo), so the choice is about what they refuse and what they can skip:
 ============ ====== ====== ===== ==============================================================
 decoder      strict scaled parts comes with
 ============ ====== ====== ===== ==============================================================
-simplejpeg   yes    yes    yes   this package
+simplejpeg   yes    yes    yes   ``lightning-fastdata[images]``
 torchcodec   no     no     no    ``pip install torchcodec``; has wheels for free-threaded Python
-opencv       no     yes    no    albumentations
-pillow       no     yes    no    torchvision
+opencv       no     yes    no    ``lightning-fastdata[images]``, albumentations
+pillow       no     yes    no    ``lightning-fastdata[images]``, torchvision
 ============ ====== ====== ===== ==============================================================
 
 A *strict* library refuses a JPEG whose entropy-coded data is garbled. The others would return grey
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, require
 from lightning_fastdata.images.region import region_decoder
 from lightning_fastdata.images.wholeness import (
     check_jpeg_codes,
@@ -224,7 +224,9 @@ def choose_decoder(name: DecoderName = "auto") -> Decoder:
 
     Raises:
         OptionsError: If the name is unknown, or the library named cannot be loaded.
+        MissingPackageError: If Pillow, which every decoder needs, is not installed.
     """
+    require("PIL", extra="images", what="Decoding images")
     if name not in get_args(DecoderName):
         raise OptionsError(
             f"Unknown decoder {name!r}; choose one of {', '.join(get_args(DecoderName))}."
@@ -239,7 +241,7 @@ def choose_decoder(name: DecoderName = "auto") -> Decoder:
                     f"The decoder {name!r} cannot be loaded here: {error}. "
                     f'Install the library, or use decoder="auto" to take what is there.'
                 ) from error
-    raise OptionsError("No image decoder can be loaded. Install one: pip install simplejpeg")
+    raise OptionsError("No image decoder can be loaded.")  # pragma: no cover - Pillow's can
 
 
 def is_jpeg(data: bytes) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_fastdata.errors import BatchError, DatasetError, OptionsError
+from lightning_fastdata.errors import BatchError, DatasetError, OptionsError, require
 from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.images import Pixels
 from lightning_fastdata.images.decoders import Decoder, DecoderName, choose_decoder
@@ -108,6 +108,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
     Raises:
         OptionsError: If an option has an impossible value.
+        MissingPackageError: If a package of ``lightning-fastdata[images]`` is not installed.
         FolderError: If there are no classes or a class has no files; it is both a
             ``DatasetError`` and a ``FileNotFoundError``.
 
@@ -137,6 +138,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> None:
+        for package in ("torchvision", "cv2"):
+            require(package, extra="images", what="FastImageFolder")
         self.rule = CropRule(size, crop, scale, ratio, horizontal_flip, resize)
         least = self.rule.shorter_side if crop == "center" else 1
         if shorter_side is not None and shorter_side < least:

@@ -167,6 +167,7 @@ def decode_crop(
 
     Raises:
         OptionsError: If the box is empty or reaches beyond the picture.
+        MissingPackageError: If Pillow is not installed (``lightning-fastdata[images]``).
         DatasetError: If the data is damaged where it was read, or no image.
 
     Example:

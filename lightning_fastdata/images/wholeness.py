@@ -105,7 +105,7 @@ def _strict_decoder() -> Callable[..., object] | None:
         warnings.warn(
             FastDataWarning(
                 f"simplejpeg cannot be loaded ({error}), so that damaged JPEG files may come as "
-                "grey or shifted pictures. Install it: pip install simplejpeg"
+                'grey or shifted pictures. Run `pip install "lightning-fastdata[images]"`.'
             ),
             stacklevel=2,
         )

@@ -304,7 +304,7 @@ def _origin(generator: _Generator) -> bytes:
     if isinstance(generator, torch.Generator):
         return b"%d" % generator.initial_seed()
     if isinstance(generator, np.random.Generator):
-        seeds = getattr(generator.bit_generator, "seed_seq", None)  # NumPy from 1.25
+        seeds = getattr(generator.bit_generator, "seed_seq", None)  # not of each kind
         if not isinstance(seeds, np.random.SeedSequence):
             return repr((None, ())).encode()
         entropy = seeds.entropy

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import DatasetError, OptionsError, require
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.sources.source import OpenedInEachProcess, Raw
 
@@ -30,7 +30,7 @@ class ObjectSource(OpenedInEachProcess):
             ``retry_config``, ``credential_provider``, ...
 
     Raises:
-        OptionsError: obstore is not installed (``pip install lightning-fastdata[objects]``).
+        MissingPackageError: obstore is not installed (``lightning-fastdata[objects]``).
         DatasetError: The objects cannot be listed.
     """
 
@@ -45,12 +45,7 @@ class ObjectSource(OpenedInEachProcess):
         parallel_reads: int = _PARALLEL,
         **config: Any,
     ) -> None:
-        try:
-            import obstore  # noqa: F401
-        except ImportError as error:
-            raise OptionsError(
-                "ObjectSource needs obstore: pip install lightning-fastdata[objects]."
-            ) from error
+        require("obstore", extra="objects", what="ObjectSource")
         self.url = url.rstrip("/")
         self.config = config
         self.parallel_reads = parallel_reads

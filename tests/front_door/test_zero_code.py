@@ -8,6 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from lightning_fastdata import FastDataLoader
+from lightning_fastdata.plugin.watch.plain_loaders import PlainLoaders
 
 SCRIPT = """
 import argparse, hashlib, sys
@@ -127,7 +131,7 @@ def test_fast_loaders_take_the_place_of_plain_ones_with_the_same_batches(script,
     fast = start(script, *more, before=(*RUN, "--fast", "--report", "found/it.json"))
     assert lines(fast, "RESULT") == lines(plain, "RESULT")
     assert lines(fast, "LOADER FastDataLoader")
-    assert fast.count("in the place of the DataLoader of Rows") == 3
+    assert fast.count("in the place of the DataLoader of Rows") == 2
     assert (script.parent / "found" / "it.json").exists()
 
 
@@ -178,3 +182,68 @@ def test_what_cannot_be_run_is_said(command, said, capsys):
     with pytest.raises(SystemExit) as raised:
         main(["run", *command])
     assert said in str(raised.value) + capsys.readouterr().err
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index
+
+
+class Own(SequentialSampler):
+    pass
+
+
+class OwnLoader(DataLoader):
+    pass
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def changed(loaders, stage="train"):
+    said = []
+    return PlainLoaders(said.append)(stage, loaders), said
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (DataLoader(Numbers(), 4, sampler=Own(Numbers())), "Own may draw"),
+        (DataLoader(Numbers(), batch_sampler=[[0, 1], [2]]), "list may draw"),
+        (DataLoader(Numbers(), 4, worker_init_fn=print), "worker_init_fn"),
+        (DataLoader(Stream(), 4), "stream"),
+        (DataLoader(Numbers(), batch_size=None), "samples, not batches"),
+        (OwnLoader(Numbers(), 4), "its own way"),
+        ([[1, 2], [3]], None),
+    ],
+)
+def test_loaders_whose_batches_might_change_stay(loader, reason):
+    found, said = changed(loader)
+    assert found is loader or found == loader
+    assert reason is None or reason in said[0]
+
+
+def test_loaders_that_draw_in_turn_from_one_generator_stay():
+    shuffled, in_order = DataLoader(Numbers(), 4, shuffle=True), DataLoader(Numbers(), 4)
+    found, said = changed({"a": shuffled, "b": in_order})
+    assert found["a"] is shuffled
+    assert isinstance(found["b"], FastDataLoader)
+    assert "read together" in said[0]
+    (alone, _), _ = changed([shuffled, in_order], stage="val")  # one after the other
+    assert isinstance(alone, FastDataLoader)
+
+
+def test_a_loader_is_replaced_once_and_its_dataset_tried_once():
+    data, said = Numbers(), []
+    change = PlainLoaders(said.append)
+    first, second = DataLoader(data, 4), DataLoader(data, 3, drop_last=True)
+    assert change("train", first) is change("train", first)
+    assert [batch.tolist() for batch in change("train", second)] == [
+        batch.tolist() for batch in second
+    ]
+    assert len(said) == 1

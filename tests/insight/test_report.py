@@ -272,7 +272,7 @@ def test_json_is_written_whole_and_reads_back(tmp_path):
     report.write_json(path)
     read = json.loads(path.read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(report.as_dict()))
-    assert read["schema_version"] == 6
+    assert read["schema_version"] == 7
     assert read["stages"]["train"]["stall"]["mean_ms"] == pytest.approx(32.1)
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 
@@ -286,7 +286,9 @@ def test_a_comparison_tells_both_rates_and_the_gain():
 def test_a_notebook_shows_the_page_and_a_prompt_one_line():
     report = run_report()
     frame = report._repr_html_()
-    assert frame.startswith("<iframe sandbox srcdoc=")
+    assert frame.startswith("<pre ")
+    assert "GPU waits 41% of each step" in frame.partition("<details>")[0]
+    assert "<iframe sandbox srcdoc=" in frame
     page = html.unescape(frame.partition('srcdoc="')[2].partition('" style=')[0])
     assert page.startswith("<!doctype html>")
     assert len(repr(report)) < 120

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from conformance.pieces import Linear, make_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -43,6 +44,10 @@ def source_of(server, **more):
 def decode(raw, index):
     assert bytes(raw) == record(index)
     return torch.tensor([index, len(raw)])
+
+
+def features(raw, index):
+    return torch.full((4,), float(len(raw)))
 
 
 def in_workers(source, workers=2, **options):
@@ -156,6 +161,30 @@ def test_a_cache_keeps_what_was_read(server, tmp_path):
     first = server.requests
     assert torch.cat(list(loader))[:, 0].tolist() == list(range(COUNT))
     assert server.requests == first
+
+
+def test_credentials_are_in_no_file_and_no_text(server, tmp_path, capfd):
+    secret = "Bearer hunter2"
+    options = {"allow_http": True, "default_headers": {"authorization": secret}}
+    keys = [f"data/{index:03}.bin" for index in range(COUNT)]
+    source = sources.ObjectSource(server.url, keys, client_options=options)
+    module = ld.FastDataModule.from_datasets(
+        sources.SourceDataset(source, features), batch_size=8, cache=tmp_path / "cache"
+    )
+    trainer = make_trainer(
+        tmp_path, max_epochs=1, callbacks=[ld.DataThroughputCallback(report=tmp_path / "run.json")]
+    )
+    trainer.fit(Linear(), datamodule=module)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    for path in files:
+        assert secret.encode() not in path.read_bytes()
+    broken = sources.ObjectSource(server.url, ["data/none.bin"], client_options=options)
+    with pytest.raises(FileNotFoundError) as caught:
+        in_workers(broken)
+    said = capfd.readouterr()
+    for text in (said.out, said.err, str(caught.value), module.explain(), repr(source)):
+        assert "hunter2" not in text
 
 
 def test_other_file_systems_are_read_by_fsspec(server):

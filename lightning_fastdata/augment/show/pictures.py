@@ -20,7 +20,7 @@ from lightning_fastdata.augment.pipeline.plan import redrawn
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.show.grid import draw_page, normalized_by, three_channels, to_levels
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
-from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
+from lightning_fastdata.errors import DatasetError, OptionsError, TransformError, require
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ def show_pipeline(
         TransformError: there is no such pipeline, or it raised.
         OptionsError: ``draws`` is below 1.
     """
+    require("PIL", extra="images", what="A picture of a pipeline")
     pipeline = load_pipeline(spec)
     original = _read(image, "image", frozenset({"RGB"}), "RGB")
     drawn_on = None if mask is None else read_mask(mask, original.shape[:2])
@@ -122,6 +123,7 @@ def load_pipeline(spec: str) -> Node:
             f"{spec!r} does not say where the pipeline is. Write MODULE:NAME, for example "
             "train:augment for `augment = A.Compose([...])` in train.py."
         )
+    require("albumentations", extra="augment", what="A pipeline")
     import albumentations
 
     found: object = import_by_name(module_name, "the pipeline")

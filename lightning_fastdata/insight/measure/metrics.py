@@ -198,6 +198,19 @@ class StepHistory:
         self.steps += 1
         self.samples += timing.samples
 
+    def stalled_s(self, *, cold: bool = True) -> float:
+        """Return how long the device had nothing to do because of data.
+
+        Steps whose figures were given up count as the mean of the others. ``cold``: with the first
+        steps of epochs.
+        """
+        stall = TIMED.index("stall_ms")
+        return sum(
+            self._sum[kind][stall] / self._count[kind][stall] * self._steps[kind] / 1e3
+            for kind in Cold
+            if self._count[kind][stall] and (cold or kind is not Cold.EPOCH)
+        )
+
     def newest(self, steps: int | None = None) -> Columns:
         """Return copies of the newest steps, oldest first; None: of all in the window."""
         have = len(self._rows)

@@ -67,6 +67,11 @@ class StageMeter:
         self._last: float | None = None
         self._cpu = SpentMeter()
 
+    @property
+    def duration_s(self) -> float:
+        """The wall time that was covered so far."""
+        return self._duration_s
+
     def epoch_opens(self) -> None:
         """Note that the next step is the first of an epoch, and counted apart."""
         self.timeline.epoch_began()
@@ -174,9 +179,14 @@ class LoopStage(StageMeter):
         super().__init__(stage, device, StageStamps(prefix, lendable=True), host=host)
         self._facts = LoaderFacts()
         self._moved_by: dict[str, None] = {}
+        self.steps_per_epoch: int | None = None
 
     def epoch_began(self, loader: object) -> None:
         """Note that a loader is about to be iterated."""
+        try:
+            self.steps_per_epoch = len(loader)  # type: ignore[arg-type]
+        except TypeError:  # streams have no length
+            self.steps_per_epoch = None
         self.timeline.epoch_began()
         loader, moves = _unwrapped(loader)
         if moves:

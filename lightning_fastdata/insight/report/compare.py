@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.report import recorded
+from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -71,7 +72,7 @@ class Row:
 class Comparison:
     """Two runs, their metrics, and the conditions that were asked for.
 
-    ``print(comparison.text())`` gives plain text; rich consoles print it in colours.
+    ``print(comparison.text())`` gives plain text; rich consoles and notebooks show it in colours.
     """
 
     a: str
@@ -123,6 +124,9 @@ class Comparison:
 
         for text, style in self._lines(options.max_width):
             yield Text(text, style=style, no_wrap=True, overflow="ignore")
+
+    def _repr_html_(self) -> str:
+        return lines_html([piece] for piece in self._lines(WIDTH))
 
     def _lines(self, width: int) -> Iterable[tuple[str, str]]:
         """Yield each line with its rich style."""

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
+from lightning_fastdata.insight.measure.waiting_cost import WaitingCost
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.report import summary_text
+from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.tuning.moves import Move
@@ -24,10 +26,11 @@ from lightning_fastdata.tuning.moves import Move
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
 to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
-``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages, 6 ``moves``."""
+``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages, 6 ``moves``, 7
+``waiting_cost``."""
 _MOST_RECENT = 512
 
 
@@ -36,7 +39,7 @@ class RunReport:
     """Everything worth keeping of one run.
 
     ``print(report.text())`` gives plain text; rich consoles print it in colours; a notebook shows
-    the page of :meth:`write_html`.
+    the summary, and folded below it the page of :meth:`write_html`.
     """
 
     stages: tuple[StageSummary, ...]
@@ -53,6 +56,8 @@ class RunReport:
     """Changes that the tuner made to the loaders of the first stage, the newest last."""
     wall: WallTime | None = None
     """Where the wall time of the run went; None where a loop of one's own was timed."""
+    waiting_cost: WaitingCost | None = None
+    """What waiting for data costs; None on CPUs without a price or a power, and outside of fits."""
     notes: tuple[str, ...] = ()
     """Decisions and limits to know about, one sentence each."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +78,7 @@ class RunReport:
             },
             "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
             "wall": None if self.wall is None else self.wall.as_dict(),
+            "waiting_cost": None if self.waiting_cost is None else self.waiting_cost.as_dict(),
             "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
             "moves": [dataclasses.asdict(move) for move in self.moves],
             "notes": list(self.notes),
@@ -96,7 +102,9 @@ class RunReport:
         # In a frame of its own: the page's style is not the notebook's.
         page = html.escape(report_html(self.as_dict()), quote=True)
         style = "width:100%;height:40em;border:0"
-        return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
+        frame = f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
+        folded = f"<details><summary>the whole report</summary>{frame}</details>"
+        return f"{lines_html(self.lines(WIDTH))}{folded}"
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON and return the path; its folder is created.
@@ -121,26 +129,28 @@ class RunReport:
             width: Columns; the text is laid out for 60 at least and for 120 at most.
             ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
-        lines = self._lines(width, ascii)
+        lines = self.lines(width, ascii=ascii)
         return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        for line in self._lines(options.max_width, options.ascii_only):
+        for line in self.lines(options.max_width, ascii=options.ascii_only):
             yield Text.assemble(*line, no_wrap=True, overflow="ellipsis")
 
-    def _lines(self, width: int, ascii_only: bool) -> list[summary_text.Line]:
+    def lines(self, width: int = 80, *, ascii: bool = False) -> list[summary_text.Line]:  # noqa: A002
+        """Return the summary as :meth:`text` does, in pieces with a style of rich each."""
         return summary_text.summary_lines(
             self.stages,
             self.verdict,
             wall=self.wall,
+            cost=self.waiting_cost,
             ranks=self.ranks,
             moves=self.moves,
             notes=self.notes,
             ended=self.ended,
             width=summary_text.fitted(width),
-            ascii=ascii_only,
+            ascii=ascii,
         )
 
 

@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.measure.waiting_cost import WaitingCost, cost_text
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import STALL_LOW, duration_text, gain_text
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -48,6 +49,7 @@ def summary_lines(
     verdict: Verdict | None,
     *,
     wall: WallTime | None,
+    cost: WaitingCost | None,
     ranks: Sequence[RankTiming],
     moves: Sequence[Move],
     notes: Sequence[str],
@@ -61,6 +63,7 @@ def summary_lines(
         stages: The first one is shown in full; the others get a line.
         verdict: What limits the first stage; None: not known.
         wall: Where the wall time of the run went; None: not known.
+        cost: What waiting for data costs; None: not known.
         ranks: What the training steps of each rank took; empty with one rank.
         moves: What the tuner has changed, the newest last.
         notes: One sentence each.
@@ -82,6 +85,7 @@ def summary_lines(
         lines += _throughput_lines(first, wall, width)
         if wall is not None:
             lines += _words("", wall_text(wall, first.stage), width, "dim")
+    lines += _words("cost", "" if cost is None else cost_text(cost), width, "")
     if verdict is not None:
         lines += _finding_lines(verdict, stages, width)
     for label, move in _labelled("done", moves[-_MOST_MOVES:]):

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.executors.gather.rows import gatherable
+from lightning_fastdata.insight.report.notebook import Explanation
 from lightning_fastdata.loading.tuned import tuner_for
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
@@ -233,7 +234,10 @@ class ModuleLoaders:
         return facts
 
     def explain(self, module: DataModule) -> str:
-        """Return every choice that was made, its value and its reason, as text."""
+        """Return every choice that was made, its value and its reason, as text.
+
+        A notebook shows it as it is laid out, without ``print``.
+        """
         take_over_hyperparameters(module)
         datasets = {}
         for stage in STAGES:
@@ -255,7 +259,7 @@ class ModuleLoaders:
             said = [decided, None if cache is None else cache.explain()]
             parts += ["\n".join([name, *filter(None, said)])] if any(said) else []
         parts += self._pipelines.explain(module.trainer, datasets)
-        return "\n\n".join([*parts, self._prefetching.explain()])
+        return Explanation("\n\n".join([*parts, self._prefetching.explain()]))
 
     def _spec(
         self,

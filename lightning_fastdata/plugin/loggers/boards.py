@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.errors import printable
+from lightning_fastdata.errors import printable, require
 from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepTiming, columns_of
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
 from lightning_fastdata.insight.metric_names import MAIN
@@ -108,7 +108,11 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     Args:
         steps: Timings, or their columns (`StepHistory.newest`). Steps without device figures are
             left out; first steps of epochs, too, as one of them would flatten the rest.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
     """
+    require("matplotlib", extra="tensorboard", what="The figure of the steps")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -198,7 +202,7 @@ def write_scalars(logger: Logger, scalars: Mapping[str, float], step: int) -> bo
 def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> None:
     """Show a text, under a name as ``group/name``, on every logger that has a place for it.
 
-    TensorBoard, W&B and MLflow have one. ``step`` is the position on the step axis.
+    TensorBoard, W&B, MLflow and Comet have one. ``step`` is the position on the step axis.
     """
     markdown = printable(markdown)
     for logger in loggers:
@@ -209,6 +213,8 @@ def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> 
             log(key, markdown, global_step=step)
         elif log := _method(experiment, "log_text", "run_id", "text", "artifact_file"):
             log(_part(logger, "run_id"), markdown, f"{name}_{step}.md")
+        elif log := _method(experiment, "log_text", "text", "step", "metadata"):
+            log(markdown, step=step, metadata={"name": name})
 
 
 def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure], step: int) -> None:
@@ -225,6 +231,8 @@ def log_figure(loggers: Iterable[Logger], name: str, draw: Callable[[], Figure],
             log(key, draw(), global_step=step, close=False)
         elif log := _method(experiment, "log_figure", "run_id", "figure", "artifact_file"):
             log(_part(logger, "run_id"), draw(), f"{name}_{step}.png")
+        elif log := _method(experiment, "log_figure", "figure_name", "figure", "step"):
+            log(figure_name=name, figure=draw(), step=step)
 
 
 def log_image(
@@ -243,6 +251,8 @@ def log_image(
             log(key, picture, global_step=step, dataformats="HWC")
         elif log := _method(experiment, "log_image", "run_id", "image", "artifact_file"):
             log(_part(logger, "run_id"), picture, f"{name}_{step}.png")
+        elif log := _method(experiment, "log_image", "image_data", "name", "step"):
+            log(picture, name=name, step=step)
         taken |= log is not None
     return taken
 

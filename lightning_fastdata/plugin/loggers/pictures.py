@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 import numpy as np
 
 from lightning_fastdata.augment import batch_grid, find_images, find_normalized
-from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import (
+    BatchError,
+    FastDataWarning,
+    MissingPackageError,
+    OptionsError,
+    require,
+)
 from lightning_fastdata.plugin.contracts import DataModule, ImageForm
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
@@ -139,9 +145,10 @@ class BatchPictures:
     def _log(self, loggers: Sequence[Logger], batch: Batch, epoch: int, step: int) -> str | None:
         """Show a batch, and return why no logger does; None if one does."""
         try:
+            require("PIL", extra="images", what="A picture of a batch")
             images = find_images(_of_one_loader(batch, self._form.image), self._form.image)
             grid = batch_grid(images, most=self._settings.most, normalized=self._form.normalized)
-        except BatchError as error:
+        except (BatchError, MissingPackageError) as error:
             return str(error)
         caption = describe_picture(images, self._settings.most, self._form, epoch, step)
         if log_image(loggers, TAG, captioned(grid, caption), caption, step):
@@ -191,7 +198,9 @@ def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Im
 
     Raises:
         BatchError: There are no images in it.
+        MissingPackageError: Pillow is not installed.
     """
+    require("PIL", extra="images", what="A picture of a batch")
     from PIL import Image
 
     form = module.image_form("train")

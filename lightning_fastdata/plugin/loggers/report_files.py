@@ -5,6 +5,8 @@ Measuring and reporting never end a training: what fails in them is a warning.
 
 from __future__ import annotations
 
+import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from lightning_fastdata.errors import FastDataWarning, printable
+from lightning_fastdata.errors import FastDataWarning, has_package, printable
+from lightning_fastdata.insight.report.notebook import NotebookSummary, notebook_display
 from lightning_fastdata.insight.report.run_report import RunReport
 
 _Self = TypeVar("_Self", bound="_Measures")
@@ -114,10 +117,24 @@ class ReportFiles:
 
 
 def print_report(report: RunReport, page: Path | None) -> None:
-    """Print a report, and where its page is."""
+    """Print a report, and where its page is; in a notebook, show it below the cell.
+
+    Without rich, it is printed without colours.
+    """
+    show = notebook_display()
+    if show is not None:
+        show(NotebookSummary(report, page))
+        return
+    if not has_package("rich"):
+        width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
+        where = "" if page is None else f" page  {printable(str(page), keep='')}\n"
+        text = report.text(width, ascii=not encoding.lower().startswith("utf"))
+        sys.stdout.write(f"{text}\n{where}")
+        return
     from rich.console import Console
 
-    console = Console()
+    # By itself rich would show it in a notebook, to which processes of several ranks cannot speak.
+    console = Console(force_jupyter=False)
     console.print(report)
     if page is not None:
         shown = f" page  {printable(str(page), keep='')}"

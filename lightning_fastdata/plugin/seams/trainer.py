@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import TransformError, has_package
 from lightning_fastdata.loading.position import Place
 from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
@@ -198,9 +199,12 @@ def print_line(trainer: Trainer, text: str) -> None:
     if isinstance(bar, _PrintingBar) and bar.is_enabled:
         bar.print(text)
         return
+    if not has_package("rich"):
+        sys.stdout.write(f"{text}\n")
+        return
     from rich.console import Console
 
-    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+    Console(force_jupyter=False).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def close_progress_bar(trainer: Trainer) -> None:

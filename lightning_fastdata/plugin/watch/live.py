@@ -24,11 +24,12 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.seams.loaders import flattened, tuned_loaders
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
+    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
 
 _DOING: Final = {
@@ -49,9 +50,19 @@ _DOING: Final = {
 
 
 class LiveRun:
-    """Publishes the status of one run of a trainer on this rank, from its setup to its end."""
+    """Publishes the status of one run of a trainer on this rank, from its setup to its end.
 
-    def __init__(self, trainer: Trainer, recording: Recording) -> None:
+    ``undo`` gets what ends it. Where the status cannot be published, as where the place for it
+    belongs to another user, that is a warning. On Windows none is.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        recording: Recording,
+        undo: list[Callable[[], None]],
+        misfortunes: Misfortunes,
+    ) -> None:
         self._trainer, self._recording = trainer, recording
         self.log_dir: str = trainer.default_root_dir
         self.verdict: Verdict | None = None
@@ -60,22 +71,9 @@ class LiveRun:
         self._thread = threading.get_ident()
         self._started_s = time.time()
         self._process_started_s = process_started_s(os.getpid()) or 0.0
-        self._publisher: Publisher | None = None
-
-    def begin(self) -> None:
-        """Begin to publish; elsewhere than on Linux and macOS nothing is.
-
-        Raises:
-            OptionsError: The place for it belongs to another user.
-            OSError: The place cannot be made.
-        """
         if sys.platform != "win32":
-            self._publisher = Publisher(self._status)
-
-    def close(self) -> None:
-        """End it, and remove what was published."""
-        if self._publisher is not None:
-            self._publisher.close()
+            with misfortunes.survived("`fastdata top` does not show this run"):
+                undo.append(Publisher(self._status).close)
 
     def step_ended(self) -> None:
         """Note that a step has ended, of the main stage or of validation."""

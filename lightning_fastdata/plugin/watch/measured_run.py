@@ -25,6 +25,7 @@ from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
+from lightning_fastdata.plugin.watch.cost_meter import CostMeter
 from lightning_fastdata.plugin.watch.live import LiveRun
 from lightning_fastdata.tuning.simulate import simulate
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
+    from lightning_fastdata.insight.measure.waiting_cost import GpuRates
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
     from lightning_fastdata.plugin.watch.recording import Recording
-    from lightning_fastdata.tuning.moves import Move
 
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -173,6 +174,7 @@ class Asked(Protocol):
     scalars: Scalars
     report_path: str | Path | bool
     summary: bool
+    rates: GpuRates
     misfortunes: Misfortunes
 
 
@@ -191,7 +193,8 @@ class MeasuredRun:
         self.log_dir: str = trainer.default_root_dir
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
-        self.live = LiveRun(trainer, recording)
+        self.cost = CostMeter(trainer, recording, ours.rates)
+        self.live = LiveRun(trainer, recording, undo, ours.misfortunes)
         self.replay: ReplayedSteps | None = None
         self.pictures: BatchPictures | None = None
         self._ours = ours
@@ -211,8 +214,7 @@ class MeasuredRun:
         self.recording.restart()
         usual = attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
-        self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
-        self.live.log_dir = self.log_dir
+        self.log_dir = self.live.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
         self._judged_s = time.monotonic()
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
@@ -270,6 +272,7 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
+            self.cost.read_power()
             verdict, evidence = self.judge.judged(summary, self._validation(), wall)
             self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
@@ -292,10 +295,6 @@ class MeasuredRun:
 
     def _evaluated(self) -> object:
         return self.trainer.val_dataloaders if self.recording.fits else None
-
-    def _moves(self) -> tuple[Move, ...]:
-        loaders = self.recording.loaders()
-        return tuple(move for _, tuner in tuned_loaders(loaders) for move in tuner.moves)
 
     @staticmethod
     def _fault_logs(*several: object) -> list[FaultLog]:
@@ -332,8 +331,9 @@ class MeasuredRun:
         return RunReport(
             ended=ended,
             run=None if run is None else run.as_dict(),
-            moves=self._moves(),
-            wall=self.wall(),  # judging took its time, too
+            moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),
+            wall=(wall := self.wall()),  # judging took its time, too
+            waiting_cost=self.cost.read(wall, ranks),
             stages=tuple(stage for stage in (main, val) if stage is not None),
             verdict=verdict,
             recent={m.stage: m.timeline.history.newest() for m in self.recording.meters},

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
-from lightning_fastdata.caches.fixed_part import is_fixed, same_parts, tried_indices
+from lightning_fastdata.caches.fixed_part import is_fixed, tried_indices
 from lightning_fastdata.caches.sample_form import taken_apart
-from lightning_fastdata.errors import FastDataError
+from lightning_fastdata.errors import DatasetError, FastDataError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import combined_mode
+from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.tree import children
 
 if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
@@ -24,6 +36,10 @@ if TYPE_CHECKING:
 _DEADLINE_S: Final = 60.0
 _TRIED_ROWS: Final = 8
 """In a batch, where a batch sampler decides how many there are."""
+_DRAW_NOTHING: Final = (SequentialSampler, DistributedSampler)
+"""From a global generator."""
+_DRAW_AT_ONCE: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Torch's samplers that draw the order of an epoch before its first batch."""
 _RANDOM: Final = (
     "its samples draw at random, or differ from reading to reading: with another loader they would "
     "be other samples"
@@ -44,54 +60,62 @@ class PlainLoaders:
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell = tell
+        self._told: set[str] = set()
         # Each with what it is about, so that no address is used twice.
         self._replaced: dict[int, tuple[object, FastDataLoader]] = {}
-        self._decided: dict[tuple[int, int], tuple[object, str | None]] = {}
+        self._tried: dict[tuple[int, ...], tuple[object, str | None]] = {}
 
-    def __call__(self, stage: Stage, loaders: Any) -> Any:
+    def __call__(self, stage: Stage, loaders: object) -> object:
         """Return the loaders of a stage, in the form in which they came."""
-        if isinstance(loaders, DataLoader):
-            return self._faster(stage, loaders)
+        several = stage == "train" or combined_mode(loaders) not in (None, "sequential")
+        at_once = several and len(list(with_paths(loaders))) > 1
+        return self._changed(stage, loaders, at_once=at_once)
+
+    def _changed(self, stage: Stage, loaders: Any, *, at_once: bool) -> Any:
         mode = combined_mode(loaders)
         if mode is not None:
-            return type(loaders)(self(stage, loaders.iterables), mode=mode)
+            changed = self._changed(stage, loaders.iterables, at_once=at_once)
+            return type(loaders)(changed, mode=mode)
         if type(loaders) is dict:
-            return {key: self(stage, loader) for key, loader in loaders.items()}
+            return {k: self._changed(stage, v, at_once=at_once) for k, v in loaders.items()}
         if type(loaders) in (list, tuple):
-            return type(loaders)(self(stage, loader) for loader in loaders)
-        if loaders is not None and not isinstance(loaders, Mapping | list | tuple):
-            self._tell(f"{stage}: a {type(loaders).__name__} is left as it is: it is no DataLoader")
-        return loaders
+            return type(loaders)(self._changed(stage, v, at_once=at_once) for v in loaders)
+        if loaders is None or isinstance(loaders, FastDataLoader):
+            return loaders
+        if id(loaders) in self._replaced:
+            return self._replaced[id(loaders)][1]
+        name = type(loaders).__name__
+        if type(loaders) is not DataLoader:
+            self._say(f"{stage}: {name} is left as it is: it may make its batches in its own way")
+            return loaders
+        name = f"DataLoader of {type(loaders.dataset).__name__}"
+        reason = _unsuitable(loaders, at_once=at_once) or self._try_once(loaders)
+        if reason is not None:
+            self._say(f"{stage}: {name} is left as it is: {reason}")
+            return loaders
+        self._say(
+            f"{stage}: FastDataLoader in the place of the {name}; a batch of both is the same to "
+            "the last bit"
+        )
+        found = fast_loader(loaders)
+        self._replaced[id(loaders)] = (loaders, found)
+        return found
 
-    def _faster(self, stage: Stage, loader: DataLoader[Any]) -> DataLoader[Any]:
-        if isinstance(loader, FastDataLoader):
-            return loader
-        if id(loader) in self._replaced:
-            return self._replaced[id(loader)][1]
+    def _try_once(self, loader: DataLoader[Any]) -> str | None:
         # A module may make a loader of the same dataset for each epoch.
         key = id(loader.dataset), id(loader.collate_fn)
-        if key not in self._decided:
-            reason = why_not_the_same(loader)
-            self._decided[key] = (loader, reason)
-            name = type(loader.dataset).__name__
-            self._tell(
-                f"{stage}: DataLoader of {name} is left as it is: {reason}"
-                if reason is not None
-                else f"{stage}: FastDataLoader in the place of the DataLoader of {name}; a batch "
-                "of both is the same to the last bit"
-            )
-        if self._decided[key][1] is not None:
-            return loader
-        found = fast_loader(loader)
-        self._replaced[id(loader)] = (loader, found)
-        return found
+        if key not in self._tried:
+            self._tried[key] = (loader, why_not_the_same(loader))
+        return self._tried[key][1]
+
+    def _say(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._tell(line)
 
 
 def why_not_the_same(loader: DataLoader[Any]) -> str | None:
     """Return why a FastDataLoader might make other batches; None: one that it made is the same."""
-    reason = _unsuitable(loader)
-    if reason is not None:
-        return reason
     indices = tried_indices(len(loader.dataset), loader.batch_size or _TRIED_ROWS)  # type: ignore[arg-type]
     arguments = loader.dataset, loader.collate_fn, indices
     method = multiprocessing.get_start_method()
@@ -102,7 +126,7 @@ def why_not_the_same(loader: DataLoader[Any]) -> str | None:
         return f"a process that tried some samples {apart.failure.what}"
     try:
         with kept_random_state():
-            ours = _digest(taken_apart(_one_batch(loader, indices)))
+            ours = _digest(_one_batch(loader, indices))
     except FastDataError as error:
         return str(error)
     return None if ours == apart.values["digest"] else "a batch of FastDataLoader was another one"
@@ -122,10 +146,8 @@ def fast_loader(loader: DataLoader[Any]) -> FastDataLoader:
     return FastDataLoader(loader.dataset, **order, **_settings(loader))
 
 
-def _unsuitable(loader: DataLoader[Any]) -> str | None:
+def _unsuitable(loader: DataLoader[Any], *, at_once: bool) -> str | None:
     """Return what in a loader's settings stands against another one; None: nothing."""
-    if type(loader) is not DataLoader:
-        return f"it is a {type(loader).__name__}, which may make its batches in its own way"
     if isinstance(loader.dataset, IterableDataset):
         return "it reads a stream, whose batches depend on the workers"
     if loader.batch_sampler is None:
@@ -136,6 +158,18 @@ def _unsuitable(loader: DataLoader[Any]) -> str | None:
         return "in_order=False leaves the order of its batches open"
     if not len(loader.dataset):  # type: ignore[arg-type]
         return "its dataset is empty"
+    sampler: object = loader.sampler
+    if loader.batch_size is None:
+        sampler = loader.batch_sampler
+        if type(sampler) is BatchSampler:
+            sampler = sampler.sampler
+    if type(sampler) not in (*_DRAW_NOTHING, *_DRAW_AT_ONCE):
+        return f"its {type(sampler).__name__} may draw at random between the batches"
+    if at_once and type(sampler) in _DRAW_AT_ONCE and getattr(sampler, "generator", None) is None:
+        return (
+            "it is read together with others, and who of them draws first from torch's generator "
+            "decides the order of its samples"
+        )
     return None
 
 
@@ -164,21 +198,48 @@ def _one_batch(loader: DataLoader[Any], indices: list[int]) -> Any:
 
 def _try(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int], tell: Tell) -> None:
     """Tell why another loader's batches might be others, or a digest of one batch."""
-    if not is_fixed(dataset):
+    try:
+        random = not is_fixed(dataset)
+    except DatasetError:
+        tell("refusal", "its samples hold objects that cannot be compared")
+        return
+    if random:
         tell("refusal", _RANDOM)
         return
-    batches = []
+    digests = []
     for seed in (0, 1):
         seed_global_generators(seed, 0, 0)
-        batches.append(taken_apart(collate([dataset[index] for index in indices])))
-    if not same_parts(*batches):
+        batch = collate([dataset[index] for index in indices])
+        try:
+            digests.append(_digest(batch))
+        except DatasetError:
+            tell("refusal", "its batches hold objects that cannot be compared")
+            return
+    if digests[0] != digests[1]:
         tell("refusal", _RANDOM)
         return
-    tell("digest", _digest(batches[0]))
+    tell("digest", digests[0])
 
 
-def _digest(parts: tuple[object, list[Any]]) -> str:
-    found = hashlib.sha256(repr(parts[0]).encode())
-    for part in parts[1]:
-        found.update(bytes(part))
+def _digest(batch: Any) -> str:
+    """Return what two batches have in common if they are the same to the last bit.
+
+    Raises:
+        DatasetError: There is something in it that cannot be compared.
+    """
+    found = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        parts = children(value)
+        if parts is None:
+            form, raws = taken_apart(value)
+            found.update(repr(form).encode())
+            for raw in raws:
+                found.update(bytes(raw))
+            return
+        found.update(f"{type(value).__qualname__} of {[key for key, _ in parts]!r}".encode())
+        for _, part in parts:
+            take(part)
+
+    take(batch)
     return found.hexdigest()

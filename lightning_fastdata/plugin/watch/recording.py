@@ -25,8 +25,8 @@ _WAIT: Final = Activity("wait")
 _LOGGING: Final = Activity("logging")
 _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
-_FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
-_LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
+FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
+LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
 _OF_STEPS: Final = {
     "batch_to_device": Activity("transfer"),
     "on_after_batch_transfer": Activity("augment"),
@@ -61,14 +61,14 @@ class WallWatch:
         self._of_steps = {**_OF_STEPS, step: Activity("compute")}
         self._trainer = trainer
         self._ours = ours
-        self._epoch_start = _FIRST_EPOCH
+        self._epoch_start = FIRST_EPOCH
         self._starting = True
         self._interrupted = _OTHER
 
     def restart(self) -> None:
         """Begin anew where the training begins, after what tuners ran before it."""
         self.clock.forget()
-        self._next_epoch(_FIRST_EPOCH)
+        self._next_epoch(FIRST_EPOCH)
 
     def _next_epoch(self, start: Activity) -> None:
         self._epoch_start, self._starting = start, True
@@ -99,7 +99,7 @@ class WallWatch:
         clock = self.clock
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
-            return _nothing, partial(self._next_epoch, _LATER_EPOCHS)
+            return _nothing, partial(self._next_epoch, LATER_EPOCHS)
         if last == self._fetches:
             return self._wait_began, self._wait_ended
         if last == "val_next":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.measure.waiting_cost import GpuRates
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
@@ -74,8 +75,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         every_n_steps: Log every that many optimizer steps. Default: the trainer's
             ``log_every_n_steps``, or more rarely if loggers would need above 1 % of the time.
         log_images: Show the first training batch of the fit, as the training step gets it, to
-            loggers that take images (TensorBoard, W&B, MLflow): ``True``, or how many images of
-            it. ``Normalize`` is undone in the picture, where it is known.
+            loggers that take images (TensorBoard, W&B, MLflow, Comet): ``True``, or how many
+            images of it. ``Normalize`` is undone in the picture, where it is known.
         images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when a run of the trainer ends.
@@ -90,15 +91,19 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
             judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
             Comet, Lightning's own).
-        scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
+        scalars: What loggers get: ``"main"``, 28 scalars at most, or ``"all"`` that is measured.
+        cost_per_gpu_hour: What an hour of one GPU costs, in any currency, to tell what waiting for
+            data costs. Default: ``LIGHTNING_FASTDATA_COST_PER_GPU_HOUR`` of the environment.
+        gpu_watts: What one GPU draws, in watts. Default: ``LIGHTNING_FASTDATA_GPU_WATTS``, or else
+            what NVML says.
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
         reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
 
     Raises:
-        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``headroom`` or
-            ``scalars`` not one of its values.
+        OptionsError: ``every_n_steps``, a number of images, a price or a power is not positive, or
+            ``headroom`` or ``scalars`` not one of its values.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -117,6 +122,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         headroom: Literal["modelled", "measured"] = "modelled",
         report: str | Path | bool = True,
         scalars: Literal["main", "all"] = "main",
+        cost_per_gpu_hour: float | None = None,
+        gpu_watts: float | None = None,
     ) -> None:
         self._constructed = True
         super().__init__()
@@ -132,10 +139,10 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self.picture_settings = PictureSettings.checked(log_images, images_every_n_epochs)
         self.figures = figures
         self.summary = summary
-        if headroom not in ("modelled", "measured"):
-            raise OptionsError(f'headroom={headroom!r} has to be "modelled" or "measured".')
+        check_among("headroom", headroom, ("modelled", "measured"))
         check_among("scalars", scalars, ("main", "all"))
         self.scalars: Scalars = scalars
+        self.rates = GpuRates.given(cost_per_gpu_hour, gpu_watts)
         self.headroom = headroom
         self.report_path = report
         self.report: RunReport | None = None
@@ -158,10 +165,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if stage == "fit" and self.augment is not None:
             check_hooks_run(pl_module)
         undo: list[Callable[[], None]] = []
-        run = self._run = MeasuredRun(trainer, recording, undo, self)
-        undo.append(run.live.close)
-        with self.misfortunes.survived("`fastdata top` does not show this run"):
-            run.live.begin()
+        self._run = MeasuredRun(trainer, recording, undo, self)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
         guard = self.misfortunes.survived_by
@@ -173,8 +177,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             listener = recording.listener(action)
             if listener is None:
                 return None
-            began, ended = listener
-            return guard(NOT_MEASURED, began), guard(NOT_MEASURED, ended)
+            return guard(NOT_MEASURED, listener[0]), guard(NOT_MEASURED, listener[1])
 
         undo.append(attach(trainer, find))
 
@@ -281,10 +284,12 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if self.figures and run.logs and run.figures < _MOST_FIGURES:
             run.figures += 1
             columns = train.timeline.history.newest()
-            boards.log_figure(
-                trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
-            )
-        scalars = {**rank_metrics(heard), **wall_scalars(run.wall())}
+            with self.misfortunes.survived("A figure was not drawn"):
+                boards.log_figure(
+                    trainer.loggers, "data/timeline", lambda: boards.phase_figure(columns), step
+                )
+        wall = run.wall()
+        scalars = {**rank_metrics(heard), **wall_scalars(wall), **run.cost.scalars(wall, ranks)}
         judged = None
         if run.judge.affordable and (run.logs or self.report_path):
             judged = run.judged()

@@ -1,0 +1,137 @@
+"""A real notebook, run by a real kernel: what stands below its cells."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
+
+SETUP = """
+import logging, warnings
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, StepTimer
+from torch.utils.data import Dataset
+warnings.simplefilter("ignore")
+
+class Rows(Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, _):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+def fit(folder, callback, **options):
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_model_summary=False, default_root_dir=folder,
+        callbacks=[callback, TQDMProgressBar()], **options
+    )
+    trainer.fit(Model(), datamodule=data)
+
+data = FastDataModule.from_datasets(Rows(), batch_size=4, options=LoaderOptions(num_workers=1))
+callback = DataThroughputCallback(cost_per_gpu_hour=1)
+"""
+CELLS = {
+    "setup": SETUP,
+    "explain": "data.explain()",
+    "fit": "fit('one', callback)",
+    "report": "callback.report",
+    "two ranks": "fit('two', DataThroughputCallback(), strategy='ddp_notebook', devices=2)",
+    "compare": """
+from lightning_fastdata.insight.report.compare import compare_files
+compare_files("one/report.json", "two/report.json")
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Name of a cell -> its outputs; ``"widgets"`` -> the state of all widgets as text."""
+    folder = tmp_path_factory.mktemp("notebook")
+    kernels = folder / "kernels" / "ours"
+    kernels.mkdir(parents=True)
+    launch = '["{}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
+    kernel = launch.format(sys.executable)
+    (kernels / "kernel.json").write_text(
+        f'{{"argv": {kernel}, "display_name": "ours", "language": "python"}}'
+    )
+    book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, CELLS.values())])
+    patch = pytest.MonkeyPatch()
+    patch.setenv("JUPYTER_PATH", str(folder))
+    patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    try:
+        nbclient.NotebookClient(
+            book, timeout=120, kernel_name="ours", resources={"metadata": {"path": str(folder)}}
+        ).execute()
+    finally:
+        patch.undo()
+    found = {name: cell.outputs for name, cell in zip(CELLS, book.cells, strict=True)}
+    return {**found, "widgets": json.dumps(book.metadata.get("widgets", {}))}
+
+
+def page_of(outputs):
+    """Return the only HTML of a cell with its text, and check that it stands alone."""
+    (shown,) = [each.data for each in outputs if "text/html" in each.get("data", {})]
+    page = shown["text/html"]
+    visible = re.sub(r'srcdoc="[^"]*"', "", page)
+    assert "<script" not in visible
+    assert not re.search(r"(src|href)=|url\(|@import", visible)
+    return visible, shown["text/plain"]
+
+
+def printed(outputs):
+    return "".join(each.text for each in outputs if each.output_type == "stream")
+
+
+def test_the_plan_is_laid_out_without_print(outputs):
+    page, text = page_of(outputs["explain"])
+    assert "FastDataModule.train_dataset()</span>\noption  " in page
+    assert "num_workers" in page
+    assert "FastDataModule.train_dataset()\\noption" in text
+
+
+def test_the_summary_of_a_fit_stands_below_its_bar(outputs):
+    page, text = page_of(outputs["fit"])
+    assert "fastdata · train · 16 steps in" in page
+    assert "page  one/report.html" in page
+    assert "fastdata · train · 16 steps in" in text
+    # With ipywidgets the bar is a widget.
+    said = printed(outputs["fit"])
+    assert "Epoch 1: 100%" in said + outputs["widgets"]
+    assert "fastdata · train" not in said
+    # Nothing is drawn over it: the bar is closed when the summary comes.
+    assert "text/html" in outputs["fit"][-1]["data"]
+
+
+def test_a_report_is_its_summary_and_the_page_folded_below(outputs):
+    page, text = page_of(outputs["report"])
+    assert page.startswith("<pre ")
+    assert "fastdata · train · 16 steps in" in page
+    assert "<details><summary>the whole report</summary><iframe sandbox" in page
+    assert text.startswith("<RunReport: train 16 steps")
+
+
+def test_processes_that_the_kernel_does_not_hear_print_their_summary(outputs):
+    assert "fastdata · train · 8 steps in" in printed(outputs["two ranks"])
+
+
+def test_a_comparison_is_a_table(outputs):
+    page, _ = page_of(outputs["compare"])
+    assert " a  one/report.json\n b  two/report.json\n" in page
+    assert "step_ms" in page

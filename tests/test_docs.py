@@ -1,0 +1,232 @@
+"""The documentation says what is so: its code runs, its links lead somewhere, nothing is left out.
+
+Python blocks of a page run in order, in one namespace and a folder of their own that has some
+photographs in ``photos``. A comment ``<!-- not run: why -->`` before a block has it compiled only;
+what stands in a comment that begins with ``<!-- setup`` is run with the blocks and not shown.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import lightning_fastdata
+from lightning_fastdata import sources
+from lightning_fastdata.augment import mixing
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
+FENCED = re.compile(
+    r"(?:<!-- not run: (?P<why>[^>]+) -->\n+)?^```python\n(?P<shown>.*?)^```$"
+    r"|^<!-- setup\n(?P<hidden>.*?)^-->$",
+    re.MULTILINE | re.DOTALL,
+)
+IN_CODE = re.compile(r"`([^`\n]+)`")
+CALL = re.compile(r"(?<![\w.])([A-Z]\w+)\(((?:[^()]|\([^()]*\))*)\)")
+INNER = re.compile(r"\([^()]*\)|\[[^]]*\]|\{[^}]*\}")
+ANY_FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """Some code of a page."""
+
+    code: str
+    line: int
+    """Of the page, from 0, in which it begins."""
+    runs: bool
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@cache
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = []
+    for match in FENCED.finditer(text):
+        part = "hidden" if match["shown"] is None else "shown"
+        line = text.count("\n", 0, match.start(part))
+        found.append(Block(match[part], line, match["why"] is None))
+    return found
+
+
+def script_of(page: Path) -> str:
+    """Return the code that runs, each line where it is in the page."""
+    lines: list[str] = []
+    for block in blocks_of(page):
+        if block.runs:
+            lines += [""] * (block.line - len(lines)) + block.code.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+WITH_CODE = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    from lightning_fastdata.demo.photos import Cut, cut_photographs
+
+    folder = tmp_path_factory.mktemp("photographs") / "photos"
+    return cut_photographs(folder, Cut(train_per_class=6, val_per_class=2))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    cached = str(tmp_path_factory.mktemp("cache"))
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("page_runner.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "NO_ALBUMENTATIONS_UPDATE": "1",
+            "LIGHTNING_FASTDATA_CACHE": cached,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        },
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_the_code_of_a_page_runs(page, runner, photos, tmp_path):
+    folder = tmp_path / "page"
+    folder.mkdir()
+    (folder / "photos").symlink_to(photos)
+    script, log = folder / "page.py", tmp_path / "log"
+    script.write_text(script_of(page))
+    asked = {"script": str(script), "folder": str(folder), "log": str(log)}
+    runner.stdin.write(json.dumps(asked) + "\n")
+    runner.stdin.flush()
+    status = runner.stdout.readline().strip()
+    assert status == "0", (
+        f"{name_of(page)} (line numbers are those of the page):\n" + (log.read_text()[-4000:])
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_that_is_not_run_compiles(page):
+    for block in blocks_of(page):
+        compile("\n" * block.line + block.code, str(page), "exec")
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
+IN_A_MESSAGE = re.compile(r"docs/[\w/-]+\.md(?:#[\w-]+)?")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^(```|~~~).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors_of(page: Path) -> frozenset[str]:
+    """Return the anchors of a page, as GitHub makes them of its headings."""
+    text, times = without_code(page.read_text()), Counter()
+    found = set(re.findall(r'<a id="([\w-]+)">', text))
+    for heading in re.findall(r"^#+ +(.*?)\s*#*$", text, re.MULTILINE):
+        shown = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        found.add(f"{slug}-{times[slug]}" if times[slug] else slug)
+        times[slug] += 1
+    return frozenset(found)
+
+
+def broken(link: str, page: Path, folder: Path) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (folder / path).resolve() if path else page
+    return not target.exists() or bool(anchor and anchor not in anchors_of(target))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name_of)
+def test_links_lead_somewhere(page):
+    links = LINK.findall(re.sub(r"`[^`\n]*`", "", without_code(page.read_text())))
+    assert [link for link in links if broken(link, page, page.parent)] == []
+
+
+def test_pages_that_the_code_names_are_there():
+    files = [*ROOT.glob("lightning_fastdata/**/*.py"), *ROOT.glob("examples/*")]
+    named = {link for file in files for link in IN_A_MESSAGE.findall(file.read_text())}
+    assert named
+    assert [link for link in named if broken(link, ROOT, ROOT)] == []
+
+
+# -- nothing is left out ---------------------------------------------------------------------------
+
+REFERENCE = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+
+
+@pytest.mark.parametrize("module", [lightning_fastdata, sources, mixing], ids=lambda m: m.__name__)
+def test_the_reference_has_every_public_name(module):
+    found = re.findall(rf"^\.\. auto\w+:: {module.__name__}\.(\w+)$", REFERENCE, flags=re.MULTILINE)
+    assert sorted(found) == sorted(module.__all__)
+
+
+def test_every_page_is_listed_for_readers_on_github():
+    lists = [ROOT / "docs/README.md", *(path for path in DOCS if path.name == "index.md")]
+    listed = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in lists
+        for link in LINK.findall(page.read_text())
+    }
+    stand_ins = {path for path in DOCS if path.read_text().startswith("This page of the site")}
+    assert set(DOCS) - listed - stand_ins - set(lists) == set()
+
+
+def test_calls_in_the_pages_take_arguments_that_there_are():
+    modules = (lightning_fastdata, sources, mixing)
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    wrong = []
+    for page in PAGES:
+        text = page.read_text()
+        code = [*(block for _, block in ANY_FENCED.findall(text)), *IN_CODE.findall(text)]
+        for name, given in (call for each in code for call in CALL.findall(each)):
+            known = set(inspect.signature(public[name]).parameters) if name in public else None
+            named = re.findall(r"(?:^|,)\s*(\w+)=(?!=)", re.sub(INNER, "", given))
+            wrong += [(page.name, name, a) for a in named if known is not None and a not in known]
+    assert wrong == []
+
+
+def test_files_that_the_pages_name_are_there():
+    named = {
+        path
+        for page in PAGES
+        for path in re.findall(
+            r"(?<![\w/.])(?:tests|benchmarks|examples|lightning_fastdata|docs)/[\w/.*-]+\.(?:py|md)",
+            page.read_text(),
+        )
+    }
+    assert len(named) > 20
+    assert [path for path in named if not list(ROOT.glob(path))] == []
+
+
+def test_commands_in_the_pages_are_those_of_the_program():
+    blocks = [block for page in PAGES for block in ANY_FENCED.findall(page.read_text())]
+    lines = "\n".join(code for language, code in blocks if language in ("bash", ""))
+    used = set(re.findall(r"^(?:srun )?fastdata ([\w-]+)", lines, re.MULTILINE))
+    shown = subprocess.run(
+        [sys.executable, "-m", "lightning_fastdata", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
+    assert used
+    assert used <= set(re.search(r"\{([\w,-]+)\}", shown)[1].split(","))
