@@ -1,4 +1,4 @@
-"""The command line: ``fastdata run``, ``demo``, ``doctor``, ``compare``, ``tune``, ``cache``..."""
+"""The command line: ``fastdata run``, ``top``, ``report``, ``doctor``, ``compare``, ``tune``..."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_fastdata import __version__
 from lightning_fastdata.cli.commands import compare, demo, doctor, show_augment
 from lightning_fastdata.cli.data_commands import cache, replay, tune, which
+from lightning_fastdata.cli.live_commands import report, report_parser, top, top_parser
 from lightning_fastdata.cli.run import run
 from lightning_fastdata.errors import FastDataError, require
 
@@ -47,6 +48,9 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_subcommand(
         "compare", _compare_parser(), help="Print what differs between two runs."
     )
+    for name, function, own in (("top", top, top_parser()), ("report", report, report_parser())):
+        functions[name] = function
+        commands.add_subcommand(name, own, help=(function.__doc__ or "").partition("\n")[0])
     for name, function in (("replay", replay), ("which", which)):
         functions[name] = function
         summary = (function.__doc__ or "").partition("\n")[0]

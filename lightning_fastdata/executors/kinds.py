@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.crew_trial import CrewTrial
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.executors.stream_position import StreamPosition
     from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -227,6 +228,14 @@ class StreamReader(Executor, Protocol):
 
     def position(self, delivered: int) -> StreamPosition | None:
         """Return where the stream is after so many batches of the epoch; None: it is no stream."""
+
+
+@runtime_checkable
+class WatchedExecutor(Protocol):
+    """An executor with side processes that notes what they do."""
+
+    def now(self) -> ExecutorNow:
+        """Return what is under way; any thread may ask."""
 
 
 @runtime_checkable

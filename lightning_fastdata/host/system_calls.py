@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 
 _PR_SET_PDEATHSIG: Final = 1
 _M_TRIM_THRESHOLD: Final = -1
@@ -135,6 +135,37 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    return path
+
+
+def private_folder(path: Path, *, make: bool = True) -> Path | None:
+    """Return a folder of which this user alone reads and writes the files.
+
+    Args:
+        path: Of the folder.
+        make: Make it if it is not there; else None is returned.
+
+    Raises:
+        OptionsError: It belongs to another user, is a link, or cannot be made.
+    """
+    try:
+        if make:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()  # of a link itself, which may lead to the folder of anybody
+    except FileNotFoundError:
+        if not make:
+            return None
+        raise
+    except OSError as error:
+        raise OptionsError(f"{path} cannot be used as a folder: {error}.") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        owner = f"user {found.st_uid}" if stat.S_ISDIR(found.st_mode) else "nobody: it is no folder"
+        raise OptionsError(
+            f"{path} belongs to {owner}, and this is user {os.getuid()}. Nothing is written to it "
+            "or read from it. Remove it, or name another place."
+        )
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        path.chmod(0o700)
     return path
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,7 @@ from lightning_fastdata.executors.kinds import (
     Executor,
     ExecutorName,
     StreamReader,
+    WatchedExecutor,
     open_executor,
 )
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
@@ -37,6 +38,9 @@ from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.types import Batch, Stage
+
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
 
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
@@ -253,6 +257,10 @@ class KeptExecutor:
         self.records = records
         for executor in self._at_work():
             executor.record(records)
+
+    def now(self) -> list[ExecutorNow]:
+        """Return what is under way in side processes; any thread may ask."""
+        return [each.now() for each in self._at_work() if isinstance(each, WatchedExecutor)]
 
     def finish(self, batch: Batch) -> Batch:
         """Return the batch as it is delivered."""

@@ -29,6 +29,7 @@ from lightning_fastdata.tuning.prior import Prior, about_dataset
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.loading.kept_executor import SourceSettings
     from lightning_fastdata.loading.source import Source
     from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
@@ -211,6 +212,11 @@ class LoaderWorkers:
     def _record(self) -> None:
         if isinstance(self._inner, KeptExecutor):
             self._inner.record(self.all_records)
+
+    def now(self) -> list[ExecutorNow]:
+        """Return what is under way in side processes of this package; any thread may ask."""
+        inner = self._inner
+        return inner.now() if isinstance(inner, KeptExecutor) else []
 
     def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
         """Return the loader with so many workers, as the model knows it; None: it does not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from sysconfig import get_path
 from types import CodeType, FrameType
@@ -114,6 +115,21 @@ def name_of(place: Place) -> PlaceName:
             calls += f" > {function}" if deeper == package else f" > {deeper} {function}"
     return PlaceName(
         short_file(place.code.co_filename), place.line, _function_name(place.code), calls
+    )
+
+
+def stack_lines(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
+    """Return a stack in a few words: the innermost function, then the innermost ones of the user.
+
+    Args:
+        frames: File, line and name of each function, the innermost first.
+        most: So many lines at most.
+    """
+    frames = list(frames)
+    users = [each for each in frames[1:] if _in_library(each[0]) is None]
+    return tuple(
+        f"{short_file(file)}:{line} {function}"
+        for file, line, function in [*frames[:1], *users][:most]
     )
 
 

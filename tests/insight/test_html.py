@@ -161,7 +161,13 @@ def test_elements_are_not_escaped_twice():
 
 
 def test_the_page_and_its_style_are_in_the_package():
-    assert set(TEMPLATES.list_templates()) == {"page.html", "page.css", "chart.html", "verdict.md"}
+    assert set(TEMPLATES.list_templates()) == {
+        "page.html",
+        "page.css",
+        "chart.html",
+        "live.html",
+        "verdict.md",
+    }
 
 
 def columns(steps):

@@ -207,7 +207,13 @@ def _hung_sample(index: object, hang: Hang) -> WorkerError:
 
 def _threads() -> str:
     """Return the names of the program's other threads, if there are any."""
-    others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+    main = threading.main_thread()
+    # Those of this package hold no lock of the user's.
+    others = [
+        each.name
+        for each in threading.enumerate()
+        if each is not main and not each.name.startswith("fastdata ")
+    ]
     return f" ({', '.join(others[:_IDLE_SHOWN])})" if others else ""
 
 

@@ -24,17 +24,11 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
-from lightning_fastdata.executors.pool.faults import (
-    Blame,
-    doing,
-    kill_hung,
-    lost_sample,
-    timed_out,
-)
+from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample, timed_out
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
-from lightning_fastdata.executors.pool.stalls import StallWatch
+from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
@@ -192,6 +186,10 @@ class PoolExecutor:
         self._batches.clear()
         self._todo.clear()
         self._now.exhausted, self._armed = True, None
+
+    def now(self) -> ExecutorNow:
+        """Return what is under way; any thread may ask."""
+        return executor_now(self.children, self._batches)
 
     # What is under way
 

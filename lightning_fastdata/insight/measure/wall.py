@@ -113,6 +113,11 @@ class WallClock:
         """What counts where no block is under way."""
         return self._state
 
+    @property
+    def under_way(self) -> tuple[Activity, float]:
+        """What counts now, and for how many seconds it has."""
+        return self._now, self._clock_s() - self._since_s
+
     def turn_to(self, activity: Activity) -> None:
         """Change the state of the run."""
         self._state = activity

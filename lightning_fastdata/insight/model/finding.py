@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning_fastdata.tuning.moves import GOOD_ENOUGH
-
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
 Kind: TypeAlias = Literal[
     "data-bound",
@@ -51,6 +49,8 @@ class Gain:
     @property
     def worthwhile(self) -> bool:
         """It is more than what is good enough."""
+        from lightning_fastdata.tuning.moves import GOOD_ENOUGH  # loads torch
+
         return self.factor > GOOD_ENOUGH
 
 

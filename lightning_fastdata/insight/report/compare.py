@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import string
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -173,6 +174,34 @@ def compare_files(
     return compare(
         recorded.read_report(Path(a)), recorded.read_report(Path(b)), conditions, names=names
     )
+
+
+def side_by_side(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table of the metrics of several reports, as plain ASCII text but for their names.
+
+    Args:
+        reports: By name, as `read_report` returns them; behind the numbers of the later ones stands
+            the change against the first one in percent.
+    """
+    letters = [string.ascii_lowercase[i % 26] + str(i // 26 or "") for i in range(len(reports))]
+    pairs = zip(letters, reports, strict=True)
+    lines = [f" {letter:<2} {printable(name, keep='')}" for letter, name in pairs]
+    metrics = [recorded.report_metrics(report) for report in reports.values()]
+    rows = [
+        [Row(metric=name, a=metrics[0].get(name), b=each.get(name)) for each in metrics]
+        for name in dict.fromkeys(name for each in metrics for name in each)
+    ]
+    shown = [row for row in rows if any(_is_shown(each) for each in row)]
+    names = max((len(row[0].metric) for row in shown), default=6)
+    lines += ["", f" {'metric':<{names}}" + "".join(f"  {letter:>17}" for letter in letters)]
+    for row in shown:
+        cells = [recorded.number_text(row[0].a)]
+        for each in row[1:]:
+            change = recorded.signed_text(each.change_percent, "%")
+            cells.append(f"{recorded.number_text(each.b)} {f'({change})':>10}")
+        lines.append(f" {row[0].metric:<{names}}" + "".join(f"  {cell:>17}" for cell in cells))
+    kinds = [f"{a}: {_verdict(r)}" for a, r in zip(letters, reports.values(), strict=True)]
+    return "\n".join([*lines, "", f" verdict  {'; '.join(kinds)}"])
 
 
 def compare(

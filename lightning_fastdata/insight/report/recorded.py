@@ -8,13 +8,21 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from lightning_fastdata.errors import OptionsError, printable
-from lightning_fastdata.insight.measure.wall import PART_NAMES
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.measure.waiting_cost import WaitingCost
+from lightning_fastdata.insight.measure.wall import PART_NAMES, Activity, WallTime
+from lightning_fastdata.insight.report.run_report import SCHEMA_VERSION, RunReport
+from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.waits.causes import WaitCauses
+from lightning_fastdata.insight.waits.ranks import RankTiming
+from lightning_fastdata.insight.waits.several_loaders import LoaderWait
+from lightning_fastdata.tuning.moves import Move
 
 READABLE_SCHEMAS: Final = (2, 3, 4, 5, 6, 7)
 """Versions of the JSON report that can be compared, also with each other."""
@@ -103,6 +111,75 @@ def read_report(path: Path) -> Mapping[str, Any]:
             "this package writes. Record it again."
         )
     return report
+
+
+def as_run_report(report: Mapping[str, Any], path: Path) -> RunReport:
+    """Return what `read_report` returned as the `RunReport` that was written to that path.
+
+    Without the single values of the newest steps, which only the page shows.
+
+    Raises:
+        OptionsError: Another version of this package wrote it, or it is not whole.
+    """
+    if report["schema_version"] != SCHEMA_VERSION:
+        raise OptionsError(
+            f"{path} has schema version {report['schema_version']}, and this version of fastdata "
+            f"prints those of {SCHEMA_VERSION}. Its page beside it shows it; `fastdata compare` "
+            "reads its numbers."
+        )
+    try:
+        wall, cost = report["wall"], report["waiting_cost"]
+        found = RunReport(
+            stages=tuple(_revived(StageSummary, each) for each in report["stages"].values()),
+            verdict=_revived(Verdict, report["verdict"]),
+            ended=report["ended"],
+            ranks=_revived(tuple[RankTiming, ...], report["ranks"]),
+            moves=_revived(tuple[Move, ...], report["moves"]),
+            wall=None if wall is None else _wall(wall),
+            waiting_cost=None if cost is None else WaitingCost.from_dict(cost),
+            notes=tuple(report["notes"]),
+            versions=report["versions"],
+            machine=report["machine"],
+            run=report["run"],
+        )
+        found.text()  # what it holds may have other types than a report has
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise OptionsError(
+            f"{path} is no whole report: {type(error).__name__}: {error}. Record it again."
+        ) from error
+    return found
+
+
+_NAMES: Final = {each.__name__: each for each in (WaitCauses, LoaderWait)}
+"""What annotations name that their modules import for the type checker only."""
+
+
+def _revived(kind: Any, value: Any) -> Any:
+    """Return plain data as the dataclass, or tuple of them, that it was made from."""
+    if value is None:
+        return None
+    if get_origin(kind) is tuple and isinstance(value, list):
+        inner = get_args(kind)
+        kinds = inner[:1] * len(value) if inner[-1] is ... else inner
+        return tuple(_revived(each, v) for each, v in zip(kinds, value, strict=True))
+    choices = [each for each in get_args(kind) if is_dataclass(each)]
+    kind = choices[0] if choices else kind
+    if not is_dataclass(kind):
+        return value
+    hints = get_type_hints(kind, localns=_NAMES)
+    known = [each.name for each in fields(kind) if each.name in value]
+    made: Any = kind
+    return made(**{name: _revived(hints[name], value[name]) for name in known})
+
+
+def _wall(values: Mapping[str, Any]) -> WallTime:
+    named = {
+        Activity(part, name): seconds
+        for part, of_part in values["named_s"].items()
+        for name, seconds in of_part.items()
+    }
+    known = {name: values[name] for name in ("total_s", "parts_s", "steps", "samples")}
+    return WallTime(**known, named_s=named)
 
 
 def _is_whole(report: Mapping[str, Any]) -> bool:

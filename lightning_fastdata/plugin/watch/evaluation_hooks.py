@@ -76,6 +76,7 @@ class EvaluationHooks:
         if run is None or trainer.sanity_checking:
             return
         run.recording.evaluated.step_ended(batch_samples(batch))
+        run.live.step_ended()
         if not run.recording.fits:
             run.batches += 1
             if run.verdict_is_due(run.batches):

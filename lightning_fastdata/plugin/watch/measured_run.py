@@ -26,6 +26,7 @@ from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 from lightning_fastdata.plugin.watch.cost_meter import CostMeter
+from lightning_fastdata.plugin.watch.live import LiveRun
 from lightning_fastdata.tuning.simulate import simulate
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ class MeasuredRun:
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
         self.cost = CostMeter(trainer, recording, ours.rates)
+        self.live = LiveRun(trainer, recording, undo, ours.misfortunes)
         self.replay: ReplayedSteps | None = None
         self.pictures: BatchPictures | None = None
         self._ours = ours
@@ -212,7 +214,7 @@ class MeasuredRun:
         self.recording.restart()
         usual = attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
-        self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
+        self.log_dir = self.live.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
         self._judged_s = time.monotonic()
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
@@ -272,6 +274,7 @@ class MeasuredRun:
             wall = self.wall()
             self.cost.read_power()
             verdict, evidence = self.judge.judged(summary, self._validation(), wall)
+            self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
                 if report is not None and self.files is not None:

@@ -140,8 +140,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self.picture_settings = PictureSettings.checked(log_images, images_every_n_epochs)
         self.figures = figures
         self.summary = summary
-        if headroom not in ("modelled", "measured"):
-            raise OptionsError(f'headroom={headroom!r} has to be "modelled" or "measured".')
+        check_among("headroom", headroom, ("modelled", "measured"))
         check_among("scalars", scalars, ("main", "all"))
         self.scalars: Scalars = scalars
         self.rates = GpuRates.given(cost_per_gpu_hour, gpu_watts)
@@ -179,8 +178,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             listener = recording.listener(action)
             if listener is None:
                 return None
-            began, ended = listener
-            return guard(NOT_MEASURED, began), guard(NOT_MEASURED, ended)
+            return guard(NOT_MEASURED, listener[0]), guard(NOT_MEASURED, listener[1])
 
         undo.append(attach(trainer, find))
 
@@ -253,6 +251,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             return
         recording = run.recording
         recording.main.step_ended(batch_samples(batch))
+        run.live.step_ended()
         if run.replay is not None:
             run.replay.keep(batch)
         if recording.optimizer_stepped:

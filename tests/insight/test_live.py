@@ -1,0 +1,241 @@
+"""What is told of a training that runs: read back whole, cleaned up, and shown as it is."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_fastdata import FastDataLoader
+from lightning_fastdata.insight.live.page import as_html, as_rich, chosen, live_page
+from lightning_fastdata.insight.live.publisher import PaceMeter, WorkerWatch
+from lightning_fastdata.insight.live.status import (
+    Status,
+    WorkerStatus,
+    process_started_s,
+    read_all,
+    write_status,
+)
+from lightning_fastdata.insight.measure.stage import StageMeter
+from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.insight.measure.timeline import HostClock
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers need Linux")
+NOW_S = 1_000_000.0
+
+
+def status(**changes) -> Status:
+    told = {
+        "pid": 11,
+        "process_started_s": 1.0,
+        "written_s": NOW_S,
+        "group": "a",
+        "rank": 0,
+        "world_size": 1,
+        "script": "/home/me/train.py",
+        "log_dir": "/logs/version_3",
+        "started_s": NOW_S - 60,
+        "method": "fit",
+        "activity": "computing a step",
+        "activity_s": 0.1,
+        "quiet_s": 0.1,
+        "epoch": 2,
+        "step": 300,
+    }
+    return Status(**{**told, **changes})
+
+
+WORKER = WorkerStatus(
+    worker=0, pid=12, thread=0, state="reading", index="17", path="/data/a.jpg", for_s=31.0
+)
+
+
+def printed(page) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200, highlight=False).print(as_rich(page))
+    return out.getvalue()
+
+
+def test_a_status_is_read_back_as_it_was_written():
+    told = status(
+        workers=(replace(WORKER, lines=("data.py:3 read",)),),
+        waits={"read_cpu_ms": 0.75},
+        readers=("Photos: 1 worker",),
+        stack=("train.py:9 fit",),
+        stall_share=0.25,
+    )
+    assert Status.from_json(told.as_json()) == told
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"pid": 1}', '{"workers": [1]}', "\x00", "1e999"]
+)
+def test_what_another_version_has_written_is_passed_over(text):
+    assert Status.from_json(text) is None
+
+
+def test_what_a_dead_process_has_left_is_not_shown_and_removed_when_it_is_old(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    own_s = process_started_s(os.getpid())
+    told = {
+        gone.pid: status(pid=gone.pid),
+        os.getpid(): status(pid=os.getpid(), process_started_s=own_s),
+    }
+    # The same number, of a process that is not this one.
+    earlier = status(pid=os.getpid(), process_started_s=own_s - 100)
+    paths = [tmp_path / f"{pid}-0.json" for pid in told] + [tmp_path / f"{os.getpid()}-1.json"]
+    for path, each in zip(paths, [*told.values(), earlier], strict=True):
+        write_status(path, each)
+    now_s = time.time()
+    assert [each.pid for each in read_all(tmp_path, now_s)] == [os.getpid()]
+    assert all(path.exists() for path in paths)
+    for path in paths:
+        os.utime(path, (now_s - 100, now_s - 100))
+    read_all(tmp_path, now_s)
+    assert [path.exists() for path in paths] == [False, True, False]
+
+
+def test_a_step_that_takes_much_longer_than_others_is_called_a_hang():
+    assert not status(quiet_s=9.0, step_ms=5.0).hangs
+    assert status(quiet_s=11.0, step_ms=5.0).hangs
+    assert not status(quiet_s=29.0, step_ms=3000.0).hangs
+    assert status(quiet_s=31.0, step_ms=3000.0).hangs
+    # Steps that are far apart: something else takes the time between them.
+    assert not status(quiet_s=49.0, step_ms=5.0, steps_per_s=0.2).hangs
+
+
+def test_a_page_says_what_hangs_for_how_long_and_where():
+    told = status(
+        quiet_s=35.0,
+        activity="waiting for a batch",
+        activity_s=35.0,
+        workers=(replace(WORKER, lines=("photos.py:5 decode",)),),
+        stack=("train.py:9 fit",),
+    )
+    text = printed(live_page([told], None, NOW_S))
+    for words in (
+        "no step for 35 s: waiting for a batch",
+        "at train.py:9 fit",
+        "sample 17 (/data/a.jpg)",
+        "31 s",
+        "photos.py:5 decode",
+    ):
+        assert words in text
+    assert "hang" not in printed(live_page([status()], None, NOW_S))
+
+
+def test_a_run_is_meant_by_a_process_of_any_rank_or_a_part_of_a_name():
+    ranks = [status(), status(pid=12, rank=1)]
+    other = status(pid=13, group="b", log_dir="/logs/version_4", script="tune.py")
+    everything = [*ranks, other]
+    assert chosen(everything, None) == everything
+    assert chosen(everything, "12") == ranks
+    assert chosen(everything, "version_4") == chosen(everything, "tune") == [other]
+    assert chosen(everything, "none such") == []
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_names_of_files_give_no_orders_to_terminals_and_browsers(several):
+    evil = "</style><script>alert(1)</script>[bold]\x1b[31m\u202e"
+    worker = replace(WORKER, path=evil, lines=(evil,))
+    told = status(
+        **dict.fromkeys(("script", "log_dir", "activity", "verdict", "remedy", "move"), evil),
+        quiet_s=99.0,
+        workers=(worker,),
+        stack=(evil,),
+        readers=(evil,),
+    )
+    page = live_page([told, *([status(pid=12, group=evil)] if several else [])], None, NOW_S)
+    text, html = printed(page), as_html(page, 1.0)
+    assert "\x1b[31m" not in text + html
+    assert "\u202e" not in text + html
+    assert "[bold]" in text
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_the_pace_is_that_of_the_last_ten_seconds():
+    now_ns = 0
+    clock = HostClock(lambda: now_ns)
+    meter = StageMeter("train", torch.device("cpu"), StageStamps("data"), host=clock)
+    pace = PaceMeter(lambda: now_ns / 1e9)
+    # 20 s of steps of 100 ms, then 20 s of steps of 200 ms, of which the batch takes the half.
+    for wait_ms, work_ms in [(50, 50)] * 200 + [(100, 100)] * 100:
+        meter.timeline.wait_began()
+        now_ns += wait_ms * 1_000_000
+        meter.timeline.wait_ended()
+        now_ns += work_ms * 1_000_000
+        meter.step_ended(4)
+        pace.step_ended(meter)
+    assert pace.pace.steps_per_s == pytest.approx(5.0)
+    assert pace.pace.step_ms == pytest.approx(200.0)
+    assert pace.pace.stall_share == pytest.approx(0.5)
+    assert (pace.steps, pace.step_ended_s) == (300, pytest.approx(40.0))
+
+
+class Stuck(Dataset):
+    def __init__(self, file):
+        self.file = file
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        while index == 17 and self.file.exists():
+            time.sleep(0.01)
+        return torch.tensor(index)
+
+
+class Stream(IterableDataset):
+    def __init__(self, file):
+        self.file = file
+
+    def __iter__(self):
+        yield from (torch.tensor(i) for i in range(4))
+        while self.file.exists():
+            time.sleep(0.01)
+
+
+@linux
+@pytest.mark.parametrize("executor", ["workers", "sidecar", "stream"])
+def test_what_each_worker_reads_is_seen_from_outside(tmp_path, executor):
+    file = tmp_path / "stuck"
+    file.touch()
+    streams = executor == "stream"
+    loader = FastDataLoader(
+        (Stream if streams else Stuck)(file),
+        2,
+        num_workers=2,
+        executor="workers" if streams else executor,
+    )
+    watch, batches = WorkerWatch(), iter(loader)
+    for _ in range(3 if streams else 1):  # more of the stream is asked for as it is taken
+        next(batches)
+    look = partial(watch.look, [loader], hangs=False)
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        workers = look()["workers"]
+        reading = [each for each in workers if each.state == "reading"]
+        if len(reading) == (2 if streams else 1) and all(each.for_s > 0.5 for each in reading):
+            break
+        time.sleep(0.1)
+    told = look()
+    assert len(told["workers"]) == 2
+    assert {each.index for each in told["workers"] if each.state == "reading"} == {
+        None if streams else "17"
+    }
+    assert told["batches_under_way"] >= 1
+    assert "2 workers" in told["readers"][0]
+    file.unlink()
+    assert len(list(batches)) == (1 if streams else 19)
+    assert look()["workers"] == ()  # they have ended with the epoch

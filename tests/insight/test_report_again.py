@@ -1,0 +1,152 @@
+"""Reports of runs that have ended are printed as they were, and side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import webbrowser
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule, Trainer
+from thoroughness import max_examples
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule
+from lightning_fastdata.cli import main
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.insight.report.recorded import as_run_report, read_report
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        return self.layer(batch).mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training with validation and workers: its callback, and the folder of its report."""
+    folder = tmp_path_factory.mktemp("run")
+    callback = DataThroughputCallback(summary=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    trainer.fit(Model(), FastDataModule.from_datasets(Rows(), Rows(), batch_size=2, num_workers=2))
+    return callback, folder
+
+
+def test_a_report_is_read_back_as_it_was(trained):
+    callback, folder = trained
+    path = folder / "report.json"
+    assert len(callback.report.stages) == 2
+    assert callback.report.stages[0].causes is not None
+    again = as_run_report(read_report(path), path)
+    written = json.loads(path.read_text())
+    for stage in written["stages"].values():
+        del stage["recent"]
+    assert json.loads(json.dumps(again.as_dict())) == written
+    assert again == callback.report
+    assert again.text(100) == callback.report.text(100)
+
+
+@pytest.mark.parametrize("name", ["", "report.json"])
+def test_the_command_prints_the_summary_again_and_where_its_page_is(trained, capsys, name):
+    callback, folder = trained
+    main(["report", str(folder / name)])
+    assert capsys.readouterr().out == f"{callback.report.text()}\n page  {folder / 'report.html'}\n"
+
+
+def test_pages_are_opened_only_if_that_was_asked_for(trained, monkeypatch):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    _, folder = trained
+    main(["report", str(folder)])
+    assert opened == []
+    main(["report", str(folder), "--open"])
+    assert opened == [(folder / "report.html").as_uri()]
+
+
+def test_several_runs_stand_side_by_side_with_their_changes(trained, tmp_path, capsys):
+    _, folder = trained
+    report = json.loads((folder / "report.json").read_text())
+    paths = [folder]
+    for factor in (2, 4):
+        report["stages"]["train"]["step"]["mean_ms"] *= 2
+        paths.append(tmp_path / f"{factor}.json")
+        paths[-1].write_text(json.dumps(report))
+    main(["report", *map(str, paths)])
+    out = capsys.readouterr().out
+    (row,) = (line for line in out.splitlines() if line.startswith(" step_ms "))
+    assert "(+100.0%)" in row
+    assert "(+300.0%)" in row
+    assert all(str(path) in out for path in paths)
+
+
+def test_a_folder_with_several_reports_or_none_names_what_there_is(tmp_path, trained):
+    report = (trained[1] / "report.json").read_text()
+    for version in ("version_0", "version_1"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "report.json").write_text(report)
+    with pytest.raises(SystemExit, match="version_1"):
+        main(["report", str(tmp_path)])
+    os.remove(tmp_path / "version_0" / "report.json")
+    main(["report", str(tmp_path)])
+    os.remove(tmp_path / "version_1" / "report.json")
+    with pytest.raises(SystemExit, match=r"no report\.json"):
+        main(["report", str(tmp_path)])
+
+
+def test_a_report_of_another_version_says_where_to_see_it(trained, tmp_path):
+    report = json.loads((trained[1] / "report.json").read_text()) | {"schema_version": 5}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    with pytest.raises(SystemExit, match="schema version 5"):
+        main(["report", str(tmp_path)])
+
+
+def changed(value, draw, depth):
+    """Put something else in the place of one part of a report, some levels down."""
+    if depth == 0 or not isinstance(value, dict | list) or not value:
+        return draw(
+            st.none() | st.integers(-9, 9) | st.text(max_size=3) | st.just([]) | st.just({})
+        )
+    key = draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+    whole = dict(value) if isinstance(value, dict) else list(value)
+    whole[key] = changed(value[key], draw, depth - 1)
+    return whole
+
+
+@given(data=st.data())
+@max_examples(100)
+def test_whatever_a_report_holds_it_is_printed_or_refused(trained, data):
+    path = trained[1] / "report.json"
+    report = changed(json.loads(path.read_bytes()), data.draw, data.draw(st.integers(1, 6)))
+    try:
+        text = as_run_report(report, path).text()
+    except OptionsError as error:
+        text = str(error)
+    assert text
