@@ -205,5 +205,5 @@ def test_a_closure_over_the_original_module_leaves_its_gradients_and_buffers_alo
 
 
 def test_another_word_is_refused():
-    with pytest.raises(OptionsError, match="headroom='guess'"):
+    with pytest.raises(OptionsError, match="headroom is 'guess'"):
         DataThroughputCallback(headroom="guess")
