@@ -30,13 +30,30 @@ def torchs_own_loaders():
     Afterwards it cannot predict from a plain ``DataLoader`` any more, in the whole process.
     """
     methods = ("__init__", "__setattr__", "__delattr__")
-    kinds = [(kind, name) for kind in (DataLoader, BatchSampler) for name in methods]
-    before = [(kind, name, getattr(kind, name)) for kind, name in kinds]
+    kinds = [
+        (kind, name)
+        for kind in [*subclasses(DataLoader), *subclasses(BatchSampler)]
+        for name in methods
+    ]
+    before = [(kind, name, vars(kind).get(name)) for kind, name in kinds]
     yield
     for kind, name, method in before:
         if f"__old{name}" in vars(kind):
-            setattr(kind, name, method)
             delattr(kind, f"__old{name}")
+        if vars(kind).get(name) is method:
+            continue
+        if method is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, method)
+
+
+def subclasses(kind):
+    """Return a class and all that are derived from it."""
+    found = {kind}
+    for one in kind.__subclasses__():
+        found |= subclasses(one)
+    return found
 
 
 @pytest.fixture(scope="module")
