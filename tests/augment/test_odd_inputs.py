@@ -190,7 +190,9 @@ def test_images_that_are_resized_twice_have_the_second_size(again):
 
 
 @pytest.mark.parametrize("operation", ["erosion", "dilation"])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint16, torch.uint32, torch.int32, torch.int64]
+)
 def test_masks_that_opencv_does_not_take_shrink_and_grow_as_bytes_do(dtype, operation):
     transform = A.Morphological((4, 5), operation=operation, p=1)
     image = photographs(12, 15)[0]

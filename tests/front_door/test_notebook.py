@@ -55,6 +55,8 @@ CELLS = {
     "two ranks": "fit('two', DataThroughputCallback(), strategy='ddp_notebook', devices=2)",
     "compare": """
 from lightning_fastdata.insight.report.compare import compare_files
+
+pytestmark = pytest.mark.xdist_group("notebook")  # they share what takes long
 compare_files("one/report.json", "two/report.json")
 """,
 }

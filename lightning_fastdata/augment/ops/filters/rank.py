@@ -175,6 +175,9 @@ def _encode_morphology(
     return Encoded(static, {})
 
 
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def _never_chosen(dtype: torch.dtype, *, grows: bool) -> float:
     """Return what lies outside of an image: the least value, or the largest."""
     if dtype == torch.bool:
@@ -184,6 +187,13 @@ def _never_chosen(dtype: torch.dtype, *, grows: bool) -> float:
 
 
 def _morphology(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    signed = _SIGNED.get(batch.dtype)
+    if signed is not None:
+        # Torch before 2.15 compares none of these; with the first bit turned they stand in the
+        # order of signed numbers.
+        first_bit = torch.iinfo(signed).min
+        turned = _morphology(batch.view(signed) ^ first_bit, static, arrays)
+        return (turned ^ first_bit).view(batch.dtype)
     images = as_channels_last(batch)
     n, height, width, count = images.shape
     tall, wide = static["size"]
