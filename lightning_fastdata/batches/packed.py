@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -68,15 +69,19 @@ class LateStack:
         self.shape = (len(tensors), *tensors[0].shape)
 
 
-def pack(batch: Batch) -> tuple[Packed, list[_Leaf]]:
+def pack(
+    batch: Batch, pickled_by: type[pickle.Pickler] = pickle.Pickler
+) -> tuple[Packed, list[_Leaf]]:
     """Take a batch apart; the leaves are still to be written with :func:`write_leaves`.
 
     Its structure may be any that can be pickled. One tensor in two places stays one tensor. Tensors
     of other kinds than plain, dense ones in host memory, and their subclasses, are pickled whole. A
     :class:`LateStack` becomes the tensor that it stands for.
+
+    ``pickled_by``: What pickles all else, where Python's own pickler cannot.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = _pickler_over(pickled_by)(buffer)  # type: ignore[arg-type]
     pickler.dump(batch)
     packed = Packed(buffer.getvalue(), tuple(pickler.table), pickler.size_bytes)
     return packed, pickler.leaves
@@ -136,9 +141,11 @@ def _place(_number: int) -> object:
     raise pickle.UnpicklingError("A batch in parts can only be put together by unpack().")
 
 
-class _Pickler(pickle.Pickler):
+class _Leaves:
+    """The part of a pickler that takes out the leaves; the rest is of the class beside it."""
+
     def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=5)
+        super().__init__(buffer, protocol=5)  # type: ignore[call-arg]
         self.table: list[PackedLeaf] = []
         self.leaves: list[_Leaf] = []
         self.size_bytes = 0
@@ -151,15 +158,19 @@ class _Pickler(pickle.Pickler):
             return self._leaf(obj, obj.dtype, size, "C", requires_grad=False)
         if kind is torch.Tensor:
             if not is_plain(obj):
-                return NotImplemented
+                return self._as_it_is(obj)
             layout = _memory_layout(obj)
             size = obj.numel() * obj.element_size()
             return self._leaf(obj, obj.dtype, size, layout, obj.requires_grad)
         if kind is np.ndarray or kind is np.memmap:
             if obj.nbytes < _MIN_ARRAY_BYTES or obj.dtype.hasobject or obj.dtype.names:
-                return NotImplemented
+                return self._as_it_is(obj)
             return self._leaf(obj, obj.dtype.str, obj.nbytes, "C", requires_grad=False)
-        return NotImplemented
+        return self._as_it_is(obj)
+
+    def _as_it_is(self, obj: Any) -> Any:
+        other = getattr(super(), "reducer_override", None)
+        return NotImplemented if other is None else other(obj)
 
     def _leaf(
         self, leaf: _Leaf, dtype: torch.dtype | str, size: int, layout: str, requires_grad: bool
@@ -170,6 +181,11 @@ class _Pickler(pickle.Pickler):
         self.leaves.append(leaf)
         self.size_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return _place, (len(self.leaves) - 1,)
+
+
+@functools.cache
+def _pickler_over(base: type[pickle.Pickler]) -> Any:
+    return type("Pickler", (_Leaves, base), {})
 
 
 class _Unpickler(pickle.Unpickler):

@@ -7,7 +7,7 @@ a name and a row here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FILES_OF_WORKER: Final = 8
 """Descriptors of a side process, with those that exist while it starts."""
 _FILES_OF_BATCH: Final = 4
-ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "sidecar"]
+ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "sidecar", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,8 @@ class Resources:
     """Locks the memory of batches for a device that reads it."""
     trial: CrewTrial | None
     """Of side processes that read by index, what earlier ones have shown; None: nothing."""
+    actor_options: Mapping[str, Any]
+    """Of actors, in place of our own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,12 @@ class ExecutorKind:
     pipelines, the epoch it is in, and the global generators, which are not keyed by sample."""
     needs_shared_memory: bool = False
     """Batches come in memory files, which Linux has."""
+    splits_batches: bool = True
+    """Shares out the samples of one batch among its side processes, where they are read one at a
+    time and collated by default. False: one of them makes the whole batch."""
+    elsewhere: bool = False
+    """Its workers may be on other machines: the CPUs of this one neither bound nor count them, and
+    how many there are has to be said."""
     workers: tuple[int, str] | None = None
     """``num_workers`` and the reason, where that is not chosen by CPUs and samples."""
 
@@ -114,6 +122,18 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     )
 
 
+def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
+    from lightning_fastdata.executors.ray.executor import RayExecutor
+
+    return RayExecutor(
+        plan,
+        actors=given.workers,
+        options=given.actor_options,
+        page_locks=given.page_locks,
+        trial=given.trial,
+    )
+
+
 KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
     "torch": ExecutorKind(what="torch's own iterator", start=None),
     "inline": ExecutorKind(
@@ -144,6 +164,16 @@ KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
         threads_per_process=8,
         needs_shared_memory=True,
     ),
+    "ray": ExecutorKind(
+        what="actors of a Ray cluster, on this machine or on others",
+        start=_start_ray,
+        reads_streams=False,
+        side_processes=True,
+        resizes=True,
+        needs_shared_memory=True,
+        splits_batches=False,
+        elsewhere=True,
+    ),
 }
 
 
@@ -157,6 +187,35 @@ def executor_for(asked: ExecutorName, *, stream: bool, workers: int) -> Executor
     return "inline" if KINDS[name].side_processes and not workers else name
 
 
+def unsuited(
+    executor: Literal["auto"] | ExecutorName, *, iterable: bool, workers: int
+) -> Iterator[str]:
+    """Yield why an executor that the user chose will not be the one that fetches."""
+    if executor == "auto":
+        return
+    if iterable and not KINDS[executor].reads_streams:
+        yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
+    elif not workers and KINDS[executor].side_processes:
+        yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
+
+
+def check_elsewhere(
+    executor: Literal["auto"] | ExecutorName, num_workers: object, actor_options: object
+) -> None:
+    """Raise an :class:`OptionsError` if it is not said which workers there are elsewhere."""
+    elsewhere = executor != "auto" and KINDS[executor].elsewhere
+    if actor_options is not None and not (elsewhere and isinstance(actor_options, dict)):
+        raise OptionsError(
+            f"actor_options is {actor_options!r} and executor {executor!r}; allowed are None and, "
+            "with executor='ray', a dict of what ray.remote() takes, as {'num_cpus': 2}."
+        )
+    if num_workers in (None, "auto") and elsewhere:
+        raise OptionsError(
+            f"executor is {executor!r}, and num_workers is {num_workers!r}: say how many actors "
+            "are to read. Each takes a CPU of the cluster; `ray status` shows how many are free."
+        )
+
+
 def open_executor(
     name: ExecutorName,
     plan: FetchPlan,
@@ -165,6 +224,7 @@ def open_executor(
     threads: int = 8,
     page_locks: PageLocks | None = None,
     trial: CrewTrial | None = None,
+    actor_options: Mapping[str, Any] | None = None,
 ) -> Executor:
     """Start an executor of :data:`KINDS`, not ``"torch"``, with the :class:`Resources` given.
 
@@ -185,7 +245,13 @@ def open_executor(
     if kind.needs_shared_memory and not shared_slots_supported():
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
     threads = threads if kind.threads_per_process > 1 else 1
-    given = Resources(workers=workers, threads=threads, page_locks=page_locks, trial=trial)
+    given = Resources(
+        workers=workers,
+        threads=threads,
+        page_locks=page_locks,
+        trial=trial,
+        actor_options=actor_options or {},
+    )
     return kind.start(plan, given)
 
 

@@ -205,10 +205,27 @@ def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:
     return (int(numbers[1]) - int(numbers[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
+adopted: Final[set[int]] = set()
+"""Numbers of processes of this machine that work for this one, and that others have started."""
+
+
 def worker_processes() -> list[int]:
-    """Process numbers of what this process has started through ``multiprocessing`` and is alive."""
-    alive = multiprocessing.active_children()
-    return [process.pid for process in alive if process.pid is not None]
+    """Numbers of living processes that work for this one.
+
+    ``multiprocessing`` has started them here, or they are :data:`adopted`.
+    """
+    alive = [process.pid for process in multiprocessing.active_children()]
+    started = [number for number in alive if number is not None]
+    return started + [number for number in adopted if Path("/proc", str(number)).exists()]
+
+
+def name_of_machine() -> str | None:
+    """Return what two processes have in common that know each other by number; None: not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
 
 
 def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/")) -> HostUsage:

@@ -90,6 +90,7 @@ class SourceSettings(NamedTuple):
     device_resident: bool | str | torch.device
     stall_timeout: float | Literal["auto"]
     faults: FaultLog
+    actor_options: dict[str, Any] | None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -160,6 +161,7 @@ class KeptExecutor:
                 threads=self.threads,
                 page_locks=self.page_locks,
                 trial=self.trial,
+                actor_options=self.settings.actor_options,
             )
             if self.records is not None:
                 executor.record(self.records)

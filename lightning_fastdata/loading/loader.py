@@ -85,11 +85,13 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         recording: With ``staged``, has the Albumentations pipelines that the dataset calls itself
             leave to the device what they can. Not with a ``transform`` that starts in the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"sidecar"``; ``"auto"`` reads some samples now, takes what suits them
-            and says why in ``plan.explain()``. None: ``"auto"``, without keeping workers; but
+            ``"workers"``, ``"sidecar"`` or ``"ray"`` (actors of a Ray cluster);
+            ``"auto"`` reads some samples now, takes what suits them and says why in
+            ``plan.explain()``. None: ``"auto"``, without keeping workers; but
             ``"torch"`` where it would have to start processes in a script that cannot be imported
             again. An iterable dataset, which has no index, is read by
-            ``"workers"`` in place of ``"gather"`` and ``"sidecar"``, DataPipes always by torch.
+            ``"workers"`` in place of ``"gather"``, ``"sidecar"`` and ``"ray"``, DataPipes always by
+            torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
         page_lock: With ``pin_memory`` and another executor than torch's: ``"register"`` has CUDA
@@ -109,6 +111,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
         tune: With ``executor="auto"`` and no ``num_workers``: ``"auto"`` changes the number of
             ``"workers"`` as the steps show what pays, ``"off"`` does not. Or a ``Tuner`` for them.
+        actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them; see
+            :class:`LoaderOptions`.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -157,6 +161,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         tune: Literal["auto", "off"] | Tuner = "auto",
+        actor_options: dict[str, Any] | None = None,
     ) -> None:
         keeps = executor is not None
         if executor is None:
@@ -164,6 +169,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         check_loader(
             dataset,
             executor=executor,
+            actor_options=actor_options,
             page_lock=page_lock,
             transform=transform,
             stall_timeout=stall_timeout,
@@ -256,7 +262,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self.staged = staged
         self.recording = recording
         self.ahead = ahead
-        self.page_lock = page_lock
+        self.page_lock, self.actor_options = page_lock, actor_options
         self.device_resident = device_resident
         self.stall_timeout = stall_timeout
         self.faults = FaultLog.of(on_bad_sample, dataset)

@@ -214,13 +214,14 @@ def _open_executor(
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
     default = collate_fn is collate_samples
+    splits = KINDS[executor].splits_batches and default and makes_batches(settings)
     ahead = settings.num_workers * (settings.prefetch_factor or 2)
     if not streamed:
         ahead = look_ahead_batches(
             settings.num_workers,
             prefetch=settings.asked_prefetch_factor,
             batch_size=settings.batch_size or 1,
-            split=default and makes_batches(settings) and not reads_together(settings.dataset),
+            split=splits and not reads_together(settings.dataset),
         )
     several = KINDS[executor].threads_per_process > 1 and settings.num_workers > 1
     plan = FetchPlan(

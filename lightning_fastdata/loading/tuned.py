@@ -62,8 +62,9 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
 
     It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"sidecar"``,
     and those that read in the training process when a batch is asked for. It knows neither
-    ``"gather"``, whose caller helps its threads, nor datasets that stay on the device. It takes
-    samples to be of one shape, and memory to suffice for the whole look-ahead.
+    ``"gather"``, whose caller helps its threads, nor ``"ray"``, whose CPUs may be others, nor
+    datasets that stay on the device. It takes samples to be of one shape, and memory to suffice for
+    the whole look-ahead.
 
     Args:
         loader: As it is set up now; it is not iterated.
@@ -74,22 +75,18 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
     streamed = isinstance(loader.dataset, IterableDataset)
     torchs = reads_with_torch(loader)
     kind = KINDS[loader.executor]
-    if (kind.gathers and not streamed and not torchs) or loader.device_resident is not False:
+    unknown = (kind.gathers or kind.elsewhere) and not streamed and not torchs
+    if unknown or loader.device_resident is not False:
         return None
     workers = loader.num_workers if torchs or not kind.caller_reads else 0
     scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
     if torchs or streamed:
         scheduling = "batch"
-    asked, ahead = loader.asked_prefetch_factor, 1
+    ahead = 1
     if workers and scheduling == "batch":
-        ahead = workers * (asked or _TORCH_PREFETCH)
+        ahead = workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH)
     elif workers:
-        ahead = look_ahead_batches(
-            workers,
-            prefetch=asked,
-            batch_size=loader.batch_size or 1,
-            split=scheduling == "sample",
-        )
+        ahead = _ahead_by_index(loader, workers)
     return LoaderSetup(
         workers=workers,
         look_ahead=ahead,
@@ -102,6 +99,16 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
     )
 
 
+def _ahead_by_index(loader: _Loader, workers: int) -> int:
+    """Return how many batches are under way at once, where side processes read by index."""
+    return look_ahead_batches(
+        workers,
+        prefetch=loader.asked_prefetch_factor,
+        batch_size=loader.batch_size or 1,
+        split=splits_batches(loader),
+    )
+
+
 def splits_batches(loader: _Loader) -> bool:
     """Return whether this package's executors share out the samples of one batch among workers.
 
@@ -110,7 +117,8 @@ def splits_batches(loader: _Loader) -> bool:
     transform = loader.transform
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
     default = loader.collate_fn in (default_collate, collate_samples) and not drawn
-    return default and makes_batches(loader) and not reads_together(loader.dataset)
+    whole = not KINDS[loader.executor].splits_batches or reads_together(loader.dataset)
+    return default and makes_batches(loader) and not whole
 
 
 def tuner_for(
@@ -237,13 +245,12 @@ class LoaderWorkers:
         if workers < 1 or not self.num_workers or streamed or not KINDS[self.executor].resizes:
             raise OptionsError(
                 f"set_workers({workers!r}) of a loader with executor={self.executor!r} and "
-                f"num_workers={self.num_workers}: only 'workers' of a map-style dataset come and "
-                "go, and 1 or more stay. Make a new loader."
+                f"num_workers={self.num_workers}: only 'workers' and 'ray' of a map-style dataset "
+                "come and go, and 1 or more stay. Make a new loader."
             )
         inner, self.num_workers = self._inner, workers
         if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
-            setup = self.setup_with(workers, cpus=1.0, step_cpus=1.0)
-            inner.resize(workers, None if setup is None else setup.look_ahead)
+            inner.resize(workers, _ahead_by_index(self._settings(), workers))
             vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
 
     def with_workers(self, workers: int) -> Self:

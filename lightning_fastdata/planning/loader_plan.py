@@ -161,6 +161,7 @@ class LoaderPlan:
     quarantine_file: str | None
     tune: Literal["auto", "off"]
     probe: bool
+    actor_options: dict[str, Any] | None
     choices: tuple[Setting, ...]
     """One for each setting, in the order of ``LoaderOptions``."""
     limits: tuple[str, ...]

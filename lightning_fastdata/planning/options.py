@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, check_elsewhere
 from lightning_fastdata.randomness.search import find_composes
 
 Auto: TypeAlias = Literal["auto"]
@@ -78,22 +78,11 @@ def _check_seconds(name: str, value: object, *, auto: bool) -> None:
     check(name, value, fine, f"seconds from 0 (no timeout){also}")
 
 
-def unsuited(
-    executor: Literal["auto"] | ExecutorName, *, iterable: bool, workers: int
-) -> Iterator[str]:
-    """Yield why an executor that the user chose will not be the one that fetches."""
-    if executor == "auto":
-        return
-    if iterable and not KINDS[executor].reads_streams:
-        yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
-    elif not workers and KINDS[executor].side_processes:
-        yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
-
-
 def check_loader(
     dataset: object,
     *,
     executor: Literal["auto"] | ExecutorName,
+    actor_options: object,
     page_lock: object,
     transform: object,
     stall_timeout: object,
@@ -116,6 +105,7 @@ def check_loader(
     ordered = any(order is not None for order in orders.values())
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
     check_among("executor", executor, _EXECUTORS)
+    check_elsewhere(executor, whole["num_workers"][0], actor_options)
     check_among("page_lock", page_lock, _PAGE_LOCKS)
     check_among("tune", tune, _TUNE)
     for name, (function, takes) in functions.items():
@@ -290,7 +280,8 @@ class LoaderOptions:
             programs then go before them, too.
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
             training process, ``"gather"`` rows of tensors in one call, ``"workers"`` processes,
-            ``"sidecar"`` num_workers threads outside the training process.
+            ``"sidecar"`` num_workers threads outside the training process, ``"ray"`` num_workers
+            actors of a Ray cluster, which may be on other machines.
         page_lock: How batches of the engine come into page-locked memory: ``"copy"`` copies each,
             ``"register"`` has CUDA lock the engine's own memory once.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"`` an error that
@@ -305,6 +296,9 @@ class LoaderOptions:
             was planned, as does a ``num_workers`` of your own.
         probe: Read some samples before the workers start, and choose what suits them. False reads
             none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
+        actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them: ``num_cpus`` (1),
+            ``resources``, ``label_selector``, ``memory`` (bytes), ``scheduling_strategy``
+            (``"SPREAD"``), ``runtime_env``.
 
     Raises:
         OptionsError: A value is impossible.
@@ -328,6 +322,7 @@ class LoaderOptions:
     quarantine_file: str | None = None
     tune: Literal["auto", "off"] = "auto"
     probe: bool = True
+    actor_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1), ("worker_nice", 0)):
@@ -342,6 +337,7 @@ class LoaderOptions:
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)
+        check_elsewhere(self.executor, self.num_workers, self.actor_options)
         check_among("page_lock", self.page_lock, _PAGE_LOCKS)
         check_among("tune", self.tune, _TUNE)
         BadSamples(self.on_bad_sample, self.bad_sample_budget, self.quarantine_file)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, unsuited
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -28,7 +28,7 @@ from lightning_fastdata.planning.loader_plan import (
     Situation,
     Value,
 )
-from lightning_fastdata.planning.options import LoaderOptions, check_among, unsuited
+from lightning_fastdata.planning.options import LoaderOptions, check_among
 from lightning_fastdata.planning.stream_split import splits_itself
 from lightning_fastdata.planning.worker_count import (
     SET,
@@ -174,13 +174,17 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
     executor = chosen.executor if options.executor == "auto" else options.executor
     ours = not (KINDS[executor].is_torch or situation.iterable)
     count, why, limits = count_workers(options, executor, situation, ours=ours)
-    limits = [*_overstepped(options, situation), *limits]
+    if not KINDS[executor].elsewhere:
+        limits = [*_overstepped(options, situation), *limits]
     prefetch: int | None
     if ours:
         # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
         prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
         ahead = look_ahead_batches(
-            count, prefetch=prefetch, batch_size=batch_size, split=situation.split
+            count,
+            prefetch=prefetch,
+            batch_size=batch_size,
+            split=situation.split and KINDS[executor].splits_batches,
         )
         prefetch_why, many_files = f"{ahead} batches ahead in all, as memory allows", False
     else:
@@ -212,6 +216,7 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "quarantine_file": (None, "in the trainer's log folder, where they are"),
         "tune": _tuned(options, situation, executor, count),
         "probe": (True, "a few samples tell what suits them"),
+        "actor_options": (None, "each takes a CPU of the cluster, wherever one is free"),
     }
     limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)

@@ -17,6 +17,7 @@ ALLOWED = {
     ("planning/facts/probe_process.py", "pickle.loads"): PIPE,
     ("planning/facts/probe.py", "pickle.loads"): "of what it has just pickled itself",
     ("batches/packed.py", "pickle.Unpickler"): f"batches: {PIPE}",
+    ("executors/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
     ("executors/stream_position.py", "pickle.loads"): f"states of streams: {PIPE}",
     ("augment/show/pictures.py", "exec_module"): "the file with the pipeline, named by the user",
 }

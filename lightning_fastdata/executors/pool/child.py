@@ -73,6 +73,22 @@ def child_main(
         return
     progress_memory, stacks, *queues = first[1]
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    plan = prepare_process(plan, number, processes)
+    progress = protocol.ProgressMemory(progress_memory)
+    progress.state = protocol.State.INITIALISING
+    shared = SharedState(wire, plan, number, progress, epoch)
+    child = Child(shared, threads, queues[0] if queues else None)
+    if plan.worker_init_fn is not None:
+        try:
+            plan.worker_init_fn(number)
+        except Exception as error:
+            wire.send(protocol.InitFailed(*describe_error(error, f"in worker_init_fn({number})")))
+            return
+    child.run()
+
+
+def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
+    """Set this process up to read for a plan, as one of so many; return the plan as it reads it."""
     os.nice(plan.niceness)
     torch.set_num_threads(1)
     cv2 = sys.modules.get("cv2")
@@ -91,18 +107,7 @@ def child_main(
     in_own_side_process()
     keep_freed_memory()
     keep_own_epochs()
-    plan = replace(plan, collate_fn=for_writing(plan.collate_fn))
-    progress = protocol.ProgressMemory(progress_memory)
-    progress.state = protocol.State.INITIALISING
-    shared = SharedState(wire, plan, number, progress, epoch)
-    child = Child(shared, threads, queues[0] if queues else None)
-    if plan.worker_init_fn is not None:
-        try:
-            plan.worker_init_fn(number)
-        except Exception as error:
-            wire.send(protocol.InitFailed(*describe_error(error, f"in worker_init_fn({number})")))
-            return
-    child.run()
+    return replace(plan, collate_fn=for_writing(plan.collate_fn))
 
 
 class Child:

@@ -153,12 +153,12 @@ class Crew:
         self._count = number
         return True
 
-    def go_on(self, child: ChildProcess, rest: Task | None) -> None:
+    def go_on(self, number: int, rest: Task | None) -> None:
         """Let a process go on that has read the first sample of a task; None: drop that sample.
 
         Before it is sent this, it takes nothing from the queue.
         """
-        packet = None
+        child, packet = self.children[number], None
         if rest is not None:
             self._count, packet = self._packet(rest)
             child.tasks[self._count] = rest

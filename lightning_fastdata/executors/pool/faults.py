@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.process import ChildProcess, Hang
+from lightning_fastdata.executors.pool.process import ChildProcess, Hang, Side
 from lightning_fastdata.executors.pool.splitter import PendingBatch
 from lightning_fastdata.host.memory import read_host_memory, read_oom_kills, read_open_file_limits
 from lightning_fastdata.host.usage import read_own_bytes
@@ -180,7 +180,7 @@ def _doing(child: ChildProcess, what: str) -> str:
     )
 
 
-def lost_sample(index: object, child: ChildProcess, times: int) -> WorkerError:
+def lost_sample(index: object, child: Side, times: int) -> WorkerError:
     """Return the error for a sample that kills or holds up every process that reads it.
 
     ``child`` was the last of so many.
@@ -189,7 +189,7 @@ def lost_sample(index: object, child: ChildProcess, times: int) -> WorkerError:
         return _hung_sample(index, child.hang)
     return WorkerError(
         f"Sample {index!r} of the dataset was being read each of the {times} times that a side "
-        f"process {death(child.process.exitcode)}. Read dataset[{index!r}] in a script of its own "
+        f"process {death(child.exitcode)}. Read dataset[{index!r}] in a script of its own "
         "to see why, and leave it out or repair it."
     )
 
@@ -222,6 +222,8 @@ def death(code: int | None) -> str:
     if code is not None and code < 0:
         hint = " (the kernel kills so when memory runs out)" if code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-code).name}{hint}"
+    if code is None:
+        return "died"
     return f"left with exit code {code}"
 
 

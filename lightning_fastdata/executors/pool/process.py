@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from lightning_fastdata.batches.slots import Slot, create_shared_memory
 from lightning_fastdata.errors import WorkerError
@@ -22,6 +22,7 @@ from lightning_fastdata.executors.pool.protocol import (
     FromChild,
     MapSlot,
     ProgressMemory,
+    Setting,
     Start,
     State,
     TaskEnded,
@@ -133,6 +134,12 @@ class ChildProcess:
     def pid(self) -> int:
         """Its process id."""
         return self.process.pid or 0
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended: its exit code, or less the signal; None: it lives."""
+        code: int | None = self.process.exitcode
+        return code
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -249,10 +256,21 @@ class ChildProcess:
             return "?"
 
 
+class Side(Protocol):
+    """Who does tasks, as those see it who gave them."""
+
+    number: int
+    hang: Hang | None
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it ended; None: it lives, or that is not known."""
+
+
 class Answer(NamedTuple):
     """A side process has ended a task; open files came with its message."""
 
-    child: ChildProcess
+    child: Side
     task: Task
     ended: TaskEnded
     files: list[int]
@@ -261,10 +279,53 @@ class Answer(NamedTuple):
 class Loss(NamedTuple):
     """A side process died, and took tasks with it, which are not done."""
 
-    child: ChildProcess
+    child: Side
     tasks: list[Task]
     suspects: list[tuple[int, int]]
     """(batch number, position) of the samples that were being read, or about to be."""
+
+
+class TaskCrew(Protocol):
+    """Those who do the tasks of batches by index."""
+
+    children: dict[int, ChildProcess]
+    """Those that are processes of this machine, by their numbers."""
+    wanted: int
+    threads: int
+    respawned: int
+
+    @property
+    def hands(self) -> int:
+        """Threads of all of them together."""
+
+    @property
+    def under_way(self) -> int:
+        """Tasks that were given and not answered."""
+
+    @property
+    def owing(self) -> list[ChildProcess]:
+        """Processes of ``children`` that have something to do, or to answer."""
+
+    def start_epoch(self, generation: int, epoch: int) -> None:
+        """Begin an epoch, for which those that are missing are started."""
+
+    def resize(self, processes: int) -> None:
+        """Be so many from now on; those too many finish what they have taken."""
+
+    def configure(self, setting: Setting) -> None:
+        """Send a setting to all, also to those that are still to come."""
+
+    def give(self, task: Task) -> bool:
+        """Have one of them do a task; False if there is no room for it now."""
+
+    def go_on(self, number: int, rest: Task | None) -> None:
+        """Let the one of this number go on that has read the first sample of a task."""
+
+    def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
+        """Wait for events and return them; None if there is none until then (``monotonic``)."""
+
+    def close(self) -> None:
+        """Stop all of them."""
 
 
 def stop_all(children: dict[int, ChildProcess], queue: TaskQueue | None, owner: int) -> None:

@@ -25,7 +25,7 @@ from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample, timed_out
-from lightning_fastdata.executors.pool.process import Answer, Loss
+from lightning_fastdata.executors.pool.process import Answer, Loss, TaskCrew
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
@@ -53,7 +53,7 @@ class PoolExecutor:
         self.plan = plan
         self._alone = threads == 1
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
-        self._crew = Crew(plan, self._slots, processes=processes, threads=threads)
+        self._crew = self._start_crew(processes, threads)
         self.children = self._crew.children
         """The side processes by their numbers."""
         self._splitter = Splitter(plan, self._slots)
@@ -67,6 +67,9 @@ class PoolExecutor:
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
         self._stall, self._blame = StallWatch(plan.stall_timeout_s), Blame()
+
+    def _start_crew(self, processes: int, threads: int) -> TaskCrew:
+        return Crew(self.plan, self._slots, processes=processes, threads=threads)
 
     @property
     def respawned(self) -> int:
@@ -252,7 +255,7 @@ class PoolExecutor:
             case protocol.RowsWritten():
                 self._splitter.note_time(ended.spent_ns / len(task.indices))
             case protocol.FirstSample(layout):
-                self._crew.go_on(child, self._learn(layout, task))
+                self._crew.go_on(child.number, self._learn(layout, task))
             case protocol.Collated(packed):
                 self._wait.unpacked(partial(batch.take_parts, packed, answer.files, self._slots))
                 self._splitter.whole_bytes = max(self._splitter.whole_bytes, packed.size_bytes)
@@ -316,7 +319,7 @@ class PoolExecutor:
 
     def _redo(self, loss: Loss) -> None:
         """Do again what a side process died with, but for a sample that kills all who read it."""
-        killed = loss.child.process.exitcode == -signal.SIGKILL and loss.child.hang is None
+        killed = loss.child.exitcode == -signal.SIGKILL and loss.child.hang is None
         times = _KILLS if killed else _TIMES
         quarantine = self.plan.faults.quarantine
         batches = {task.batch.number: task.batch for task in loss.tasks}
@@ -331,18 +334,9 @@ class PoolExecutor:
             for number, at in killers:
                 if number == batch.number and task.reads(at):
                     error = lost_sample(batch.index_at(at), loss.child, times)
-                    went_on = self._give_up(batch, at, error)
+                    went_on = batch.give_up(at, self.plan, error)
             if went_on and not self._is_old(batch):
                 self._todo.appendleft(task.renewed())
                 continue
             batch.open_tasks -= 1
             self._finish_if_ready(batch)
-
-    def _give_up(self, batch: PendingBatch, at: int, error: WorkerError) -> bool:
-        """Have the sample at a position, which no process can read, go the way of bad samples.
-
-        Returns:
-            Whether the batch goes on with another index in its place, which ``renewed()`` tasks
-            read; otherwise it raises the error, and the task is over.
-        """
-        return batch.give_up(at, self.plan, error)

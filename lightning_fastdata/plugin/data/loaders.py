@@ -57,6 +57,7 @@ def build_loader(
     arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
     arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
     arguments["on_bad_sample"] = bad_samples_of(plan, trainer)
+    arguments["actor_options"] = plan.actor_options
     if plan.stall_timeout_s is not None:
         arguments["stall_timeout"] = plan.stall_timeout_s
     overrides = dict(overrides)

@@ -169,7 +169,8 @@ class Placing:
         )
         held = self._decide(task, of.spec.name, trainer)
         weighed = held.costs.sample is not None and held.costs.device_ms is not None
-        if stage != "train" or not weighed:
+        # A switch is in memory that workers elsewhere do not share.
+        if stage != "train" or not weighed or KINDS[plan.executor].elsewhere:
             return found.loader_settings(on_device=held.place == "device")
         if held.watch is None:
             held.watch = self._new_watch(device)

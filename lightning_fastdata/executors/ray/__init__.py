@@ -1,0 +1,1 @@
+"""Actors of a Ray cluster that fetch: on this machine, or on others."""

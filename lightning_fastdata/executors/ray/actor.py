@@ -1,0 +1,129 @@
+"""What runs in an actor: it makes whole batches, whose content follows from their keys alone.
+
+An actor keeps nothing that a batch rests on, so that what is lost with it is asked of another one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from lightning_fastdata.batches.bad_samples import NO_SAMPLES
+from lightning_fastdata.batches.keyed import tell_epoch
+from lightning_fastdata.batches.packed import pack, write_leaves
+from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
+from lightning_fastdata.executors.pool import protocol
+from lightning_fastdata.executors.pool.child import prepare_process
+from lightning_fastdata.executors.pool.child_task import describe_error
+from lightning_fastdata.host.usage import name_of_machine
+from lightning_fastdata.stamps.batch_stamps import TaskWatch
+from lightning_fastdata.stamps.lines import LineWatch
+from lightning_fastdata.stamps.operations import OperationWatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Made: TypeAlias = "tuple[protocol.TaskEnded, NDArray[np.uint8] | None]"
+"""How a task ended, and the memory of its batch, if it has any."""
+
+
+class Place(NamedTuple):
+    """Where an actor runs."""
+
+    node: str
+    """Id of the node in its cluster."""
+    address: str
+    """Name of the machine, for people."""
+    machine: str | None
+    """Of :func:`.name_of_machine`."""
+    process: int
+    """Number of its process there."""
+
+
+class ReadingActor:
+    """Makes batches, one after the other; an actor of Ray is one of these."""
+
+    def begin(
+        self, plan: list[Any], number: int, actors: int, base_seed: int
+    ) -> Place | protocol.InitFailed:
+        """Get ready to read for a plan, as one of so many.
+
+        Args:
+            plan: The reference of the pickled plan; in a list, so that Ray hands it over as it is.
+            number: Of this actor, counted from 0.
+            actors: How many there are.
+            base_seed: Takes the place of the plan's.
+        """
+        import ray
+        from ray import cloudpickle
+
+        self._cloudpickle = cloudpickle
+        self._number = number
+        self._where = f"on {socket.gethostname()} "
+        step = "in unpickling the dataset and its collate function"
+        try:
+            given: FetchPlan = pickle.loads(ray.get(plan[0]))
+            given = prepare_process(replace(given, base_seed=base_seed), number, actors)
+            if given.worker_init_fn is not None:
+                step = f"in worker_init_fn({number})"
+                given.worker_init_fn(number)
+        except Exception as error:
+            return protocol.InitFailed(*self._told(error, step))
+        self._fetcher = Fetcher(given)
+        self._epoch: int | None = None
+        self._watch = TaskWatch(number, 0, OperationWatch(given.dataset), LineWatch())
+        node = ray.get_runtime_context().get_node_id()
+        return Place(node, socket.gethostname(), name_of_machine(), os.getpid())
+
+    def clock_ns(self) -> int:
+        """Return the clock of the stamps, which each machine has of its own."""
+        return time.monotonic_ns()
+
+    def make(self, task: protocol.TaskRequest, number: int, stamped: bool) -> Made:
+        """Return how a task with this number ended, which is to read and collate a whole batch."""
+        fetcher, began_ns = self._fetcher, time.monotonic_ns()
+        fetcher.stamps = self._watch if stamped else None
+        fetcher.faults.clear()
+        if stamped:
+            self._watch.begin()
+        result: protocol.TaskResult
+        memory, where = None, f"in set_epoch({task.epoch})"
+        try:
+            if task.epoch != self._epoch:
+                tell_epoch(fetcher.dataset, task.epoch)
+                self._epoch = task.epoch
+            where = ""
+            batch = fetcher.attempt(partial(fetcher.batch, task.indices, task.epoch))
+            result, memory = self._packed(batch)
+        except BaseException as error:  # sys.exit(), too, is the fault of one sample
+            report = self._told(error, where or fetcher.where(task.indices))
+            result = protocol.TaskError(max(fetcher.position, 0), *report)
+        spent_ns = time.monotonic_ns() - began_ns
+        stamps = self._watch.end() if stamped else None
+        return protocol.TaskEnded(number, spent_ns, stamps, tuple(fetcher.faults), result), memory
+
+    def _packed(self, batch: object) -> tuple[protocol.TaskResult, NDArray[np.uint8] | None]:
+        if batch is NO_SAMPLES:
+            return protocol.NothingLeft(), None
+        began_ns = time.monotonic_ns()
+        packed, leaves = pack(batch, self._cloudpickle.Pickler)
+        memory = np.empty(max(1, packed.size_bytes), np.uint8)
+        write_leaves(packed, leaves, memory)
+        if self._fetcher.stamps is not None:
+            self._fetcher.stamps.collated(began_ns)
+        return protocol.Collated(packed), memory if packed.size_bytes else None
+
+    def _told(self, error: BaseException, where: str) -> tuple[type[BaseException], str]:
+        kind, text = describe_error(error, self._where + where)
+        try:
+            self._cloudpickle.dumps(kind)
+        except Exception:  # a class that cannot travel
+            kind = RuntimeError
+        return kind, text

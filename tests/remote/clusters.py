@@ -1,0 +1,47 @@
+"""A Ray cluster of several nodes on this machine, and the actors in it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+
+@contextlib.contextmanager
+def cluster_of(*cpus: int) -> Iterator[Cluster]:
+    """Be connected to nodes with so many CPUs each; the training process is on the first."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0]})
+    try:
+        for each in cpus[1:]:
+            cluster.add_node(num_cpus=each)
+        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def actors(cluster: Cluster) -> list[psutil.Process]:
+    """Return the processes of all actors that read, on all nodes of a cluster."""
+    nodes = [node for node in cluster.list_all_nodes() if node.any_processes_alive()]
+    raylets = [each.process.pid for node in nodes for each in node.all_processes["raylet"]]
+    found = []
+    for raylet in raylets:
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(raylet).children(recursive=True):
+                if " ".join(process.cmdline()).startswith("ray::ReadingActor"):
+                    found.append(process)
+    return found
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    """Wait until something holds; an error if it does not within a long time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it has not come to that"
+        time.sleep(0.05)
