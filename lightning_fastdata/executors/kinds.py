@@ -18,8 +18,8 @@ from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.streams import PageLocks
+    from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.crew_trial import CrewTrial
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.executors.stream_position import StreamPosition
     from lightning_fastdata.order.epoch_order import EpochOrder

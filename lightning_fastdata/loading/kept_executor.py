@@ -20,6 +20,7 @@ from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import refuse_late_fork
@@ -32,7 +33,6 @@ from lightning_fastdata.executors.kinds import (
     WatchedExecutor,
     open_executor,
 )
-from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataLoader
+from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
-from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 MS = 1_000_000

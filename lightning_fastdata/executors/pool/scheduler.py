@@ -20,10 +20,10 @@ from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.streams import PageLocks
 from lightning_fastdata.errors import OptionsError, WorkerError, as_error
+from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.crew_trial import CrewTrial
 from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample, timed_out
 from lightning_fastdata.executors.pool.process import Answer, Loss, TaskCrew
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS

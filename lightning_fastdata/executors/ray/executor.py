@@ -15,8 +15,8 @@ from lightning_fastdata.executors.ray.crew import RayCrew
 
 if TYPE_CHECKING:
     from lightning_fastdata.batches.streams import PageLocks
+    from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.crew_trial import CrewTrial
     from lightning_fastdata.executors.pool.process import TaskCrew
 
 
