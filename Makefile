@@ -9,7 +9,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# By files, as several have a fixture that takes long for all of their tests.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 # Albumentations asks the network for its newest version at import unless this is set.
 export NO_ALBUMENTATIONS_UPDATE := 1

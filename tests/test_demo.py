@@ -18,8 +18,6 @@ from lightning_fastdata.demo.training import (
     val_augmentation,
 )
 
-pytestmark = pytest.mark.xdist_group("demo")  # they share what takes long
-
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):

@@ -16,7 +16,7 @@ RANKS = (1, 2, 3) if LONG else (1, 2)
 METHODS = {"validate": "val", "test": "test", "predict": "predict"}
 
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("evaluation")]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

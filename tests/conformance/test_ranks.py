@@ -17,7 +17,7 @@ from conformance.forked_ranks import launched
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.waits.ranks import RankRecords, shared_store
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = Path(__file__).with_name("train_on_ranks.py")
 SLEEPS_MS = (4, 10, 30)

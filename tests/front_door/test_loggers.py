@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 
-pytestmark = pytest.mark.xdist_group("loggers")  # they share what takes long
-
 OFFLINE = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",

@@ -11,7 +11,6 @@ import pytest
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
-
 SETUP = """
 import logging, warnings
 import torch
@@ -56,7 +55,6 @@ CELLS = {
     "compare": """
 from lightning_fastdata.insight.report.compare import compare_files
 
-pytestmark = pytest.mark.xdist_group("notebook")  # they share what takes long
 compare_files("one/report.json", "two/report.json")
 """,
 }

@@ -18,8 +18,6 @@ from lightning_fastdata.cli import main
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.recorded import as_run_report, read_report
 
-pytestmark = pytest.mark.xdist_group("report_again")  # they share what takes long
-
 
 class Model(LightningModule):
     def __init__(self):

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from conformance.forked_ranks import launched
 
-pytestmark = pytest.mark.xdist_group("guard_on_ranks")  # they share what takes long
-
 PROGRAM = Path(__file__).with_name("guard_on_ranks.py")
 RUNS = {
     "roomy": {"memory": [64, 64]},

@@ -67,6 +67,7 @@ def expected() -> list[list[bytes]]:
     return rows(loader_of("workers"))
 
 
+@pytest.mark.flaky(reruns=2)  # an actor may be gone by itself when it is to be killed
 def test_actors_are_killed_alone_and_all_at_once(cluster, expected) -> None:
     loader, seen, dice = loader_of("ray"), [], random.Random(3)
     for number, batch in enumerate(loader):

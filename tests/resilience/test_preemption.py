@@ -11,7 +11,7 @@ from conformance.forked_ranks import launched
 from resilience.runs import lines
 from thoroughness import LONG
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("preemption")]
+pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = Path(__file__).with_name("preempted.py")
 SIGNALS = 20 if LONG else 3

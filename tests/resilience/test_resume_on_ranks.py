@@ -9,7 +9,7 @@ import pytest
 from conformance.forked_ranks import launched
 from resilience.runs import first_difference, lines
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("resume_on_ranks")]
+pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = Path(__file__).with_name("resume_on_ranks.py")
 GLOBAL = 8
