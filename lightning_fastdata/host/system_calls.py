@@ -37,6 +37,8 @@ class OpenFile(NamedTuple):
     flags: int
     """It was opened with."""
     position: int
+    identity: tuple[int, int]
+    """Device and number of the file."""
 
 
 def files_being_read() -> tuple[OpenFile, ...]:
@@ -56,9 +58,11 @@ def files_being_read() -> tuple[OpenFile, ...]:
                 flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
                 if descriptor <= _STANDARD or flags & os.O_ACCMODE != os.O_RDONLY:
                     continue
-                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                status = os.fstat(descriptor)
+                if stat.S_ISREG(status.st_mode):
                     position = os.lseek(descriptor, 0, os.SEEK_CUR)
-                    found.append(OpenFile(descriptor, flags, position))
+                    identity = status.st_dev, status.st_ino
+                    found.append(OpenFile(descriptor, flags, position, identity))
     return tuple(found)
 
 
@@ -68,8 +72,17 @@ def open_anew(files: Iterable[OpenFile]) -> None:
     A fork copies descriptors, but both processes go on to share the position of each file, and move
     it under each other: https://man7.org/linux/man-pages/man2/fork.2.html. From now on this process
     has positions of its own, which begin where ``files`` say.
+
+    A thread of the other process may have closed one of them before the fork, and its descriptor
+    may be that of something else: such ones are left alone.
     """
     for file in files:
+        try:
+            status = os.fstat(file.descriptor)
+        except OSError:
+            continue
+        if (status.st_dev, status.st_ino) != file.identity:
+            continue
         try:
             new = os.open(f"{_DESCRIPTORS}/{file.descriptor}", file.flags | os.O_CLOEXEC)
             try:

@@ -125,7 +125,13 @@ def test_a_script_is_measured_and_otherwise_stays_as_it_is(script):
     assert report.with_suffix(".html").exists()
 
 
-@pytest.mark.parametrize("more", [(), ("--persistent",)], ids=["new workers", "kept workers"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="new workers"),
+        pytest.param(("--persistent",), id="kept workers", marks=pytest.mark.slow),
+    ],
+)
 def test_fast_loaders_take_the_place_of_plain_ones_with_the_same_batches(script, more):
     plain = start(script, *more)
     fast = start(script, *more, before=(*RUN, "--fast", "--report", "found/it.json"))

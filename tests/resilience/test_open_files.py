@@ -201,3 +201,31 @@ def test_a_file_that_cannot_be_opened_anew_is_named(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
         with pytest.warns(UserWarning, match=f"(?s){path} is open.*open it on first use"):
             open_anew([ours])
+
+
+@pytest.mark.parametrize("now", ["nothing", "a pipe", "another file"])
+def test_a_descriptor_that_is_something_else_by_now_is_left_alone(tmp_path, now):
+    """A thread may close a file during a fork, and what is opened next gets its number."""
+    path, other = tmp_path / "rows", tmp_path / "other"
+    path.write_bytes(bytes(100))
+    other.write_bytes(bytes(100))
+    descriptor = os.open(path, os.O_RDONLY)
+    os.lseek(descriptor, 42, os.SEEK_SET)
+    (ours,) = [each for each in files_being_read() if each.descriptor == descriptor]
+    os.close(descriptor)
+    makes = {
+        "nothing": list,
+        "a pipe": os.pipe,
+        "another file": lambda: [os.open(other, os.O_RDONLY)],
+    }
+    opened = makes[now]()
+    if opened and descriptor not in opened:
+        os.dup2(opened[0], descriptor)
+    open_anew([ours])
+    if now == "a pipe":
+        os.write(opened[1], b"whole")
+        assert os.read(descriptor, 5) == b"whole"
+    elif now == "another file":
+        assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
+    for each in opened:
+        os.close(each)
