@@ -216,7 +216,12 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "quarantine_file": (None, "in the trainer's log folder, where they are"),
         "tune": _tuned(options, situation, executor, count),
         "probe": (True, "a few samples tell what suits them"),
-        "actor_options": (None, "each takes a CPU of the cluster, wherever one is free"),
+        "actor_options": (
+            None,
+            "each takes a CPU of the cluster, wherever one is free"
+            if KINDS[executor].elsewhere
+            else "only executor='ray' has actors",
+        ),
     }
     limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)
