@@ -16,7 +16,7 @@ from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.host.system_calls import cache_folder
+from lightning_fastdata.host.system_calls import cache_folder, private_folder
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
 """``"disk"``, ``"ram"`` or a folder."""
@@ -76,9 +76,7 @@ def hold(folder: Path, *, until_the_end: bool = False) -> None:
     if not until_the_end:
         _held[folder] = _share(folder)
         return
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
-    if folder.parent.stat().st_uid != os.getuid():
-        raise OptionsError(f"{folder.parent} is another user's. Give a folder in place of 'ram'.")
+    private_folder(folder.parent)
     with locked(folder.parent):
         for other in folder.parent.iterdir():
             if other.is_dir() and other != folder:

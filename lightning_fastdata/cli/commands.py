@@ -9,8 +9,8 @@ from json import dumps as dump_json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fastdata.cli.output import print_lines
-from lightning_fastdata.errors import FastDataError, OptionsError, has_package
+from lightning_fastdata.cli.output import print_found, print_lines
+from lightning_fastdata.errors import FastDataError, OptionsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,13 +104,10 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         # 1 says that the comparison was made.
         sys.stderr.write(f"fastdata: {error}\n")
         raise SystemExit(2) from error
-    if not json and sys.stdout.isatty() and has_package("rich"):
-        from rich.console import Console
-
-        Console(highlight=False).print(comparison)
+    if json:
+        sys.stdout.write(f"{dump_json(comparison.as_dict(), indent=2)}\n")
     else:
-        text = dump_json(comparison.as_dict(), indent=2) if json else comparison.text()
-        sys.stdout.write(f"{text}\n")
+        print_found(comparison)
     if comparison.failed:
         raise SystemExit(1)
 

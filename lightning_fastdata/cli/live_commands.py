@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.errors import OptionsError, has_package, printable, require
+from lightning_fastdata.cli.output import print_found
+from lightning_fastdata.errors import OptionsError, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,22 +80,17 @@ def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
     """
     from lightning_fastdata.insight.report.compare import side_by_side
     from lightning_fastdata.insight.report.recorded import as_run_report, read_report
+    from lightning_fastdata.insight.report.summary_text import page_line
 
     files = [report_file(Path(each)) for each in runs]
     reports = [read_report(file) for file in files]
     if len(reports) == 1:
-        found = as_run_report(reports[0], files[0])
-        if sys.stdout.isatty() and has_package("rich"):
-            from rich.console import Console
-
-            Console().print(found)
-        else:
-            sys.stdout.write(f"{found.text()}\n")
+        print_found(as_run_report(reports[0], files[0]))
     else:
         sys.stdout.write(f"{side_by_side(dict(zip(map(str, files), reports, strict=True)))}\n")
     pages = [page for file in files if (page := file.with_suffix(".html")).is_file()]
     for page in pages:
-        sys.stdout.write(f" page  {printable(str(page), keep='')}\n")
+        sys.stdout.write(f"{page_line(page)}\n")
     if open:
         import webbrowser
 

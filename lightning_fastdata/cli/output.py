@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_fastdata.errors import OptionsError, has_package
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+class Found(Protocol):
+    """What rich prints in colours."""
+
+    def text(self) -> str:
+        """Return it as plain text."""
 
 
 def print_lines(lines: Sequence[tuple[str, str]]) -> None:
@@ -21,6 +28,16 @@ def print_lines(lines: Sequence[tuple[str, str]]) -> None:
 
     for text, style in lines:
         Console(soft_wrap=True).print(Text(text, style=style))
+
+
+def print_found(found: Found) -> None:
+    """Print what a command has found, in colours on a terminal and plain in a pipe."""
+    if not (sys.stdout.isatty() and has_package("rich")):
+        sys.stdout.write(f"{found.text()}\n")
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(found)
 
 
 def write_file(path: str, write: Callable[[], object]) -> None:

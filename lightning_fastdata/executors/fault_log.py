@@ -67,7 +67,7 @@ class FaultLog:
                 "one of torch's pipes: after an error it cannot be asked for another sample, as it "
                 "has no index. Handle errors in the stream itself, or use 'raise'."
             )
-        return cls(rule, dataset_length(dataset))  # type: ignore[arg-type]
+        return cls(rule, dataset_length(dataset))
 
     @property
     def is_asked(self) -> bool:

@@ -15,7 +15,6 @@ from lightning_fastdata.order import Order, OrdersEpochs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch.utils.data import Dataset
 
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
@@ -197,8 +196,8 @@ def can_share_evenly(length: int, batch_size: int, world_size: int) -> bool:
     return steps * world_size <= length
 
 
-def dataset_length(dataset: Dataset[object]) -> int | None:
-    """Return ``len(dataset)``, or None when it has no length."""
+def dataset_length(dataset: object) -> int | None:
+    """Return the length of a dataset or a loader, or None when it has none, as streams."""
     try:
         return len(cast("Sized", dataset))
     except (TypeError, NotImplementedError):

@@ -456,3 +456,15 @@ def test_hugging_face_and_fake_data_are_cached(tmp_path):
     data = FakeData(12, (3, 8, 8), transform=T.PILToTensor())
     cached = ld.CachedDataset(data, tmp_path)
     assert equal([cached[i] for i in range(12)], [data[i] for i in range(12)])
+
+
+def test_a_link_in_the_place_of_caches_in_memory_is_refused(tmp_path, monkeypatch):
+    """It may have been put there by anybody, to have a cache written elsewhere."""
+    memory, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
+    memory.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(folders, "_SHARED_MEMORY", memory)
+    folders.cache_root("ram").symlink_to(elsewhere)
+    with pytest.raises(OptionsError, match="it is no folder"):
+        folders.hold(folders.cache_root("ram") / "one", until_the_end=True)
+    assert list(elsewhere.iterdir()) == []

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from conformance.pieces import make_trainer
+from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
@@ -47,14 +48,8 @@ class KilledAt(Callback):
 
 
 def run(folder, method, *callbacks, steps=80, **options):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        folder,
         callbacks=[DataThroughputCallback(**{"summary": False, **options}), *callbacks],
     )
     getattr(trainer, method)(Model(), DataLoader(torch.zeros(steps, 4), 1))

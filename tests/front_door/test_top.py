@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from conformance.pieces import make_trainer
+from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback
@@ -214,14 +215,8 @@ class Looks(Callback):
 
 
 def fitted(tmp_path, *callbacks, method="fit"):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        tmp_path,
         callbacks=[DataThroughputCallback(summary=False, report=False), *callbacks],
     )
     getattr(trainer, method)(Model(), DataLoader(torch.zeros(8, 4), 2))

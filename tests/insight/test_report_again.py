@@ -8,9 +8,10 @@ import webbrowser
 
 import pytest
 import torch
+from conformance.pieces import make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from thoroughness import max_examples
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule
@@ -46,14 +47,9 @@ def trained(tmp_path_factory):
     """A training with validation and workers: its callback, and the folder of its report."""
     folder = tmp_path_factory.mktemp("run")
     callback = DataThroughputCallback(summary=False)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
+        folder,
         max_epochs=2,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[callback],
     )
     trainer.fit(Model(), FastDataModule.from_datasets(Rows(), Rows(), batch_size=2, num_workers=2))

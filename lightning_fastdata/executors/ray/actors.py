@@ -188,10 +188,7 @@ class Actors:
 
     def kill(self, reader: Reader) -> None:
         """End an actor, whatever it does."""
-        if reader.place is not None:
-            adopted.discard(reader.place.process)
-        with contextlib.suppress(Exception):  # it is gone already
-            self.ray.kill(reader.actor)
+        _kill(self.ray, reader)
 
     def check_presence(self) -> None:
         """Tell if there is none for long.
@@ -232,12 +229,18 @@ def _pickled(plan: FetchPlan) -> bytes:
     return pickled
 
 
+def _kill(ray: Any, reader: Reader) -> None:
+    if reader.place is not None:
+        adopted.discard(reader.place.process)
+    with contextlib.suppress(Exception):  # it is gone already
+        ray.kill(reader.actor)
+
+
 def _kill_all(ray: Any, ready: list[Reader], coming: dict[Any, Reader], owner: int) -> None:
     """End actors, if this is the process of id ``owner`` and it is still connected."""
     if os.getpid() != owner or not ray.is_initialized():
         return
     for reader in (*ready, *coming.values()):
-        with contextlib.suppress(Exception):
-            ray.kill(reader.actor)
+        _kill(ray, reader)
     ready.clear()
     coming.clear()

@@ -105,7 +105,7 @@ def _training(ranks: Sequence[Status], now_s: float) -> LivePage:
         "if data were free, at most": free,
         "epoch": str(first.epoch),
         "step": str(first.step),
-        "batches ready": None if first.batches_ready is None else str(first.batches_ready),
+        "batches ready": _text(first.batches_ready),
         "batches being made": _text(first.batches_under_way),
         "MiB of this process alone": None if memory is None else str(memory // _MIB),
     }

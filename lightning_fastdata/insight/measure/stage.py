@@ -27,6 +27,7 @@ from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.tree import held
 from lightning_fastdata.tuning.simulate import least_step_ms
 
@@ -183,10 +184,7 @@ class LoopStage(StageMeter):
 
     def epoch_began(self, loader: object) -> None:
         """Note that a loader is about to be iterated."""
-        try:
-            self.steps_per_epoch = len(loader)  # type: ignore[arg-type]
-        except TypeError:  # streams have no length
-            self.steps_per_epoch = None
+        self.steps_per_epoch = dataset_length(loader)
         self.timeline.epoch_began()
         loader, moves = _unwrapped(loader)
         if moves:

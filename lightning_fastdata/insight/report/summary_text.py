@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
@@ -111,6 +112,11 @@ def first_word(verdict: Verdict, steps: int) -> str:
     remedy = f"; try {short}{gain}" if short else ""
     line = f"fastdata after {steps} steps: {verdict.kind}, {sentence}{remedy} [{finding.code}]"
     return printable(line)
+
+
+def page_line(page: Path) -> str:
+    """Return the line below a summary that says where the page of the report is."""
+    return f" page  {printable(str(page), keep='')}"
 
 
 def rule(title: str, width: int) -> Line:

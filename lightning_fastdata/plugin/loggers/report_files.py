@@ -16,10 +16,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from lightning_fastdata.errors import FastDataWarning, has_package, printable
+from lightning_fastdata.errors import FastDataWarning, has_package
 from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import Line
+from lightning_fastdata.insight.report.summary_text import Line, page_line
 
 _Self = TypeVar("_Self", bound="_Measures")
 _Given = ParamSpec("_Given")
@@ -129,7 +129,7 @@ def print_report(report: RunReport, page: Path | None) -> None:
         return
     if not has_package("rich"):
         width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
-        where = "" if page is None else f" page  {printable(str(page), keep='')}\n"
+        where = "" if page is None else f"{page_line(page)}\n"
         text = report.text(width, ascii=not encoding.lower().startswith("utf"))
         sys.stdout.write(f"{text}\n{where}")
         return
@@ -139,8 +139,7 @@ def print_report(report: RunReport, page: Path | None) -> None:
     console = Console(force_jupyter=False)
     console.print(report)
     if page is not None:
-        shown = f" page  {printable(str(page), keep='')}"
-        console.print(shown, soft_wrap=True, highlight=False, markup=False)
+        console.print(page_line(page), soft_wrap=True, highlight=False, markup=False)
 
 
 class NotebookSummary:
@@ -153,7 +152,7 @@ class NotebookSummary:
 
     def __init__(self, report: RunReport, page: Path | None = None) -> None:
         self._report = report
-        self._page = "" if page is None else f" page  {printable(str(page), keep='')}"
+        self._page = "" if page is None else page_line(page)
 
     def __repr__(self) -> str:
         return "\n".join(filter(None, (self._report.text(WIDTH), self._page)))

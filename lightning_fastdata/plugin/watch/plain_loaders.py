@@ -28,7 +28,7 @@ from lightning_fastdata.plugin.seams.internals import combined_mode
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
-from lightning_fastdata.tree import children
+from lightning_fastdata.tree import children, replace_leaves
 
 if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
@@ -72,33 +72,35 @@ class PlainLoaders:
         return self._changed(stage, loaders, at_once=at_once)
 
     def _changed(self, stage: Stage, loaders: Any, *, at_once: bool) -> Any:
-        mode = combined_mode(loaders)
-        if mode is not None:
-            changed = self._changed(stage, loaders.iterables, at_once=at_once)
-            return type(loaders)(changed, mode=mode)
-        if type(loaders) is dict:
-            return {k: self._changed(stage, v, at_once=at_once) for k, v in loaders.items()}
-        if type(loaders) in (list, tuple):
-            return type(loaders)(self._changed(stage, v, at_once=at_once) for v in loaders)
-        if loaders is None or isinstance(loaders, FastDataLoader):
-            return loaders
-        if id(loaders) in self._replaced:
-            return self._replaced[id(loaders)][1]
-        name = type(loaders).__name__
-        if type(loaders) is not DataLoader:
+        def of_one(_: object, loader: Any) -> Any:
+            mode = combined_mode(loader)
+            if mode is None:
+                return self._in_place_of(stage, loader, at_once=at_once)
+            inner = self._changed(stage, loader.iterables, at_once=at_once)
+            return loader if inner is loader.iterables else type(loader)(inner, mode=mode)
+
+        return replace_leaves(loaders, of_one)
+
+    def _in_place_of(self, stage: Stage, loader: Any, *, at_once: bool) -> Any:
+        if loader is None or isinstance(loader, FastDataLoader):
+            return loader
+        if id(loader) in self._replaced:
+            return self._replaced[id(loader)][1]
+        if type(loader) is not DataLoader:
+            name = type(loader).__name__
             self._say(f"{stage}: {name} is left as it is: it may make its batches in its own way")
-            return loaders
-        name = f"DataLoader of {type(loaders.dataset).__name__}"
-        reason = _unsuitable(loaders, at_once=at_once) or self._try_once(loaders)
+            return loader
+        name = f"DataLoader of {type(loader.dataset).__name__}"
+        reason = _unsuitable(loader, at_once=at_once) or self._try_once(loader)
         if reason is not None:
             self._say(f"{stage}: {name} is left as it is: {reason}")
-            return loaders
+            return loader
         self._say(
             f"{stage}: FastDataLoader in the place of the {name}; a batch of both is the same to "
             "the last bit"
         )
-        found = fast_loader(loaders)
-        self._replaced[id(loaders)] = (loaders, found)
+        found = fast_loader(loader)
+        self._replaced[id(loader)] = (loader, found)
         return found
 
     def _try_once(self, loader: DataLoader[Any]) -> str | None:
