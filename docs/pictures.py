@@ -28,7 +28,7 @@ BROWSER = (
     "--hide-scrollbars",
 )
 BOARD = {
-    "tensorboard-scalars.png": ("#timeseries", (1400, 900)),
+    "tensorboard-scalars.png": ("#scalars&tagFilter=%5Edata%2F", (1400, 900)),
     "tensorboard-charts.png": ("#custom_scalars", (1400, 700)),
     "tensorboard.png": ("#images", (1400, 700)),
 }
@@ -122,9 +122,10 @@ def main() -> None:
         show(options.browser, page.as_uri(), "report.png", (1000, 1300))
         board = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tensorboard.main", "--logdir", folder),
+                *(sys.executable, "-m", "tensorboard.main", "--logdir", "."),
                 *("--port", str(options.port), "--load_fast=false"),
             ],
+            cwd=folder,  # the page shows what --logdir is
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
