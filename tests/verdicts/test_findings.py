@@ -33,7 +33,7 @@ from lightning_fastdata.tuning.simulate import simulate
 
 MS = 1e6
 CODES = [*(f"FD3{row:02}" for row in range(1, 20)), "FD323", "FD324"]
-DOCS = Path(__file__).parents[2] / "docs" / "verdicts.md"
+DOCS = Path(__file__).parents[2] / "docs" / "verdicts"
 
 
 def costs(*, cpu=0.0, blocked=0.0, collate=0.0, handover=0.1, step=10.0, slowest=None, count=40):
@@ -416,19 +416,19 @@ def test_every_code_that_the_package_can_give_has_a_place_of_its_own_to_link_to(
         for file in Path(lightning_fastdata.__file__).parent.rglob("*.py")
         for code in re.findall(r'"(FD\d{3})"', file.read_text())
     }
-    headings = set(re.findall(r"^### (FD\d{3})$", DOCS.read_text(), flags=re.MULTILINE))
     assert {"FD000", "FD001", "FD202", *CODES} <= given
-    assert given == headings
+    assert given == {page.stem for page in DOCS.glob("FD*.md")}
 
 
-def test_the_page_has_each_rule_of_the_catalogue():
-    page, rules = DOCS.read_text(), {rule.code: rule for rule in reversed(RULES)}
+def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
+    index, rules = (DOCS / "index.md").read_text(), {rule.code: rule for rule in reversed(RULES)}
     costs = {rule.code: rule.title for rule in without_stamps.RULES}
-    headings = re.findall(r"^### (FD\d{3})$", page, flags=re.MULTILINE)
-    assert headings == sorted([*costs, *rules])
-    shown = re.findall(r"^\| \[(FD\d{3})\]\(#fd\d{3}\) \| ([^|]+?) \|$", page, re.MULTILINE)
+    titles = {code: rule.title for code, rule in rules.items()} | costs
+    for code, title in titles.items():
+        assert (DOCS / f"{code}.md").read_text().startswith(f"# {code}: {title}\n")
+    shown = re.findall(r"^\| \[(FD\d{3})\]\(\1\.md\) \| ([^|]+?) \|$", index, re.MULTILINE)
     assert shown == sorted(costs.items())
-    rows = re.findall(r"^\| \[(FD\d{3})\]\(#fd\d{3}\) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| \[(FD\d{3})\]\(\1\.md\) \| (.+?) \| (.+?) \|$", index, re.MULTILINE)
     assert [(code, title) for code, title, _ in rows] == [
         (code, rules[code].title) for code in sorted(rules)
     ]

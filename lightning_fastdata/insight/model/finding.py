@@ -59,7 +59,7 @@ class Finding:
     """One cause, in words for people and a code for programs."""
 
     code: str
-    """Stable code; ``docs/verdicts.md`` has them all."""
+    """Stable code; ``docs/verdicts`` has a page for each."""
     severity: Severity
     """``"fine"``: nothing to do; ``"moderate"`` up to 10 % of the step; ``"high"`` above."""
     cause: str

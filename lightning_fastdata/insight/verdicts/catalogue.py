@@ -1,6 +1,6 @@
 """All rules that look for causes, and the one order in which their findings are given.
 
-Pure: measured facts in, findings out. ``docs/verdicts.md`` says what each code rests on. These
+Pure: measured facts in, findings out. ``docs/verdicts`` says what each code rests on. These
 codes say why a step is slow; those of
 :mod:`~lightning_fastdata.insight.verdicts.without_stamps` say how much data costs.
 """

@@ -36,7 +36,7 @@ class Rule(Generic[Facts]):
     """One cause: how it is looked for, and how what was found goes with other findings."""
 
     code: str
-    """Stable code; it keeps its meaning for ever. ``docs/verdicts.md`` has a chapter for it."""
+    """Stable code; it keeps its meaning for ever. ``docs/verdicts`` has a page for it."""
     title: str
     find: Callable[[Facts], Finding | None]
     """None where the facts do not show the cause, or were not measured."""
