@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +14,12 @@ import torch
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun, own_rank, watch
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import HostClock, StepTimeline
 from lightning_fastdata.insight.measure.waiting_cost import GpuRates, WaitingCost, waiting_cost
 from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
@@ -77,6 +81,12 @@ class StepTimer:
         self._readers = itertools.count()
         self._running: LoopStage | None = None
         self._open: _OpenStep | None = None
+        self._live: WatchedRun | None = None
+        self._told = False
+        self._reading: dict[int, object] = {}
+        """Loaders that are read now, by the numbers of the iterations."""
+        self._activity = "between steps", time.monotonic()
+        """What is done now, and since when."""
         self._transfer = Phase(self, StepTimeline.transfer_began, StepTimeline.transfer_ended)
         self._augment = Phase(self, StepTimeline.augment_began, StepTimeline.augment_ended)
 
@@ -127,6 +137,9 @@ class StepTimer:
         step, self._open = self._open, None
         if step is not None:
             step.stage.step_ended(step.samples)
+            self._activity = "between steps", time.monotonic()
+            if self._live is not None:
+                self._live.pace.step_ended(step.stage)
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, for any logger.
@@ -187,8 +200,11 @@ class StepTimer:
             stage = self._stages[name] = LoopStage(name, self.device, self._clock)
         reader = next(self._readers)
         self._requested(stage, reader)
-        stage.epoch_began(loader)
-        stage.wait_began()  # workers start in iter()
+        self._reading[reader] = stage.epoch_began(loader)
+        if not self._told:
+            self._told = True
+            self._live = watch(self, StepTimer._facts)
+        self._waits(stage)  # workers start in iter()
         try:
             batches = iter(loader)
             while True:
@@ -197,18 +213,43 @@ class StepTimer:
                 except StopIteration:
                     break
                 stage.timeline.wait_ended()
+                self._activity = "computing a step", time.monotonic()
                 if self._open is None:
                     self._open = _OpenStep(stage, batch_samples(held[0]), [reader])
                 else:
                     self._open.readers.append(reader)
                 yield held.pop()  # so that the memory is free when the loop lets go of it
                 self._requested(stage, reader)
-                stage.wait_began()
+                self._waits(stage)
             if self._open is not None:
                 # The step of other loaders goes on; this one had nothing more for it.
                 stage.timeline.wait_ended()
         finally:
+            del self._reading[reader]
             self._left(stage, reader)
+
+    def _waits(self, stage: LoopStage) -> None:
+        self._activity = "waiting for a batch", time.monotonic()
+        stage.wait_began()
+
+    def _facts(self) -> RunFacts | None:
+        """Return what `fastdata top` shows; None: no loader is read. Any thread may ask."""
+        readers, stage, live = dict(self._reading), self._running, self._live
+        if not readers or stage is None or live is None:
+            return None
+        rank, world_size = own_rank()
+        activity, since_s = self._activity
+        return RunFacts(
+            rank=rank,
+            world_size=world_size,
+            log_dir=str(Path.cwd()),
+            method=stage.stage,
+            activity=activity,
+            activity_s=time.monotonic() - since_s,
+            epoch=max(0, stage.epochs - 1),
+            step=live.pace.steps,
+            loaders=tuple(each for each in readers.values() if isinstance(each, FastDataLoader)),
+        )
 
     def _requested(self, stage: LoopStage, reader: int) -> None:
         """End the step that is open, unless it only needs a batch of one more loader."""

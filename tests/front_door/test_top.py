@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import os
 import re
@@ -19,7 +20,7 @@ from conformance.pieces import make_trainer
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_fastdata import DataThroughputCallback
+from lightning_fastdata import DataThroughputCallback, FastDataLoader, StepTimer
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.insight.live.status import read_all
 
@@ -240,6 +241,51 @@ def test_what_is_told_is_private_and_ends_with_the_run(tmp_path, own, error):
     assert (status.pid, status.method, status.rank) == (os.getpid(), "fit", 0)
     assert looks.modes == [0o700, 0o600]
     assert list(own.iterdir()) == []
+
+
+def looked(live, holds):
+    """Return what is told of this process as soon as it holds for that."""
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        found = read_all(live, time.time())
+        if holds(found):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"in vain: {found}")
+
+
+def test_a_loop_without_a_trainer_is_shown_while_it_reads(own):
+    loader = FastDataLoader(list(range(64)), 4, num_workers=1, executor="workers")
+    timer = StepTimer("cpu")
+    for number, _ in enumerate(timer.batches(loader)):
+        if number == 3:
+            (status,) = looked(own, lambda found: found and found[0].step == 3)
+    assert (status.pid, status.method, status.rank, status.world_size) == (
+        os.getpid(),
+        "train",
+        0,
+        1,
+    )
+    assert (status.epoch, status.activity) == (0, "computing a step")
+    assert status.readers == ("list: 1 worker, executor 'workers'",)
+    assert len(status.workers) == 1
+    assert looked(own, lambda found: not found) == []
+    for _ in timer.batches(iter([1]), "val"):
+        (status,) = looked(own, len)
+    assert status.method == "val"
+    del timer
+    gc.collect()
+    assert list(own.iterdir()) == []
+
+
+def test_a_loop_that_cannot_be_shown_is_warned_of_once_and_goes_on(own):
+    own.write_text("")
+    timer = StepTimer("cpu")
+    with pytest.warns(FastDataWarning, match="does not show this loop") as told:
+        batches = [batch for _ in range(2) for batch in timer.batches([1, 2])]
+    assert batches == [1, 2, 1, 2]
+    assert len(told) == 1
+    assert timer.report().stages[0].steps == 4
 
 
 @pytest.mark.parametrize("place", ["a link", "a file", "another user's"])

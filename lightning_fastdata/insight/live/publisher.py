@@ -222,8 +222,8 @@ class Publisher:
     """Writes a status once a second, in a thread of its own, until it is closed.
 
     Args:
-        look: Returns the status as it is now. What it raises is passed over: a training ends for
-            nothing that is told of it.
+        look: Returns the status as it is now; None: nothing runs, and nothing is told. What it
+            raises is passed over: a training ends for nothing that is told of it.
         folder: Where status is kept. Default: :func:`live_folder`.
 
     Raises:
@@ -231,7 +231,7 @@ class Publisher:
         OSError: It cannot be made.
     """
 
-    def __init__(self, look: Callable[[], Status], folder: Path | None = None) -> None:
+    def __init__(self, look: Callable[[], Status | None], folder: Path | None = None) -> None:
         self._look = look
         self._owner = os.getpid()
         folder = live_folder() if folder is None else folder
@@ -248,11 +248,18 @@ class Publisher:
         if os.getpid() != self._owner:  # a forked process has neither the thread nor the file
             return
         self._thread.join(2 * EVERY_S)
+        self._remove()
+
+    def _remove(self) -> None:
         for path in (self._path, self._path.with_suffix(".tmp")):
             path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while not self._ended.is_set():
             with suppress(Exception):
-                write_status(self._path, self._look())
+                status = self._look()
+                if status is None:
+                    self._remove()
+                else:
+                    write_status(self._path, status)
             self._ended.wait(EVERY_S)

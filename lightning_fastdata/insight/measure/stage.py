@@ -181,9 +181,12 @@ class LoopStage(StageMeter):
         self._facts = LoaderFacts()
         self._moved_by: dict[str, None] = {}
         self.steps_per_epoch: int | None = None
+        self.epochs = 0
+        """That have begun."""
 
-    def epoch_began(self, loader: object) -> None:
-        """Note that a loader is about to be iterated."""
+    def epoch_began(self, loader: object) -> object:
+        """Note that a loader is about to be iterated; return the one within it that loads."""
+        self.epochs += 1
         self.steps_per_epoch = dataset_length(loader)
         self.timeline.epoch_began()
         loader, moves = _unwrapped(loader)
@@ -192,6 +195,7 @@ class LoopStage(StageMeter):
         self._facts = _facts(loader)
         self._drop_foreign()
         self.stamps.watch([loader])
+        return loader
 
     def wait_began(self) -> None:
         """Note that a batch is asked for."""
