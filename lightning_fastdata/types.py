@@ -11,6 +11,10 @@ Batch: TypeAlias = Any
 Stage: TypeAlias = Literal["train", "val", "test", "predict"]
 """What a loader or a transform is for. Lightning's sanity check counts as ``val``."""
 
+PixelPlace: TypeAlias = Literal["device", "workers"]
+"""Where pixels are computed. ``"workers"``: all of it, by Albumentations; ``"device"``: there what
+has a device form."""
+
 Shuffle: TypeAlias = bool | Literal["blocks"]
 """Whether samples are shuffled; "blocks": a few blocks at a time, as BlockShuffleSampler does."""
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment import DeferredTensor, stack_deferred
+from lightning_fastdata.augment import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack, is_plain
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.uncollatable import advice, is_note
@@ -224,7 +224,7 @@ class RecordedCollate(_HandsOn):
     def collated(self, samples: list[Any]) -> Batch:
         """Return the batch, in which what is deferred to the device still waits."""
         # Also where the user's collation calls torch's: in each process that collates.
-        default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
+        default_collate_fn_map.setdefault(DeferredTensor, DeferredTensor.collate)
         return self._collate_handed_on(samples)
 
     def taken(self, batch: Batch) -> tuple[Batch, DatasetDraws | None]:
@@ -267,13 +267,14 @@ class FirstOfPairs(_HandsOn):
         return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
 
 
-def spreading(collate_fn: _Collate, worker_part: object) -> _Collate:
+def spreading(collate_fn: _Collate, worker_part: WorkerTransform | None) -> _Collate:
     """Return what collates the samples that a transform makes.
 
     Where ``repeats`` of the transform's part in the worker is above 1, that returns a list of
     samples for each sample of the dataset.
     """
-    return SpreadCollate(collate_fn) if getattr(worker_part, "repeats", 1) > 1 else collate_fn
+    several = worker_part is not None and worker_part.repeats > 1
+    return SpreadCollate(collate_fn) if several else collate_fn
 
 
 class SpreadCollate:

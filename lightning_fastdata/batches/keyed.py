@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
-from lightning_fastdata.augment import drawn_words
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
@@ -23,7 +22,7 @@ from lightning_fastdata.tree import held, held_by
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import DatasetRecording, TellsDraws, WorkerTransform
+    from lightning_fastdata.augment import DatasetRecording, WorkerTransform
 
 
 class _Keying:
@@ -168,7 +167,7 @@ class DrawnWords(Dataset[Any]):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], part: TellsDraws | None, seed: int, epoch: int
+        self, dataset: Dataset[Any], part: WorkerTransform | None, seed: int, epoch: int
     ) -> None:
         self.dataset, self.part, self.seed, self.epoch = dataset, part, seed, epoch
 
@@ -176,11 +175,13 @@ class DrawnWords(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> list[tuple[str, ...]]:
+        from lightning_fastdata.augment import DatasetPipelines
+
         key = SampleKey(self.seed, self.epoch, index)
         read: list[Any] = []
         composes = find_composes(self.dataset)
         reseed(composes, key)
-        own = drawn_words(composes, lambda: read.append(self.dataset[index]))
+        own = DatasetPipelines(composes).drawn_words(lambda: read.append(self.dataset[index]))
         if self.part is None:
             return [own]
         return [(*own, *row) for row in self.part.words(read[-1], key)]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from lightning_fastdata.augment import SwitchedTransform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.resume import own_version
@@ -27,7 +26,7 @@ from lightning_fastdata.plugin.seams.loaders import flattened
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.augment import Place
+    from lightning_fastdata.types import PixelPlace
 
 _LARGEST_REPORT_BYTES: Final = 2**26
 _PLAIN: Final = ("BatchSampler", "RankBatchSampler")
@@ -118,11 +117,11 @@ def _present_span(span: RunSpan, loader: FastDataLoader, trainer: Trainer) -> Ru
     )
 
 
-def _place(loader: FastDataLoader, epoch: int) -> Place:
+def _place(loader: FastDataLoader, epoch: int) -> PixelPlace:
     transform, recording = loader.transform, loader.recording
     if recording is not None:
         return "device" if recording.switch is None else recording.switch.place(epoch)
-    if isinstance(transform, SwitchedTransform):
+    if transform is not None and transform.switch is not None:
         return transform.switch.place(epoch)
     return "device" if transform is not None and loader.on_device else "workers"
 
