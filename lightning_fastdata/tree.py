@@ -61,7 +61,12 @@ def rebuilt(value: Batch, parts: list[Any]) -> Batch:
 
 def is_named_tuple(value: object) -> bool:
     """Return whether a value is a tuple whose class takes its parts one by one."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+    return isinstance(value, tuple) and names_of_parts(value) is not None
+
+
+def names_of_parts(value: tuple[object, ...]) -> tuple[str, ...] | None:
+    """Return the names of the parts of a named tuple; None: it is none."""
+    return getattr(value, "_fields", None)
 
 
 def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:

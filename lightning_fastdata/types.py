@@ -37,6 +37,15 @@ class SetsEpoch(Protocol):
         """Take the number of the epoch that comes next, counted from 0."""
 
 
+@runtime_checkable
+class MapDataset(Protocol):
+    """Samples by index, and how many there are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Batch: ...
+
+
 class SampleKey(NamedTuple):
     """What the randomness of one sample depends on, and nothing else."""
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, Stage
 
 _Collate: TypeAlias = "Callable[[Any], Batch]"
+CollateMap: TypeAlias = "dict[type | tuple[type, ...], Callable[..., Any]]"
+"""Torch's table of what collates the values of a class."""
 _KNOWN: Final = frozenset(
     {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
@@ -64,7 +66,7 @@ def collate_privately(samples: Batch) -> Batch:
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
 
 
-def _stack(samples: Batch, *, collate_fn_map: Any = None) -> Batch:
+def _stack(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch:
     if samples[0].is_nested or samples[0].layout is not torch.strided:
         return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
     return torch.stack(samples)
@@ -110,7 +112,7 @@ def _runs_no_user_code(value: object) -> bool:
     return type(value) in _KNOWN or isinstance(value, np.generic)
 
 
-def _stack_late(samples: Batch, *, collate_fn_map: Any = None) -> Batch:
+def _stack_late(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch:
     first = samples[0]
     late = all(
         type(sample) is torch.Tensor
@@ -165,7 +167,7 @@ class _HandsOn(ABC):
         self._collate_handed_on = collate_fn
 
     @abstractmethod
-    def __call__(self, samples: Any) -> Batch:
+    def __call__(self, samples: Batch) -> Batch:
         """Return the batch of samples, or of what stands in their place."""
 
     def for_writing(self) -> Self:
@@ -257,7 +259,7 @@ class FirstOfPairs(_HandsOn):
         self.transform = transform
         self.single = single
 
-    def __call__(self, pairs: Any) -> Batch:
+    def __call__(self, pairs: Sequence[Any]) -> Batch:
         """Return the batch of the samples, or what becomes of the single one."""
         if self.single:
             return self.collate_fn(pairs[0])

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, printable
 from lightning_fastdata.sources.source import Raw, Source
+from lightning_fastdata.types import Batch
 
 _KNOWN: Final = 64
 """Latest reads whose time is remembered."""
@@ -60,7 +61,7 @@ class SourceDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         """Return a sample.
 
         Raises:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment import BatchImages
 
-
 _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor's default holds
 
 
