@@ -104,6 +104,12 @@ def replace_leaves(
     return rebuilt(batch, replaced)
 
 
+def name_of(function: object) -> str:
+    """Return what a function or class is called; of another object the name of its class."""
+    name = getattr(function, "__name__", None)
+    return name if isinstance(name, str) else type(function).__name__
+
+
 def held(owner: object, name: str) -> Any:
     """Return an attribute that an object holds itself; None if it has none of that name.
 

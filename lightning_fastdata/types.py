@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 Batch: TypeAlias = Any
@@ -35,6 +35,14 @@ class SetsEpoch(Protocol):
 
     def set_epoch(self, epoch: int) -> object:
         """Take the number of the epoch that comes next, counted from 0."""
+
+
+@runtime_checkable
+class StoredInBlocks(Protocol):
+    """A dataset or source that says which of its samples are stored, and read, together."""
+
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first sample of each block, increasing from 0; None: it does not say."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
 )
 from lightning_fastdata.errors import BatchError
+from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -113,7 +114,7 @@ class CallableTransform:
     defers = True
 
     def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = name_of(function)
         self._function = function
         self._fields = fields
 

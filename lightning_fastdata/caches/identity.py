@@ -13,11 +13,11 @@ import os
 import pickle
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, Final
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.images.packed import PackedStrings
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
 from lightning_fastdata.randomness.search import is_users
 from lightning_fastdata.randomness.seeds import EpochCell
@@ -43,7 +44,22 @@ _MOST_FILES: Final = 20_000
 """Whose size and time are looked at; of more, so many from all over the list."""
 
 
-def identity(dataset: Any) -> str:
+@runtime_checkable
+class Recognised(Protocol):
+    """An object that says by what it is recognised in another run."""
+
+    def recognised_by(self) -> object:
+        """Return what tells it from others of its class."""
+
+
+@runtime_checkable
+class _GivesBytes(Protocol):
+    """A source of records."""
+
+    def get_bytes(self, indices: Sequence[int]) -> object: ...
+
+
+def identity(dataset: object) -> str:
     """Return 32 hexadecimal digits for what a dataset returns. No sample is read.
 
     Raises:
@@ -66,7 +82,7 @@ def identity(dataset: Any) -> str:
 class _Sink:
     """Where a pickle goes that is never read: into a digest."""
 
-    def __init__(self, digest: Any) -> None:
+    def __init__(self, digest: hashlib.blake2b) -> None:
         self.write: Callable[[bytes], object] = digest.update
 
 
@@ -76,13 +92,13 @@ class _Identity(pickle.Pickler):
     Without a memo (``fast``), so that whether two equal strings are one object makes no difference.
     """
 
-    def __init__(self, digest: Any) -> None:
+    def __init__(self, digest: hashlib.blake2b) -> None:
         super().__init__(_Sink(digest), protocol=5)
         self.fast = True
         self._known: dict[int, tuple[int, object]] = {}
         """Objects by their address, with their number; held, so that no other gets it."""
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         # Sets are pickled without reducer_override() being asked, in an order by chance.
         if isinstance(obj, set | frozenset):
             return "set", sorted(_digest_of(item) for item in obj)
@@ -109,7 +125,7 @@ class _Identity(pickle.Pickler):
             return _same, (obj.__name__, _release(obj.__name__))
         if isinstance(obj, EpochCell):
             return _same, ("epoch",)
-        if callable(getattr(type(obj), "recognised_by", None)):
+        if issubclass(type(obj), Recognised):
             return _same, (*_code_of(type(obj), set()), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
             raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -132,7 +148,7 @@ def _digest_of(value: object) -> bytes:
     return digest.digest()
 
 
-def _code_of(obj: Any, seen: set[int]) -> Iterator[str]:
+def _code_of(obj: type | FunctionType | BuiltinFunctionType, seen: set[int]) -> Iterator[str]:
     """Yield what tells the code of a class or function from other code, line by line.
 
     Of a user's: its instructions, and those of the classes, functions and plain values that it
@@ -142,15 +158,15 @@ def _code_of(obj: Any, seen: set[int]) -> Iterator[str]:
     if id(obj) in seen:
         return
     seen.add(id(obj))
-    module = getattr(obj, "__module__", None)
-    yield f"{module}.{getattr(obj, '__qualname__', obj)}"
+    module = obj.__module__
+    yield f"{module}.{obj.__qualname__}"
     if not is_users(module):
         yield _release(module)
     elif isinstance(obj, type):
         for base in obj.__mro__[1:]:
             yield from _code_of(base, seen)
         for name, value in vars(obj).items():
-            function = getattr(value, "__func__", getattr(value, "fget", value))
+            function = _function_in(value)
             if isinstance(function, FunctionType):
                 yield from _code_of(function, seen)
             elif isinstance(value, _VALUES) and name not in _OF_EVERY_CLASS:
@@ -163,6 +179,13 @@ def _code_of(obj: Any, seen: set[int]) -> Iterator[str]:
                 yield from _code_of(value, seen)
             elif isinstance(value, _VALUES):
                 yield f"{name}={_said(value)}"
+
+
+def _function_in(value: object) -> object:
+    """Return the function that an attribute of a class calls, or the attribute itself."""
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def _said(value: object) -> str:
@@ -203,13 +226,13 @@ def _distributions() -> dict[str, list[str]]:
     return {top: sorted(set(names)) for top, names in found.items()}
 
 
-def _files(dataset: Any) -> Iterator[tuple[str, os.stat_result]]:
+def _files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files that a dataset lists or names, with what the system says of them."""
     paths: list[str] = []
     waiting, seen = [dataset], set()
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or hasattr(one, "recognised_by"):
+        if id(one) in seen or issubclass(type(one), Recognised):
             continue
         seen.add(id(one))
         for value in held_by(one).values():
@@ -218,12 +241,12 @@ def _files(dataset: Any) -> Iterator[tuple[str, os.stat_result]]:
             elif isinstance(value, PackedStrings):
                 step = max(1, -(-len(value) // _MOST_FILES))
                 paths.extend(value[number] for number in range(0, len(value), step))
-            elif isinstance(value, torch.utils.data.Dataset) or hasattr(value, "get_bytes"):
+            elif isinstance(value, torch.utils.data.Dataset | _GivesBytes):
                 waiting.append(value)
             elif isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
                 paths.extend(value[:_MOST_FILES])
         try:
-            length = len(one)
+            length = dataset_length(one) or 0
             listed = files_of(one, range(0, length, max(1, -(-length // _MOST_FILES))))
         except Exception:  # a dataset of another kind; its state still counts
             listed = None

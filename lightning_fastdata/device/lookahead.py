@@ -183,10 +183,17 @@ class OneAhead(Generic[_Sent]):
             return error
 
 
+@runtime_checkable
+class Announces(Protocol):
+    """Batches, or who makes them, that know whether the next one is there."""
+
+    def ready(self) -> bool:
+        """Return whether it is."""
+
+
 def is_ready(batches: Iterator[Batch]) -> bool | None:
     """Return whether the next batch, or the end, can be had without waiting for another process.
 
     None: it is made in this process when it is asked for, or nothing is known about it.
     """
-    ready = getattr(batches, "ready", None)
-    return bool(ready()) if callable(ready) else next_has_arrived(batches)
+    return batches.ready() if isinstance(batches, Announces) else next_has_arrived(batches)

@@ -41,16 +41,16 @@ class DataModule(Protocol):
     def trainer(self) -> Trainer | None:
         """The trainer that uses it; None before the first run."""
 
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> object:
         """Return what it is trained on."""
 
-    def val_dataset(self) -> Any:
+    def val_dataset(self) -> object:
         """Return what it is validated on; None: nothing."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> object:
         """Return the loaders of training."""
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> object:
         """Return the loaders of validation."""
 
     def make_loader(

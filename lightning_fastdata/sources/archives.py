@@ -37,7 +37,7 @@ class Slices(OpenedInEachProcess[list[int]]):
 
     def open(self) -> list[int]:
         """Return the descriptors of the files, which are closed with the process."""
-        return [os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for path in self.paths]
+        return [os.open(path, os.O_RDONLY) for path in self.paths]
 
     def slice(self, index: int) -> bytes:
         """Return the bytes of one slice.

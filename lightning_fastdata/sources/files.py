@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch.utils.data import Subset
 
@@ -26,7 +26,7 @@ _MOST_BYTES: Final = 4 << 20
 """Of one file: a video is not to be read for its first frames."""
 _QUICK_S: Final = 2e-4
 """To open a file that was just open; a network file system asks its server again."""
-ADVISABLE: Final = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")
+ADVISABLE: Final = {"posix_fadvise", "RWF_NOWAIT"} <= vars(os).keys()
 
 
 class ColdFiles:
@@ -63,7 +63,7 @@ class ColdFiles:
 class ListedFiles:
     """The files of a dataset that lists them as torchvision's folders do, read ahead."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset = dataset
         self._cold = ColdFiles()
         inner = dataset

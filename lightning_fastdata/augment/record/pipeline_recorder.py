@@ -18,6 +18,7 @@ from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.tree import list_leaves, list_nodes
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.record.tape import Recorder
+from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from albumentations import BaseCompose
@@ -65,7 +66,7 @@ class Watch:
                 "the batch stacks what it returns with other tensors, with those of another "
                 "pipeline, or not along the first dimension"
             )
-        name = torch.overrides.resolve_name(use) or getattr(use, "__name__", str(use))
+        name = torch.overrides.resolve_name(use) or name_of(use)
         return f"the dataset, or the collation, works on what it returns ({name})"
 
 

@@ -239,10 +239,16 @@ def arrays_of(
     return columns, select
 
 
+def _holds_lists(kind: pyarrow.DataType) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind))
+
+
 def _holds_numbers(kind: pyarrow.DataType) -> bool:
     from pyarrow import types
 
-    while types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+    while _holds_lists(kind):
         kind = kind.value_type
     return bool(types.is_integer(kind) or types.is_floating(kind))
 
@@ -251,7 +257,7 @@ def _as_array(column: pyarrow.Array) -> NDArray[Any]:
     from pyarrow import types
 
     shape = [len(column)]
-    while hasattr(column.type, "value_type"):
+    while _holds_lists(column.type):
         if types.is_fixed_size_list(column.type):
             size = column.type.list_size
         else:

@@ -145,6 +145,7 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
     of that very type, since a subclass may change its samples.
 
     Args:
+        dataset: Any dataset.
         tried: Compare the first and last row with what the default collation makes of them.
     """
     columns: list[Column] = []
@@ -216,9 +217,7 @@ def _leaf(column: Column, columns: list[Column]) -> int:
 def _form_of_subset(dataset: Subset[Any], columns: list[Column]) -> Batch:
     inner: list[Column] = []
     form = _form(dataset.dataset, inner)
-    select = np.asarray(dataset.indices)
-    if select.size == 0:
-        select = np.empty(0, np.int64)
+    select = np.asarray(dataset.indices) if len(dataset.indices) else np.empty(0, np.int64)
     if select.ndim != 1 or select.dtype.kind not in "iu":
         raise NotRowsError
     within = in_bounds(select.astype(np.int64, copy=False), dataset_length(dataset.dataset) or 0)

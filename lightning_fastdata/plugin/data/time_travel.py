@@ -39,6 +39,7 @@ from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_place
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -166,7 +167,7 @@ def made_datamodule(found: object, hyperparameters: Mapping[str, Any]) -> TimeTr
             made = found(**given)
         except TypeError as error:
             raise OptionsError(
-                f"{getattr(found, '__name__', found)} cannot be called with "
+                f"{name_of(found)} cannot be called with "
                 f"{', '.join(given) or 'no arguments'}: {error}. Name a function without arguments "
                 "that returns the data module of the run."
             ) from error

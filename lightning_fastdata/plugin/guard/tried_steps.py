@@ -15,6 +15,7 @@ from lightning_fastdata.plugin.guard.replay import rows_of, samples_of
 from lightning_fastdata.plugin.guard.snapshots import Undo
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.trainer import loss_scaler
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -131,13 +132,13 @@ class TriedSteps:
         strategy = trainer.strategy
         optimizer = strategy.optimizers[0]
         batch = self._moved(batch)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = loss_scaler(trainer)
         if scaler is not None and scaler.is_enabled():
             # At its usual first scale gradients often overflow; the optimizer step, and the state
             # that it allocates, would then be left out.
             scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
 
-        def step() -> Any:
+        def step() -> torch.Tensor | Mapping[str, Any] | None:
             arguments = _arguments(pl_module.training_step, batch)
             if trainer.world_size == 1:
                 return strategy.training_step(*arguments)
@@ -147,7 +148,7 @@ class TriedSteps:
                 return pl_module.training_step(*arguments)
 
         @torch.enable_grad()
-        def closure() -> Any:
+        def closure() -> object:
             output = step()
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is None:

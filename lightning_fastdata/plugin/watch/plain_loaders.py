@@ -31,7 +31,7 @@ from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.tree import children, replace_leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Batch, MapDataset, Stage
 
 _DEADLINE_S: Final = 60.0
 _TRIED_ROWS: Final = 8
@@ -71,8 +71,8 @@ class PlainLoaders:
         at_once = several and len(list(with_paths(loaders))) > 1
         return self._changed(stage, loaders, at_once=at_once)
 
-    def _changed(self, stage: Stage, loaders: Any, *, at_once: bool) -> Any:
-        def of_one(_: object, loader: Any) -> Any:
+    def _changed(self, stage: Stage, loaders: object, *, at_once: bool) -> object:
+        def of_one(_: object, loader: Any) -> object:
             mode = combined_mode(loader)
             if mode is None:
                 return self._in_place_of(stage, loader, at_once=at_once)
@@ -81,7 +81,7 @@ class PlainLoaders:
 
         return replace_leaves(loaders, of_one)
 
-    def _in_place_of(self, stage: Stage, loader: Any, *, at_once: bool) -> Any:
+    def _in_place_of(self, stage: Stage, loader: object, *, at_once: bool) -> object:
         if loader is None or isinstance(loader, FastDataLoader):
             return loader
         if id(loader) in self._replaced:
@@ -167,7 +167,7 @@ def _unsuitable(loader: DataLoader[Any], *, at_once: bool) -> str | None:
             sampler = sampler.sampler
     if type(sampler) not in (*_DRAW_NOTHING, *_DRAW_AT_ONCE):
         return f"its {type(sampler).__name__} may draw at random between the batches"
-    if at_once and type(sampler) in _DRAW_AT_ONCE and getattr(sampler, "generator", None) is None:
+    if at_once and isinstance(sampler, _DRAW_AT_ONCE) and sampler.generator is None:
         return (
             "it is read together with others, and who of them draws first from torch's generator "
             "decides the order of its samples"
@@ -188,7 +188,7 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _one_batch(loader: DataLoader[Any], indices: list[int]) -> Any:
+def _one_batch(loader: DataLoader[Any], indices: list[int]) -> Batch:
     """Return the batch that a FastDataLoader makes of some samples, by the means it chooses."""
     settings = {**_settings(loader), "pin_memory": False, "generator": None}
     ours = FastDataLoader(loader.dataset, len(indices), sampler=indices, **settings)
@@ -198,7 +198,9 @@ def _one_batch(loader: DataLoader[Any], indices: list[int]) -> Any:
         ours.close()
 
 
-def _try(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int], tell: Tell) -> None:
+def _try(
+    dataset: MapDataset, collate: Callable[[list[Batch]], Batch], indices: list[int], tell: Tell
+) -> None:
     """Tell why another loader's batches might be others, or a digest of one batch."""
     try:
         random = not is_fixed(dataset)
@@ -223,7 +225,7 @@ def _try(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int], 
     tell("digest", digests[0])
 
 
-def _digest(batch: Any) -> str:
+def _digest(batch: Batch) -> str:
     """Return what two batches have in common if they are the same to the last bit.
 
     Raises:
@@ -231,7 +233,7 @@ def _digest(batch: Any) -> str:
     """
     found = hashlib.sha256()
 
-    def take(value: Any) -> None:
+    def take(value: Batch) -> None:
         parts = children(value)
         if parts is None:
             form, raws = taken_apart(value)
