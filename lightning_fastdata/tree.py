@@ -110,6 +110,14 @@ def name_of(function: object) -> str:
     return name if isinstance(name, str) else type(function).__name__
 
 
+def has_method(owner: object, name: str) -> bool:
+    """Return whether the class of an object has a method of that name.
+
+    The object itself is not asked: it may hand on to another one whatever it is asked for.
+    """
+    return callable(getattr(type(owner), name, None))
+
+
 def held(owner: object, name: str) -> Any:
     """Return an attribute that an object holds itself; None if it has none of that name.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
@@ -18,15 +18,14 @@ from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import held, held_by
-from lightning_fastdata.types import SampleKey, SetsEpoch
+from lightning_fastdata.tree import has_method, held, held_by
+from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import DatasetRecording, WorkerTransform
     from lightning_fastdata.types import Batch
 
 
-@runtime_checkable
 class ReadsTogether(Protocol):
     """A dataset that reads several samples in one call."""
 
@@ -241,8 +240,7 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        # By its class: an instance may hand on to another one what it is asked for.
-        if issubclass(type(one), SetsEpoch):
+        if has_method(one, "set_epoch"):
             one.set_epoch(epoch)
         else:
             waiting.extend(_wrapped(one))
@@ -271,7 +269,7 @@ def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
         return any(fetches_in_batches(part) for part in values)
     if isinstance(dataset, KeyedDataset):
         return dataset.__getitems__ is not None
-    return issubclass(type(dataset), ReadsTogether) or callable(held(dataset, "__getitems__"))
+    return has_method(dataset, "__getitems__") or callable(held(dataset, "__getitems__"))
 
 
 def reads_together(dataset: Dataset[Any]) -> bool:

@@ -29,7 +29,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
 from lightning_fastdata.randomness.search import is_users
 from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.tree import held_by
+from lightning_fastdata.tree import has_method, held_by
 
 _VALUES: Final = (
     *(int, float, str, bytes, tuple, list, dict, set, frozenset, type(None)),
@@ -42,14 +42,6 @@ _OF_EVERY_CLASS: Final = (
 )
 _MOST_FILES: Final = 20_000
 """Whose size and time are looked at; of more, so many from all over the list."""
-
-
-@runtime_checkable
-class Recognised(Protocol):
-    """An object that says by what it is recognised in another run."""
-
-    def recognised_by(self) -> object:
-        """Return what tells it from others of its class."""
 
 
 @runtime_checkable
@@ -125,7 +117,7 @@ class _Identity(pickle.Pickler):
             return _same, (obj.__name__, _release(obj.__name__))
         if isinstance(obj, EpochCell):
             return _same, ("epoch",)
-        if issubclass(type(obj), Recognised):
+        if has_method(obj, "recognised_by"):
             return _same, (*_code_of(type(obj), set()), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
             raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -232,7 +224,7 @@ def _files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
     waiting, seen = [dataset], set()
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or issubclass(type(one), Recognised):
+        if id(one) in seen or has_method(one, "recognised_by"):
             continue
         seen.add(id(one))
         for value in held_by(one).values():

@@ -183,17 +183,10 @@ class OneAhead(Generic[_Sent]):
             return error
 
 
-@runtime_checkable
-class Announces(Protocol):
-    """Batches, or who makes them, that know whether the next one is there."""
-
-    def ready(self) -> bool:
-        """Return whether it is."""
-
-
 def is_ready(batches: Iterator[Batch]) -> bool | None:
     """Return whether the next batch, or the end, can be had without waiting for another process.
 
     None: it is made in this process when it is asked for, or nothing is known about it.
     """
-    return batches.ready() if isinstance(batches, Announces) else next_has_arrived(batches)
+    ready = getattr(batches, "ready", None)  # which what stands for batches may hand on
+    return bool(ready()) if callable(ready) else next_has_arrived(batches)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -19,7 +19,6 @@ from lightning_fastdata.augment import DatasetRecording, StageTransform
 from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
-from lightning_fastdata.device.lookahead import Announces
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fault_log import FaultLog
@@ -48,6 +47,13 @@ _TOO_MANY: Final = (
     "have come. If it is read by several workers, have __iter__ split it by "
     "torch.utils.data.get_worker_info(), or every worker reads all of it."
 )
+
+
+@runtime_checkable
+class _Announces(Protocol):
+    """An executor that knows whether its next batch is ready."""
+
+    def ready(self) -> bool: ...
 
 
 class SourceSettings(NamedTuple):
@@ -319,7 +325,7 @@ class EpochIterator:
 
     def ready(self) -> bool:
         """Return whether the next batch, or the end, comes without waiting for a side process."""
-        return self.executor.ready() if isinstance(self.executor, Announces) else True
+        return self.executor.ready() if isinstance(self.executor, _Announces) else True
 
     def end(self, why: str) -> None:
         """Give no more batches."""

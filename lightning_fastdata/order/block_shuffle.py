@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation
-from lightning_fastdata.types import StoredInBlocks
+from lightning_fastdata.tree import has_method
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -179,11 +179,6 @@ def blocks_of(dataset: Sized, block: int | None = None, at_once: int | None = No
     return Blocks(starts, len(dataset), positions, at_once)
 
 
-@runtime_checkable
-class _Wraps(Protocol):
-    dataset: object
-
-
 def _stored(
     dataset: Any, block: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, bool]:
@@ -210,11 +205,11 @@ def _stored(
             )
         return starts, positions, any(part[3] for part in parts)
     length = len(dataset)
-    if block is None and issubclass(type(dataset), StoredInBlocks):
+    if block is None and has_method(dataset, "block_starts"):
         said_starts = dataset.block_starts()
         if said_starts is not None:
             return _checked(dataset, np.asarray(said_starts), length), None, True
-    inner = dataset.dataset if isinstance(dataset, _Wraps) else None
+    inner = getattr(dataset, "dataset", None)
     if inner is not None and dataset_length(inner) == length:
         return _stored(inner, block)
     return np.arange(0, length, block or _BLOCK, dtype=np.int64), None, False

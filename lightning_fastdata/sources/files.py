@@ -19,6 +19,7 @@ from torch.utils.data import Subset
 from lightning_fastdata.images.folder import FastImageFolder, files_of
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.sources.source import Raw, reads_ahead
+from lightning_fastdata.tree import has_method
 
 _LOOKED_AT, _ONE_OF = 4, 8
 """By so many files, one of eight at most, it is known whether the others are in memory."""
@@ -70,7 +71,7 @@ class ListedFiles:
         while type(inner) is Subset:
             inner = inner.dataset
         kept = isinstance(inner, FastImageFolder) and inner.pictures is not None
-        listed = hasattr(type(inner), "__getitem__") and not reads_ahead(dataset)
+        listed = has_method(inner, "__getitem__") and not reads_ahead(dataset)
         self._able = ADVISABLE and listed and not kept
 
     def begin(self, indices: object) -> None:

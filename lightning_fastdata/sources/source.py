@@ -24,6 +24,7 @@ from typing import (
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.tree import has_method
 
 T = TypeVar("T")
 Handle = TypeVar("Handle")
@@ -97,8 +98,7 @@ def reads_ahead(dataset: object) -> bool:
         dataset = dataset.dataset
     if type(dataset) is ConcatDataset:
         return any(reads_ahead(part) for part in dataset.datasets)
-    # By its class: an instance may hand on to another one what it is asked for.
-    if not issubclass(type(dataset), ReadsAhead):
+    if not has_method(dataset, "read_ahead"):
         return False
     # What stands for another dataset says whether that one can.
     return not isinstance(dataset, _MayReadAhead) or dataset.can_read_ahead
