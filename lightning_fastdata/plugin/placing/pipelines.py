@@ -149,7 +149,7 @@ class Pipelines:
             stage_and_name, composes = (of.spec.stage, of.spec.name), of.spec.pipelines
             own = DatasetPipelines(composes)
             before = self._tried.pop(stage_and_name, None)
-            if not own:
+            if not own.places:  # found out now, for whoever is told of it later
                 if self._misses_pipelines():
                     _LOG.info('augment_on="gpu", %s: %s.', of.spec.name, _NOT_FOUND)
                 return None
@@ -205,7 +205,7 @@ class Pipelines:
         if known is not None and not known.trial.defers:
             return known.trial.explain()
         own = DatasetPipelines(find_composes(dataset)) if known is None else known.trial.pipelines
-        if not own:
+        if not own.places:
             return _NOT_FOUND if self._misses_pipelines() else None
         if place == "workers":
             return f"{IN_WORKERS}: {why}"
