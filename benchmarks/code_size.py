@@ -37,6 +37,19 @@ def imports_of(tree: ast.AST, known: set[str]) -> set[str]:
     return found & known
 
 
+def names_of_augment(trees: dict[Path, ast.AST]) -> set[str]:
+    """Return what other rooms import of ``augment``; the package's own names are the user's."""
+    room = f"{PACKAGE.name}.augment"
+    return {
+        alias.name
+        for file, tree in trees.items()
+        if file != PACKAGE / "__init__.py" and PACKAGE / "augment" not in file.parents
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{room}.")
+        for alias in node.names
+    }
+
+
 def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     """Return the groups of modules that import each other (Kosaraju's algorithm)."""
     order: list[str] = []
@@ -106,6 +119,7 @@ def main() -> None:
     print(f"': Any' and '-> Any'          {len(re.findall(r'(?::|->) Any', whole))}")
     print(f"string getattr and hasattr    {probes}")
     print(f"private names of others       {len(PRIVATE.findall(whole))}")
+    print(f"names of augment others use   {len(names_of_augment(trees))}")
 
 
 if __name__ == "__main__":

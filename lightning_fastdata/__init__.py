@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import BatchTransform as BatchTransform
-    from lightning_fastdata.augment import as_batch_transform as as_batch_transform
-    from lightning_fastdata.augment import register as register
     from lightning_fastdata.augment.mixing import CutMix as CutMix
     from lightning_fastdata.augment.mixing import MixUp as MixUp
+    from lightning_fastdata.augment.registry import register as register
+    from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
+    from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
     from lightning_fastdata.caches.cached_dataset import CachedDataset as CachedDataset
     from lightning_fastdata.caches.cached_source import CachedSource as CachedSource

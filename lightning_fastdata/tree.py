@@ -61,7 +61,12 @@ def rebuilt(value: Batch, parts: list[Any]) -> Batch:
 
 def is_named_tuple(value: object) -> bool:
     """Return whether a value is a tuple whose class takes its parts one by one."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+    return isinstance(value, tuple) and names_of_parts(value) is not None
+
+
+def names_of_parts(value: tuple[object, ...]) -> tuple[str, ...] | None:
+    """Return the names of the parts of a named tuple; None: it is none."""
+    return getattr(value, "_fields", None)
 
 
 def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
@@ -97,6 +102,20 @@ def replace_leaves(
     if all(new is old for new, (_, old) in zip(replaced, parts, strict=True)):
         return batch
     return rebuilt(batch, replaced)
+
+
+def name_of(function: object) -> str:
+    """Return what a function or class is called; of another object the name of its class."""
+    name = getattr(function, "__name__", None)
+    return name if isinstance(name, str) else type(function).__name__
+
+
+def has_method(owner: object, name: str) -> bool:
+    """Return whether the class of an object has a method of that name.
+
+    The object itself is not asked: it may hand on to another one whatever it is asked for.
+    """
+    return callable(getattr(type(owner), name, None))
 
 
 def held(owner: object, name: str) -> Any:

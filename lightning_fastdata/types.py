@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 Batch: TypeAlias = Any
@@ -10,6 +10,10 @@ Batch: TypeAlias = Any
 
 Stage: TypeAlias = Literal["train", "val", "test", "predict"]
 """What a loader or a transform is for. Lightning's sanity check counts as ``val``."""
+
+PixelPlace: TypeAlias = Literal["device", "workers"]
+"""Where pixels are computed. ``"workers"``: all of it, by Albumentations; ``"device"``: there what
+has a device form."""
 
 Shuffle: TypeAlias = bool | Literal["blocks"]
 """Whether samples are shuffled; "blocks": a few blocks at a time, as BlockShuffleSampler does."""
@@ -31,6 +35,23 @@ class SetsEpoch(Protocol):
 
     def set_epoch(self, epoch: int) -> object:
         """Take the number of the epoch that comes next, counted from 0."""
+
+
+@runtime_checkable
+class StoredInBlocks(Protocol):
+    """A dataset or source that says which of its samples are stored, and read, together."""
+
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first sample of each block, increasing from 0; None: it does not say."""
+
+
+@runtime_checkable
+class MapDataset(Protocol):
+    """Samples by index, and how many there are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Batch: ...
 
 
 class SampleKey(NamedTuple):

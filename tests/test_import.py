@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import sys
 import pytest
 
 import lightning_fastdata
+from benchmarks.code_size import PACKAGE, names_of_augment
+from lightning_fastdata import augment
 
 HEAVY = (
     "albumentations",
@@ -57,6 +60,13 @@ def test_the_rooms_below_the_plugin_load_no_lightning_and_no_extras(module):
 @pytest.mark.parametrize("name", lightning_fastdata.__all__)
 def test_every_public_name_can_be_used(name):
     assert getattr(lightning_fastdata, name).__name__ == name
+
+
+def test_other_rooms_know_augment_by_few_names():
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
+    used = names_of_augment(trees)
+    assert used <= set(augment.__all__)
+    assert 5 < len(used) <= 15
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -1,32 +1,29 @@
-"""The pipelines that a dataset calls itself, with their pixels deferred to the device.
-
-The dataset stays as it is. While it reads a sample, its pipelines are hooked into: they draw, do
-what cannot be deferred, and return a :class:`DeferredTensor` where ``ToTensorV2`` would return
-a tensor. Pipelines that end otherwise return NumPy arrays, which need their values; they run as
-always.
-"""
+"""The pipelines that a dataset calls itself: where they run, and whether their pixels may wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lightning_fastdata.augment.pipeline.fields import describe
-from lightning_fastdata.augment.pipeline.plan import Plan, analyse, redrawn
-from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves
-from lightning_fastdata.augment.pipeline.trial import refusal
-from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
-from lightning_fastdata.augment.record.pipeline_recorder import PipelineRecorder, Turn, Watch
-from lightning_fastdata.augment.record.tail import TailStep, carry_out, operands
+from lightning_fastdata.augment.dataset_recording import (
+    DatasetRecording,
+    PipelinePlace,
+    place_pipelines,
+)
+from lightning_fastdata.augment.pipeline.bounds import is_equal
+from lightning_fastdata.augment.pipeline.plan import redrawn
+from lightning_fastdata.augment.pipeline.tree import drawn_words, list_nodes
+from lightning_fastdata.augment.pipeline.trial import Tried, try_operations
+from lightning_fastdata.augment.record.deferred import DeferredTensor
+from lightning_fastdata.augment.record.pipeline_recorder import Watch
 from lightning_fastdata.augment.record.worker import device_ops
-from lightning_fastdata.augment.replay.program import Draws, compile_tapes
-from lightning_fastdata.augment.replay.torch import replay_image
-from lightning_fastdata.augment.stage_transform import plain_tensors, table
-from lightning_fastdata.errors import BatchError
-from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.augment.registry import registered_forms
+from lightning_fastdata.augment.replay.warm_up import Variant, kernels_of
+from lightning_fastdata.augment.stage_transform import table
 from lightning_fastdata.tree import Path, replace_leaves, spelled
 
 if TYPE_CHECKING:
@@ -35,258 +32,172 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.types import Batch
 
-_PIXELS = "pixels"
+# Parts of the range of values. Where operations may be a level off, they make a hundredth of what
+# the mean difference may be, a mirror or another draw twenty times as much. Where they are
+# equal, the largest difference may be a fortieth of a level.
+_CLOSE: Final = 0.01
+_ROUNDING: Final = 1e-4
 
 
-class PipelinePlace(NamedTuple):
-    """One pipeline of a dataset, and where it runs."""
+class DatasetPipelines:
+    """The pipelines that a dataset calls itself, and where they run.
 
-    compose: Node
-    """The pipeline."""
-    plan: Plan
-    """Where its operations run."""
-    why_not: str | None
-    """Why none of it is deferred to the device; None if some of it is."""
-
-
-def place_pipelines(
-    composes: Iterable[Node], registered: Mapping[str, DeviceOp] | None = None
-) -> tuple[PipelinePlace, ...]:
-    """Return which pipelines of a dataset can be deferred to the device.
-
-    ``registered`` are device forms of classes that are not Albumentations' own.
+    What is asked of them is found out at the first question; picklable.
     """
-    places = []
-    for compose in composes:
-        plan = analyse(compose, device_ops(None, registered), refusal=refusal())
-        places.append(PipelinePlace(compose, plan, _why_not(compose, plan)))
-    return tuple(places)
+
+    def __init__(self, composes: Iterable[Node]) -> None:
+        self._composes = tuple(composes)
+
+    def __bool__(self) -> bool:
+        return bool(self._composes)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All containers and transforms, in order."""
+        return [node for compose in self._composes for node in list_nodes(compose)]
+
+    @cached_property
+    def registered(self) -> Mapping[str, DeviceOp]:
+        """Device forms of their classes that are not Albumentations' own.
+
+        Raises:
+            TransformError: One that was registered with ``table=True`` is not pointwise.
+        """
+        return registered_forms(*self._composes)
+
+    @cached_property
+    def places(self) -> tuple[PipelinePlace, ...]:
+        """Where each of them runs."""
+        return place_pipelines(self._composes, self.registered)
+
+    @property
+    def _deferred(self) -> list[PipelinePlace]:
+        return [place for place in self.places if place.why_not is None]
+
+    @property
+    def why_not(self) -> str | None:
+        """Why nothing of any of them is deferred to the device; None: something is."""
+        return None if self._deferred or not self.places else self.places[0].why_not
+
+    def redrawn(self) -> tuple[str, ...]:
+        """Return the operations of which a device makes other pixels of the same distribution."""
+        names = [name for p in self._deferred for name in redrawn(p.compose, p.plan, device_ops())]
+        return tuple(dict.fromkeys(names))
+
+    def explain(self) -> str:
+        """Return where each operation runs, and why, as text."""
+        parts = []
+        for place in self.places:
+            if place.why_not is not None:
+                parts.append(f"all of it in the workers, by Albumentations itself: {place.why_not}")
+            else:
+                parts.append(table([(p.name, p.where, p.why) for p in place.plan.placements]))
+        return "\n\n".join(parts)
+
+    def drawn_words(self, read: Callable[[], object]) -> tuple[str, ...]:
+        """Return which transforms the reading of a sample runs, and what they draw, in words."""
+        return drawn_words(self._composes, read)
+
+    def recording(self, switch: PlaceSwitch | None = None) -> DatasetRecording:
+        """Return what has them recorded while the dataset reads; with a switch, in some epochs."""
+        return DatasetRecording(switch, self.registered)
+
+    def watched(self, *, records: bool = True) -> tuple[DatasetRecording, Watch]:
+        """Return :meth:`recording`, and what is seen of the calls; ``records``: as ``Watch``."""
+        watch = Watch(records=records)
+        return DatasetRecording(None, self.registered, watch), watch
+
+    def try_operations(self, watch: Watch, *, seed: int) -> list[Tried]:
+        """Try each operation of the device by itself, on what pipelines were seen to be given."""
+        ops = device_ops(None, self.registered)
+        return [
+            one
+            for place in self._deferred
+            if (data := watch.given.get(id(place.compose))) is not None
+            for one in try_operations(place.compose, data, place.plan, ops, seed=seed)
+        ]
+
+    def difference(
+        self, plain: Batch, waiting: Batch, done: Batch, *, again: Callable[[], Batch]
+    ) -> str | None:
+        """Return in what a batch differs from the ``plain`` one, in words; None if in nothing.
+
+        What was recorded is ``waiting`` to be computed by Albumentations, and was ``done`` by the
+        device forms. ``again`` reads the plain batch anew, to see which fields differ each time.
+        """
+        ops, redrawn = device_ops(None, self.registered), self.redrawn()
+        by_device, by_itself = {}, {}
+        for path, leaf in _leaves(waiting).items():
+            if not isinstance(leaf, DeferredTensor) or leaf.is_computed:
+                continue
+            names = [op.name for one in leaf.waiting for op in one.track.ops]
+            if any(name in redrawn for name in names):
+                by_device[path] = _Likeness.SAME_LAW
+            else:
+                equal = all(is_equal(name) and ops[name].owner is None for name in names)
+                by_device[path] = _Likeness.EQUAL if equal else _Likeness.ALIKE
+            draws = any(ops[name].draw for name in names)
+            by_itself[path] = by_device[path] if draws else _Likeness.EQUAL
+        computed = replace_leaves(
+            waiting, lambda _, leaf: leaf.computed() if isinstance(leaf, DeferredTensor) else leaf
+        )
+        by_hand = _difference(plain, computed, by_itself, again)
+        return by_hand or _difference(plain, done, by_device, again)
+
+    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
+        """Return runs that have each kernel compiled which batches may need on a device."""
+        ops = device_ops(None, self.registered)
+        each = [kernels_of(device, p.compose, p.plan, ops, sample) for p in self._deferred]
+        return tuple(one for variants in each for one in variants)
 
 
-def _why_not(compose: Node, plan: Plan) -> str | None:
-    if not is_container(compose):
-        return "a single transform, not a Compose"
-    if refusal() is not None:
-        return refusal()
-    last = list_leaves(compose)[-1:]
-    if not last or type(last[0].transform).__name__ != "ToTensorV2":
-        return "it does not end in ToTensorV2, so the dataset gets NumPy arrays from it"
-    if plan.placements[-1].where == "worker":
-        return f"its ToTensorV2 has to run in the worker: {plan.placements[-1].why}"
+class _Likeness(Enum):
+    """How like the plain field one that was deferred has to be."""
+
+    EQUAL = 1  # but for the last bits of floats
+    ALIKE = 2  # some values may be a level off
+    SAME_LAW = 3  # the device draws other numbers: single values are not compared
+
+
+def _difference(
+    plain: Batch, done: Batch, deferred: Mapping[Path, _Likeness], again: Callable[[], Batch]
+) -> str | None:
+    before, after = _leaves(plain), _leaves(done)
+    if before.keys() != after.keys():
+        return "the batch had another structure"
+    changed = {}
+    for path, one in before.items():
+        other = after[path]
+        if type(one) is not type(other):
+            return f"{spelled(path)} became a {type(other).__name__}"
+        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+            continue
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"{spelled(path)} became {other.dtype} {tuple(other.shape)}"
+        if path in deferred:
+            if not _is_close(one, other, deferred[path]):
+                return f"{spelled(path)} had other values"
+        elif not torch.equal(one, other):
+            changed[path] = one
+    twins = _leaves(again()) if changed else {}
+    for path, one in changed.items():
+        twin = twins.get(path)
+        if isinstance(twin, torch.Tensor) and torch.equal(one, twin):
+            return f"{spelled(path)} had other values"
     return None
 
 
-def redrawn_of(places: Sequence[PipelinePlace]) -> tuple[str, ...]:
-    """Return the operations of which a device makes other pixels of the same distribution."""
-    left = [place for place in places if place.why_not is None]
-    names = [name for p in left for name in redrawn(p.compose, p.plan, device_ops())]
-    return tuple(dict.fromkeys(names))
+def _leaves(batch: Batch) -> dict[Path, object]:
+    found: dict[Path, object] = {}
+    replace_leaves(batch, found.setdefault)
+    return found
 
 
-class Part(NamedTuple):
-    """Images of a batch that one program finishes."""
-
-    paths: tuple[Path, ...]
-    """Where they are: the path of the tensor that holds them all, or one for each image."""
-    stacked: tuple[int, ...]
-    """Lengths of the dimensions in front of the images' in the tensor that holds them all; ``()``:
-    each is a tensor of its own."""
-    draws: Draws
-    """What was drawn for them, in order."""
-    tail: tuple[TailStep, ...]
-    """What is done to each of them behind its pipeline."""
-
-    @property
-    def field(self) -> str:
-        """How one would write it in Python; ``[*]`` stands for the place of an image."""
-        return spelled(self.paths[0]) if self.stacked else f"{spelled(self.paths[0][:-1])}[*]"
-
-    def finish(self, pixels: torch.Tensor, ops: Mapping[str, DeviceOp]) -> torch.Tensor:
-        """Return the images ``[n, ...]`` that become of the pixels that they start from."""
-        value = replay_image(self.draws.programs[_PIXELS], self.draws.blob, pixels, ops)
-        numbers = {name: slot.view(self.draws.blob) for name, slot in self.draws.beside.items()}
-        return carry_out(self.tail, value, numbers)
-
-
-class DatasetDraws:
-    """What a batch still has to go through on the device; pinned and moved with the batch."""
-
-    __slots__ = ("parts", "registered")
-
-    def __init__(
-        self, parts: Sequence[Part], registered: Mapping[str, DeviceOp] | None = None
-    ) -> None:
-        self.parts = tuple(parts)
-        self.registered = registered
-        """Device forms of classes that are not Albumentations' own."""
-
-    def pin_memory(self, device: str | None = None) -> DatasetDraws:
-        """Return the same draws in page-locked memory."""
-        parts = [part._replace(draws=part.draws.pin_memory(device)) for part in self.parts]
-        return DatasetDraws(parts, self.registered)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> DatasetDraws:
-        """Return the same draws on a device."""
-        parts = [part._replace(draws=part.draws.to(device, non_blocking)) for part in self.parts]
-        return DatasetDraws(parts, self.registered)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that were moved."""
-        return [part.draws.blob for part in self.parts]
-
-    def apply(self, batch: Batch) -> Batch:
-        """Return the batch, which is on the device, as the dataset's pipelines would have made it.
-
-        Raises:
-            BatchError: A hook has changed a field that waits, or its place.
-        """
-        wanted = {path for part in self.parts for path in part.paths}
-        found: dict[Path, Any] = {}
-        replace_leaves(batch, found.setdefault)
-        ops = device_ops(None, self.registered)
-        done: dict[Path, torch.Tensor] = {}
-        with plain_tensors():
-            for part in self.parts:
-                self._check(part, found)
-                if part.stacked:
-                    (path,) = part.paths
-                    value = part.finish(found[path], ops)
-                    done[path] = value.view(*part.stacked, *value.shape[1:])
-                else:
-                    pixels = torch.stack([found[path] for path in part.paths])
-                    images = part.finish(pixels, ops).unbind()
-                    done.update(zip(part.paths, images, strict=True))
-            return replace_leaves(batch, lambda path, leaf: done[path] if path in wanted else leaf)
-
-    @staticmethod
-    def _check(part: Part, found: Mapping[Path, Any]) -> None:
-        for path in part.paths:
-            if path not in found:
-                raise BatchError(
-                    f"The batch has no field {spelled(path)} any more, which waits for the "
-                    "dataset's pipeline on the device. Change batches in on_after_batch_transfer, "
-                    "or set augment_on='cpu'."
-                )
-            leaf = found[path]
-            fits = isinstance(leaf, torch.Tensor)
-            if not fits or (part.stacked and len(leaf) != part.draws.samples):
-                many = f"{part.draws.samples} images that wait" if part.stacked else "an image that"
-                raise BatchError(
-                    f"The field {spelled(path)} should be a tensor of {many} "
-                    f"{'' if part.stacked else 'waits '}for the dataset's pipeline on the device, "
-                    f"but is {describe(leaf)}. "
-                    "Change batches in on_after_batch_transfer, or set augment_on='cpu'."
-                )
-
-
-class DatasetRecording:
-    """What surrounds the reading of a dataset in the process that reads it; picklable.
-
-    The switch says for each epoch whether anything is deferred to the device; None: always.
-    """
-
-    def __init__(
-        self,
-        switch: PlaceSwitch | None = None,
-        registered: Mapping[str, DeviceOp] | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        self.switch = switch
-        self._registered = registered
-        self._recorders: list[PipelineRecorder] | None = None
-        self._found_in_epoch = 0
-        self._turn = Turn(watch)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_recorders": None}
-
-    @contextmanager
-    def reading(self, dataset: object, epoch: int = 0) -> Iterator[None]:
-        """Have the dataset's pipelines leave to the device what they can, while in the block."""
-        if self.switch is not None and self.switch.place(epoch) == "workers":
-            yield
-            return
-        # A callback may have given the dataset other pipelines, or others transforms to these.
-        if self._recorders is None or epoch != self._found_in_epoch:
-            self._found_in_epoch = epoch
-            self._recorders = [
-                PipelineRecorder(place.compose, place.plan, self._ops, self._turn)
-                for place in place_pipelines(find_composes(dataset), self._registered)
-                if place.why_not is None
-            ]
-        self._turn.begin()
-        for recorder in self._recorders:
-            recorder.hook()
-        try:
-            yield
-        finally:
-            # Pipelines may share transforms, so that the last hook goes first.
-            for recorder in reversed(self._recorders):
-                recorder.unhook()
-
-    def take(
-        self, batch: Batch, collate: Callable[[list[Any]], Any]
-    ) -> tuple[Batch, DatasetDraws | None]:
-        """Take what waits out of a collated batch.
-
-        Returns:
-            The batch with the pixels that its fields start from, uint8 ``[n, H, W, C]`` mostly,
-            and what was drawn for them; None if nothing waits.
-        """
-        parts: list[Part] = []
-        alone: dict[tuple[object, ...], list[tuple[Path, DeferredTensor]]] = {}
-
-        def taken(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, DeferredTensor):
-                return leaf
-            if leaf.is_computed:
-                return leaf.computed()
-            if not leaf.stacked:
-                alone.setdefault(_kind(leaf), []).append((path, leaf))
-                return _own(leaf.waiting[0].pixels)
-            parts.append(self._part((path,), leaf.stacked, leaf.waiting, leaf.tail))
-            return collate([_own(waiting.pixels) for waiting in leaf.waiting])
-
-        batch = replace_leaves(batch, taken)
-        for images in alone.values():
-            paths, leaves = zip(*images, strict=True)
-            waiting = tuple(leaf.waiting[0] for leaf in leaves)
-            parts.append(self._part(paths, (), waiting, leaves[0].tail))
-        return batch, DatasetDraws(parts, self._registered) if parts else None
-
-    def _part(
-        self,
-        paths: tuple[Path, ...],
-        stacked: tuple[int, ...],
-        waiting: Sequence[Waiting],
-        tail: tuple[TailStep, ...],
-    ) -> Part:
-        tapes = [{_PIXELS: one.track} for one in waiting]
-        return Part(paths, stacked, compile_tapes(tapes, self._ops, operands(tail)), tail)
-
-    @property
-    def _ops(self) -> Mapping[str, DeviceOp]:
-        return device_ops(None, self._registered)
-
-
-def _kind(image: DeferredTensor) -> tuple[object, ...]:
-    """Return what images have in common that one program can finish."""
-    waiting = image.waiting[0]
-    begins = waiting.pipeline, waiting.pixels.shape, waiting.pixels.dtype
-    return *begins, tuple(image.shape), image.dtype, image.tail
-
-
-def _own(pixels: Any) -> torch.Tensor:
-    # A pipeline may hand back the dataset's own read-only array (a memory map).
-    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
-
-
-def explain_pipelines(places: Sequence[PipelinePlace]) -> str:
-    """Return where each operation of a dataset's pipelines runs, and why, as text."""
-    parts = []
-    for place in places:
-        if place.why_not is not None:
-            parts.append(f"all of it in the workers, by Albumentations itself: {place.why_not}")
-        else:
-            parts.append(table([(p.name, p.where, p.why) for p in place.plan.placements]))
-    return "\n\n".join(parts)
+def _is_close(one: torch.Tensor, other: torch.Tensor, likeness: _Likeness) -> bool:
+    if one.numel() == 0 or likeness is _Likeness.SAME_LAW:
+        return True
+    one, other = one.double(), other.double()
+    gap, reach = (one - other).abs(), (one.max() - one.min()).clamp(min=1e-6)
+    if likeness is _Likeness.ALIKE:
+        return bool(gap.mean() <= _CLOSE * reach)
+    return bool(gap.max() <= _ROUNDING * torch.maximum(reach, one.abs().max()))

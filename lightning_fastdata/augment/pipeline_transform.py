@@ -16,7 +16,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     get_field,
     to_hwc,
 )
-from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
+from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, redrawn
 from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
 from lightning_fastdata.augment.record.targets import convert_images, target_roles
 from lightning_fastdata.augment.record.worker import (
@@ -28,17 +28,21 @@ from lightning_fastdata.augment.record.worker import (
 )
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
+from lightning_fastdata.augment.replay.warm_up import Variant, kernels_of
 from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.errors import BatchError, FastDataWarning
 
 if TYPE_CHECKING:
     from typing import Self
 
+    import torch
+
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.pipeline.values import States
     from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -46,6 +50,8 @@ class PipelineTransform:
     """A pipeline as a stage transform: what a loader and a trainer ask of it."""
 
     starts_in_worker = True
+    repeats = 1
+    switch: PlaceSwitch | None = None
 
     def __init__(
         self,
@@ -81,6 +87,27 @@ class PipelineTransform:
     def ops(self) -> Mapping[str, DeviceOp]:
         """Device forms by name, with those that were registered for the pipeline's own classes."""
         return device_ops(self._ops, self._registered)
+
+    @property
+    def defers(self) -> bool:
+        """Whether a device can do any part of it."""
+        return self.plan.defers
+
+    def redrawn(self) -> tuple[str, ...]:
+        """Return the operations of which a device makes other pixels of the same distribution."""
+        return redrawn(self.compose, self.plan, device_ops())
+
+    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
+        """Return runs that have each kernel compiled which batches may need on a device."""
+        return kernels_of(
+            device,
+            self.compose,
+            self.plan,
+            self.ops,
+            sample,
+            out_dtype=self.form.dtype,
+            channels_last=self.form.channels_last,
+        )
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""

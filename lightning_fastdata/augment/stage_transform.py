@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -16,19 +16,15 @@ from lightning_fastdata.augment.pipeline.fields import (
     get_field,
     put_fields,
 )
-from lightning_fastdata.augment.pipeline.plan import Plan, redrawn
-from lightning_fastdata.augment.record.worker import device_ops
 from lightning_fastdata.errors import BatchError
+from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.types import Batch, SampleKey
-
-Place: TypeAlias = Literal["device", "workers"]
-"""``"workers"``: all of it, by Albumentations; ``"device"``: there what has a device form."""
+    from lightning_fastdata.augment.replay.warm_up import Variant
+    from lightning_fastdata.types import Batch, PixelPlace, SampleKey
 
 
 class WorkerTransform(Protocol):
@@ -36,6 +32,8 @@ class WorkerTransform(Protocol):
 
     needs_batches: bool
     """Whether something is left to do once samples are collated, even with nothing on a device."""
+    repeats: int
+    """Samples that it makes of each one; above 1 they come as a list."""
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it, and what it drew for the device."""
@@ -49,13 +47,11 @@ class WorkerTransform(Protocol):
     def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
         """Return a collated batch, complete, where no device takes part."""
 
-
-@runtime_checkable
-class TellsDraws(Protocol):
-    """A part that runs on each sample and can say what it draws for one."""
-
     def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
-        """Return for each row that becomes of a sample what is drawn for it, in words."""
+        """Return for each row that becomes of a sample what is drawn for it, in words.
+
+        Of a part that does everything itself.
+        """
 
 
 @runtime_checkable
@@ -66,6 +62,29 @@ class StageTransform(Protocol):
     """How messages and reports call it."""
     starts_in_worker: bool
     """Whether it has a part that runs on each sample in the side process."""
+    repeats: int
+    """How often each sample of the loader is in a batch behind it."""
+    switch: PlaceSwitch | None
+    """Where the pixels of an epoch are computed; None: that is not switched."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether a device can do any part of it."""
+
+    def redrawn(self) -> tuple[str, ...]:
+        """Return the operations of which a device makes other pixels of the same distribution."""
+
+    def for_samples(self, samples: Iterable[Batch]) -> StageTransform:
+        """Return the transform for a dataset, of which these are samples from all over it.
+
+        It may do less in the workers, and has to be right for any other sample, too.
+        """
+
+    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
+        """Return runs that have each kernel compiled which batches may need on a device.
+
+        ``sample`` is one of the dataset; None if none could be read.
+        """
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset has not what the transform needs."""
@@ -83,33 +102,6 @@ class StageTransform(Protocol):
         """Return where each operation runs and why, as text."""
 
 
-@runtime_checkable
-class SuitsSamples(Protocol):
-    """A stage transform that may do less in the workers where it knows what samples look like."""
-
-    def for_samples(self, samples: Iterable[Batch]) -> StageTransform:
-        """Return the transform for a dataset, of which these are samples from all over it.
-
-        It has to be right for any other sample, too.
-        """
-
-
-@runtime_checkable
-class _Planned(Protocol):
-    compose: Node
-    plan: Plan
-
-
-@runtime_checkable
-class _WithPipeline(Protocol):
-    pipeline: object
-
-
-@runtime_checkable
-class _Repeating(Protocol):
-    repeats: int
-
-
 class CallableTransform:
     """A callable or ``nn.Module`` that runs on the batch on the device.
 
@@ -117,11 +109,26 @@ class CallableTransform:
     """
 
     starts_in_worker = False
+    repeats = 1
+    switch: PlaceSwitch | None = None
+    defers = True
 
     def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = name_of(function)
         self._function = function
         self._fields = fields
+
+    def redrawn(self) -> tuple[str, ...]:
+        """Return nothing: it is not known what the callable draws."""
+        return ()
+
+    def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
+        """Return it as it is."""
+        return self
+
+    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:  # noqa: ARG002
+        """Return nothing: it is not known what the callable launches."""
+        return ()
 
     def check_sample(self, sample: Batch) -> None:
         """Accept every sample: only the callable knows what it needs."""
@@ -196,14 +203,14 @@ class PlaceSwitch:
     epoch, so that all of it is done in one place. The draws are the same in both places.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PixelPlace) -> None:
         # One word, so that no process can see half of a change: twice the epoch from which the
         # newest place holds, and 1 if that is the device.
         word = torch.zeros(1, dtype=torch.int64)
         self._word: torch.Tensor = word.share_memory_()  # type: ignore[no-untyped-call]
         self.change(place, from_epoch=0)
 
-    def change(self, place: Place, *, from_epoch: int) -> None:
+    def change(self, place: PixelPlace, *, from_epoch: int) -> None:
         """Take the other place from an epoch on of which no sample has begun.
 
         The newest place has to hold at that epoch. Until then it goes on to hold; what held before
@@ -211,13 +218,13 @@ class PlaceSwitch:
         """
         self._word[0] = 2 * from_epoch + int(place == "device")
 
-    def place(self, epoch: int) -> Place:
+    def place(self, epoch: int) -> PixelPlace:
         """Return where the pixels of an epoch are computed."""
         since, on_device = divmod(int(self._word[0]), 2)
         return "device" if (epoch >= since) == bool(on_device) else "workers"
 
     @property
-    def newest(self) -> Place:
+    def newest(self) -> PixelPlace:
         """Where they are computed from some epoch on."""
         return "device" if int(self._word[0]) % 2 else "workers"
 
@@ -225,6 +232,10 @@ class PlaceSwitch:
     def since_epoch(self) -> int:
         """The epoch from which :attr:`newest` holds."""
         return int(self._word[0]) // 2
+
+    def on(self, transform: StageTransform) -> StageTransform:
+        """Return a transform that starts in the workers with this switch."""
+        return SwitchedTransform(transform, self)
 
 
 class SwitchedTransform:
@@ -235,11 +246,20 @@ class SwitchedTransform:
     def __init__(self, inner: StageTransform, switch: PlaceSwitch) -> None:
         self.name = inner.name
         self.inner = inner
-        self.switch = switch
+        self._switch = switch
+        self.switch: PlaceSwitch | None = switch
+        self.repeats = inner.repeats
+        self.defers = inner.defers
+        self.redrawn = inner.redrawn
+        self.kernels = inner.kernels
         self.check_sample = inner.check_sample
         self.apply = inner.apply
         self.apply_unprepared = inner.apply_unprepared
         self.explain = inner.explain
+
+    def for_samples(self, samples: Iterable[Batch]) -> StageTransform:
+        """Return the same switch on the transform for a dataset."""
+        return self._switch.on(self.inner.for_samples(samples))
 
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
         """Return the part that runs on each sample; without a device, the whole of it."""
@@ -247,7 +267,7 @@ class SwitchedTransform:
         deferred = self.inner.in_worker(on_device=True)
         if not on_device or whole is None or deferred is None:
             return whole
-        return SwitchedWorker(whole, deferred, self.switch)
+        return SwitchedWorker(whole, deferred, self._switch)
 
 
 class SwitchedWorker:
@@ -258,7 +278,7 @@ class SwitchedWorker:
     def __init__(
         self, whole: WorkerTransform, deferred: WorkerTransform, switch: PlaceSwitch
     ) -> None:
-        self.repeats = deferred.repeats if isinstance(deferred, _Repeating) else 1
+        self.repeats = deferred.repeats
         self._whole = whole
         self._deferred = deferred
         self._switch = switch
@@ -281,15 +301,6 @@ class SwitchedWorker:
             return batch
         return self._whole.finish(batch, [own for _, own in drawn])
 
-
-def leaves_to_device(transform: StageTransform) -> bool:
-    """Return whether a device can do any part of a transform that starts in the workers."""
-    return transform.plan.defers if isinstance(transform, _Planned) else True
-
-
-def redrawn_on_device(transform: StageTransform) -> tuple[str, ...]:
-    """Return the operations of which a device makes other pixels of the same distribution."""
-    pipeline = transform.pipeline if isinstance(transform, _WithPipeline) else transform
-    if not isinstance(pipeline, _Planned):
-        return ()
-    return redrawn(pipeline.compose, pipeline.plan, device_ops())
+    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
+        """Return what is drawn for each row that becomes of a sample, in words."""
+        return self._whole.words(sample, key)

@@ -23,6 +23,7 @@ from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.tree import held
+from lightning_fastdata.types import Batch
 
 BadSamplePolicy: TypeAlias = Literal["raise", "replace", "skip"]
 POLICIES: Final[tuple[BadSamplePolicy, ...]] = ("raise", "replace", "skip")
@@ -157,7 +158,7 @@ class SampleGuard:
         """What becomes of a sample that is bad."""
         return _OUTCOME_OF[self.policy]
 
-    def stand_in(self, index: object, epoch: int, attempt: int = 1) -> Any:
+    def stand_in(self, index: object, epoch: int, attempt: int = 1) -> int:
         """Return the index of what is read in place of a sample; never of that sample itself."""
         text = f"{self.seed},{epoch},{plain_index(index)},{attempt}".encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -166,7 +167,7 @@ class SampleGuard:
             at = (at + 1) % len(self.candidates)
         return self.candidates[at]
 
-    def in_place_of(self, index: object, epoch: int, without: Collection[object]) -> Any:
+    def in_place_of(self, index: object, epoch: int, without: Collection[object]) -> int | Gone:
         """Return what takes the place of an index that must not be read, nor those ``without``."""
         if self.policy == "replace":
             for attempt in range(1, 1 + 10 * STAND_INS):
@@ -178,14 +179,14 @@ class SampleGuard:
     def rescue(
         self,
         error: Exception,
-        read: Callable[[Any], Any],
+        read: Callable[[Any], Batch],
         index: object,
         epoch: int,
         *,
         dataset: object,
         position: int,
         faults: list[Fault],
-    ) -> Any:
+    ) -> Batch:
         """Return a sample where reading one has failed, or :data:`SKIPPED`.
 
         ``read`` reads a sample by its index, under its own key; ``dataset`` tells its path, and
@@ -234,15 +235,14 @@ def fault_of(
     error: BaseException,
     dataset: object,
     position: int,
-    index: Any,
+    index: object,
     epoch: int,
     outcome: Outcome,
     *,
     retries: int = 0,
 ) -> Fault:
     """Return what is worth knowing of a sample that failed."""
-    path, stage = path_of(dataset, index, error), stage_of(error)
-    kind = type(error).__name__
+    path, stage, kind = path_of(dataset, index, error), stage_of(error), type(error).__name__
     return Fault(
         position, plain_index(index), epoch, path, stage, kind, _line(error), retries, outcome
     )
@@ -261,8 +261,8 @@ def plain_index(index: object) -> int | str:
 
 
 def _read_again(
-    error: Exception, read: Callable[[Any], Any], index: object
-) -> tuple[Exception | None, Any, int]:
+    error: Exception, read: Callable[[Any], Batch], index: object
+) -> tuple[Exception | None, Batch, int]:
     """Read a sample again while its error may pass; return the error that stays, or the sample."""
     began_s, retries = time.monotonic(), 0
     for pause_s in _RETRY_AFTER_S:
@@ -301,7 +301,7 @@ def stage_of(error: BaseException) -> FaultStage:
     return "read"
 
 
-def path_of(dataset: object, index: Any, error: BaseException) -> str | None:
+def path_of(dataset: object, index: object, error: BaseException) -> str | None:
     """Return the file of a sample, if its dataset or the error shows one."""
     listed = _listed_path(dataset, index)
     if listed is not None:
@@ -316,7 +316,7 @@ def _listed_path(dataset: object, index: Any) -> str | None:
     owner = own_dataset(dataset)
     try:
         while isinstance(owner, Subset):
-            owner, index = own_dataset(owner.dataset), owner.indices[index]
+            index, owner = owner.indices[index], own_dataset(owner.dataset)
         if isinstance(owner, FastImageFolder):
             return owner.path_of(index)
         for name in ("samples", "imgs"):

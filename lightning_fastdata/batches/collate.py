@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment import DeferredTensor, stack_deferred
+from lightning_fastdata.augment import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack, is_plain
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.uncollatable import advice, is_note
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, Stage
 
 _Collate: TypeAlias = "Callable[[Any], Batch]"
+CollateMap: TypeAlias = "dict[type | tuple[type, ...], Callable[..., Any]]"
+"""Torch's table of what collates the values of a class."""
 _KNOWN: Final = frozenset(
     {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
@@ -64,7 +66,7 @@ def collate_privately(samples: Batch) -> Batch:
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
 
 
-def _stack(samples: Batch, *, collate_fn_map: Any = None) -> Batch:
+def _stack(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch:
     if samples[0].is_nested or samples[0].layout is not torch.strided:
         return collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
     return torch.stack(samples)
@@ -110,7 +112,7 @@ def _runs_no_user_code(value: object) -> bool:
     return type(value) in _KNOWN or isinstance(value, np.generic)
 
 
-def _stack_late(samples: Batch, *, collate_fn_map: Any = None) -> Batch:
+def _stack_late(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch:
     first = samples[0]
     late = all(
         type(sample) is torch.Tensor
@@ -165,7 +167,7 @@ class _HandsOn(ABC):
         self._collate_handed_on = collate_fn
 
     @abstractmethod
-    def __call__(self, samples: Any) -> Batch:
+    def __call__(self, samples: Batch) -> Batch:
         """Return the batch of samples, or of what stands in their place."""
 
     def for_writing(self) -> Self:
@@ -224,7 +226,7 @@ class RecordedCollate(_HandsOn):
     def collated(self, samples: list[Any]) -> Batch:
         """Return the batch, in which what is deferred to the device still waits."""
         # Also where the user's collation calls torch's: in each process that collates.
-        default_collate_fn_map.setdefault(DeferredTensor, stack_deferred)
+        default_collate_fn_map.setdefault(DeferredTensor, DeferredTensor.collate)
         return self._collate_handed_on(samples)
 
     def taken(self, batch: Batch) -> tuple[Batch, DatasetDraws | None]:
@@ -257,7 +259,7 @@ class FirstOfPairs(_HandsOn):
         self.transform = transform
         self.single = single
 
-    def __call__(self, pairs: Any) -> Batch:
+    def __call__(self, pairs: Sequence[Any]) -> Batch:
         """Return the batch of the samples, or what becomes of the single one."""
         if self.single:
             return self.collate_fn(pairs[0])
@@ -267,13 +269,14 @@ class FirstOfPairs(_HandsOn):
         return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
 
 
-def spreading(collate_fn: _Collate, worker_part: object) -> _Collate:
+def spreading(collate_fn: _Collate, worker_part: WorkerTransform | None) -> _Collate:
     """Return what collates the samples that a transform makes.
 
     Where ``repeats`` of the transform's part in the worker is above 1, that returns a list of
     samples for each sample of the dataset.
     """
-    return SpreadCollate(collate_fn) if getattr(worker_part, "repeats", 1) > 1 else collate_fn
+    several = worker_part is not None and worker_part.repeats > 1
+    return SpreadCollate(collate_fn) if several else collate_fn
 
 
 class SpreadCollate:

@@ -10,20 +10,26 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
-from lightning_fastdata.augment import drawn_words
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import held, held_by
+from lightning_fastdata.tree import has_method, held, held_by
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import DatasetRecording, TellsDraws, WorkerTransform
+    from lightning_fastdata.augment import DatasetRecording, WorkerTransform
+    from lightning_fastdata.types import Batch
+
+
+class ReadsTogether(Protocol):
+    """A dataset that reads several samples in one call."""
+
+    def __getitems__(self, indices: Sequence[Any], /) -> list[Batch]: ...
 
 
 class _Keying:
@@ -34,7 +40,7 @@ class _Keying:
         dataset: Dataset[Any],
         seed: int,
         epoch: EpochCell,
-        transform: Callable[[Any, SampleKey], Any] | None,
+        transform: Callable[[Batch, SampleKey], Batch] | None,
         recording: DatasetRecording | None,
     ) -> None:
         self.dataset = dataset
@@ -63,7 +69,7 @@ class _Keying:
             return nullcontext()
         return self.recording.reading(self.dataset, key.epoch)
 
-    def finish(self, sample: Any, key: SampleKey) -> Any:
+    def finish(self, sample: Batch, key: SampleKey) -> Batch:
         return sample if self.transform is None else self.transform(sample, key)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,7 +92,7 @@ class _Stand:
         self._keying.epoch.set(epoch)
         tell_epoch(self._keying.dataset, epoch)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "_keying":
             raise AttributeError(name)
         return getattr(self._keying.dataset, name)
@@ -101,7 +107,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
     def __len__(self) -> int:
         return len(self._keying.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Batch:
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
@@ -123,15 +129,15 @@ class KeyedDataset(_Stand, Dataset[Any]):
         """Torch's fetcher asks for it and takes None for "one sample at a time"."""
         return self._fetch if fetches_in_batches(self._keying.dataset) else None
 
-    def _fetch(self, indices: Sequence[int]) -> list[Any]:
+    def _fetch(self, indices: Sequence[int]) -> list[Batch]:
         keying = self._keying
         keys = [keying.key(_as_int(index)) for index in indices]
         # One call draws for all its samples, so its first key has to speak for them.
         keying.seed_for(keys[0])
         with keying.reading(keys[0]):
-            samples = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            samples: list[Batch] = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         if keying.transform is None:
-            return samples  # type: ignore[no-any-return]
+            return samples
         if not isinstance(samples, Sequence) or len(samples) != len(keys):
             raise BatchError(
                 f"{type(keying.dataset).__name__}.__getitems__ returned "
@@ -168,7 +174,7 @@ class DrawnWords(Dataset[Any]):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], part: TellsDraws | None, seed: int, epoch: int
+        self, dataset: Dataset[Any], part: WorkerTransform | None, seed: int, epoch: int
     ) -> None:
         self.dataset, self.part, self.seed, self.epoch = dataset, part, seed, epoch
 
@@ -176,11 +182,13 @@ class DrawnWords(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> list[tuple[str, ...]]:
+        from lightning_fastdata.augment import DatasetPipelines
+
         key = SampleKey(self.seed, self.epoch, index)
         read: list[Any] = []
         composes = find_composes(self.dataset)
         reseed(composes, key)
-        own = drawn_words(composes, lambda: read.append(self.dataset[index]))
+        own = DatasetPipelines(composes).drawn_words(lambda: read.append(self.dataset[index]))
         if self.part is None:
             return [own]
         return [(*own, *row) for row in self.part.words(read[-1], key)]
@@ -214,7 +222,7 @@ def keying_of(dataset: Dataset[Any], seed: int, epoch: EpochCell) -> _Keying:
     return _Keying(dataset, seed, epoch, None, None)
 
 
-def own_dataset(dataset: object) -> Any:
+def own_dataset(dataset: object) -> object:
     """Return the user's dataset, where one with keyed randomness stands for it."""
     return dataset._keying.dataset if isinstance(dataset, _Stand) else dataset
 
@@ -232,7 +240,7 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if callable(getattr(type(one), "set_epoch", None)):
+        if has_method(one, "set_epoch"):
             one.set_epoch(epoch)
         else:
             waiting.extend(_wrapped(one))
@@ -247,7 +255,7 @@ def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
             yield from (part for part in value if isinstance(part, Dataset))
 
 
-def fetches_in_batches(dataset: Dataset[Any]) -> bool:
+def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:
     """Return whether the dataset answers ``__getitems__`` itself, also below torch's wrappers.
 
     A ``Subset`` and a ``StackDataset`` have it whatever they hold; without one below they would
@@ -261,8 +269,7 @@ def fetches_in_batches(dataset: Dataset[Any]) -> bool:
         return any(fetches_in_batches(part) for part in values)
     if isinstance(dataset, KeyedDataset):
         return dataset.__getitems__ is not None
-    own = getattr(type(dataset), "__getitems__", None)
-    return callable(own) or callable(held(dataset, "__getitems__"))
+    return has_method(dataset, "__getitems__") or callable(held(dataset, "__getitems__"))
 
 
 def reads_together(dataset: Dataset[Any]) -> bool:

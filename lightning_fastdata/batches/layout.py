@@ -157,7 +157,7 @@ def layout_of(sample: object, collate: Callable[[list[Any]], Any]) -> SampleLayo
     return layout if same else None
 
 
-def _node(value: Any, fields: list[Field]) -> Node:
+def _node(value: Batch, fields: list[Field]) -> Node:
     kind = type(value)
     if kind is dict:
         parts = tuple(_node(part, fields) for part in value.values())
@@ -178,8 +178,10 @@ def _node(value: Any, fields: list[Field]) -> Node:
     return Node(kind, leaf=len(fields) - 1)
 
 
-def _write(node: Node, value: Any, fields: tuple[Field, ...], writers: _Writers, row: int) -> None:
-    kind: Any = type(value)
+def _write(
+    node: Node, value: Batch, fields: tuple[Field, ...], writers: _Writers, row: int
+) -> None:
+    kind: type = type(value)
     if kind is not node.kind:
         raise MisfitError
     if node.leaf >= 0:

@@ -151,7 +151,7 @@ class _Leaves:
         self.size_bytes = 0
 
     # Unlike persistent_id this is not called for each number and string of a batch.
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: Any) -> object:
         kind = type(obj)
         if kind is LateStack:
             size = math.prod(obj.shape) * obj.dtype.itemsize
@@ -168,7 +168,7 @@ class _Leaves:
             return self._leaf(obj, obj.dtype.str, obj.nbytes, "C", requires_grad=False)
         return self._as_it_is(obj)
 
-    def _as_it_is(self, obj: Any) -> Any:
+    def _as_it_is(self, obj: object) -> object:
         other = getattr(super(), "reducer_override", None)
         return NotImplemented if other is None else other(obj)
 
@@ -195,7 +195,7 @@ class _Unpickler(pickle.Unpickler):
         self._owner = np.empty(0, np.uint8) if owner is None else owner
         self._copy = copy
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name == "_place" and module == __name__:
             return self._take
         return super().find_class(module, name)

@@ -98,7 +98,7 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
         plain = move(batch.batch, device, non_blocking=non_blocking)
         return StagedBatch(plain, draws, batch.stage)
 
-    def moved(leaf: Any) -> Any:
+    def moved(leaf: Batch) -> Batch:
         if isinstance(leaf, StagedBatch):
             return move(leaf, device, non_blocking=non_blocking)
         how = {"non_blocking": True} if non_blocking and _is_tensor(leaf) else {}
@@ -111,7 +111,7 @@ def move(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> B
 def with_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
     """Return a batch with what can be moved replaced by what a function makes of it."""
 
-    def replaced(_: Path, leaf: Any) -> Any:
+    def replaced(_: Path, leaf: Batch) -> Batch:
         return function(leaf) if _can_be_moved(leaf) else leaf
 
     return replace_leaves(batch, replaced, depth=-1, is_leaf=_can_be_moved)
@@ -156,7 +156,7 @@ def row_words(batch: Batch, row: int, rows: int) -> Iterator[str]:
         yield f"{name} {dtype} {list(one.shape)}: {spread}{nan} NaN, {inf} inf"
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: Batch) -> Batch:
     """Return a batch as plain tensors, numbers, texts, dicts, lists and tuples, in own memory.
 
     Named tuples and dataclasses become dicts, anything else its ``repr``.
@@ -168,8 +168,8 @@ def as_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, list | tuple):
-        names = getattr(value, "_fields", None)
         each = [as_plain(one) for one in value]
+        names = None if isinstance(value, list) else tree.names_of_parts(value)
         if names is not None:
             return dict(zip(names, each, strict=True))
         return each if isinstance(value, list) else tuple(each)

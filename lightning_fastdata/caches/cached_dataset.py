@@ -29,6 +29,7 @@ from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
+from lightning_fastdata.types import Batch, MapDataset
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +85,7 @@ class CachedDataset(Dataset[Any]):
         key: str | None = None,
         always_same: bool = False,
     ) -> None:
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        if not isinstance(dataset, MapDataset):
             raise DatasetError(
                 f"{type(dataset).__name__} has no length or no samples by index, so that it cannot "
                 "be cached. Cache what it reads from."
@@ -110,7 +111,7 @@ class CachedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         """Return a sample, from the cache or made now.
 
         Raises:

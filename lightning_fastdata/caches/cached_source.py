@@ -181,7 +181,7 @@ class CachedSource:
                     "one when the records change."
                 )
 
-    def _keep(self, file: SampleFile, index: int, record: Any) -> None:
+    def _keep(self, file: SampleFile, index: int, record: object) -> None:
         if self._full:
             return
         try:

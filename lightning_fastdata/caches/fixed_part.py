@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torch.utils.data import Subset
 
-from lightning_fastdata.caches.sample_form import taken_apart
+from lightning_fastdata.caches.sample_form import Form, Raw, taken_apart
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.randomness.generators import (
     GENERATOR_CLASSES,
@@ -27,6 +27,7 @@ from lightning_fastdata.randomness.generators import (
 from lightning_fastdata.randomness.search import find_instances
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.tree import held
+from lightning_fastdata.types import Batch, MapDataset
 
 _TRIED: Final = 8
 """Samples from all over the dataset."""
@@ -36,17 +37,17 @@ _TRIED: Final = 8
 class FixedPart:
     """The part of making a sample that is kept, and the rest, which is done each time."""
 
-    dataset: Any
+    dataset: MapDataset
     """The dataset, without the steps that are left out."""
     steps: int | None
     """How many steps of its ``Compose`` are part of it; None: the dataset is taken as it is."""
-    rest: Callable[[Any], Any] | None
+    rest: Callable[[Batch], Batch] | None
     """From what is kept to the sample; None: it is the sample."""
     said: str
     """What is kept, in words."""
 
 
-def find_fixed_part(dataset: Any, *, always_same: bool) -> FixedPart:
+def find_fixed_part(dataset: MapDataset, *, always_same: bool) -> FixedPart:
     """Return the largest part that is fixed.
 
     Args:
@@ -68,20 +69,23 @@ def find_fixed_part(dataset: Any, *, always_same: bool) -> FixedPart:
     if steps is None:
         left = "it holds no torchvision Compose as `transform` that could be divided"
     raise DatasetError(
-        f"{_innermost(dataset)} draws at random, or differs from reading to reading, and {left}. "
+        f"{type(_innermost(dataset)).__name__} draws at random, or differs from reading to "
+        f"reading, and {left}. "
         "Cache a dataset without its random transforms, and give these to the cache "
         "(transform=...), or to the data module (augment=...). If it always returns the same "
         "samples, say so: always_same=True."
     )
 
 
-def part_of(dataset: Any, count: int | None) -> FixedPart:
+def part_of(dataset: MapDataset, count: int | None) -> FixedPart:
     """Return the part with the first ``count`` steps of the dataset's ``Compose``; None: all."""
     if count is None:
         return FixedPart(dataset, None, None, "samples as the dataset returns them")
     steps = _steps(dataset)
     if steps is None or count > len(steps):
-        raise DatasetError(f"{_innermost(dataset)} has no {count} steps in its transform.")
+        raise DatasetError(
+            f"{type(_innermost(dataset)).__name__} has no {count} steps in its transform."
+        )
     names = [type(step).__name__ for step in steps]
     said = f"after {names[count - 1]}" if count else "before the transform"
     rest = _Rest(_composed(dataset, steps[count:]))
@@ -96,10 +100,10 @@ def part_of(dataset: Any, count: int | None) -> FixedPart:
 class _Rest:
     """The last steps of a ``Compose``, for the first of a sample's parts: the picture."""
 
-    def __init__(self, steps: Callable[[Any], Any]) -> None:
+    def __init__(self, steps: Callable[[Batch], Batch]) -> None:
         self.steps = steps
 
-    def __call__(self, sample: Any) -> Any:
+    def __call__(self, sample: Batch) -> Batch:
         if isinstance(sample, tuple | list):
             return type(sample)((self.steps(sample[0]), *sample[1:]))
         if isinstance(sample, dict) and sample:
@@ -108,32 +112,28 @@ class _Rest:
         return self.steps(sample)
 
 
-def _innermost(dataset: Any) -> str:
+def _innermost(dataset: object) -> object:
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return type(dataset).__name__
+    return dataset
 
 
-def _steps(dataset: Any) -> list[Any] | None:
+def _steps(dataset: object) -> list[Any] | None:
     """Return the steps of the torchvision ``Compose`` that a dataset holds; None: it holds none."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    compose = held(dataset, "transform")
+    compose = held(_innermost(dataset), "transform")
     named = type(compose).__name__ == "Compose"
     if not named or not type(compose).__module__.startswith("torchvision.transforms"):
         return None
     return list(compose.transforms)
 
 
-def _composed(dataset: Any, steps: Sequence[Any]) -> Any:
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    twin = copy.copy(dataset.transform)
-    twin.transforms = list(steps)
+def _composed(dataset: object, steps: Sequence[object]) -> Callable[[Batch], Batch]:
+    twin: Callable[[Batch], Batch] = copy.copy(held(_innermost(dataset), "transform"))
+    vars(twin)["transforms"] = list(steps)
     return twin
 
 
-def _with_steps(dataset: Any, steps: Sequence[Any]) -> Any:
+def _with_steps(dataset: Any, steps: Sequence[object]) -> Any:
     """Return a copy of a dataset with other steps, which shares everything else with it."""
     if type(dataset) is Subset:
         return Subset(_with_steps(dataset.dataset, steps), dataset.indices)
@@ -146,7 +146,7 @@ def _with_steps(dataset: Any, steps: Sequence[Any]) -> Any:
     return twin
 
 
-def _nothing(value: Any) -> Any:
+def _nothing(value: Batch) -> Batch:
     return value
 
 
@@ -155,7 +155,7 @@ def tried_indices(length: int, count: int = _TRIED) -> list[int]:
     return sorted({round(i * (length - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def is_fixed(dataset: Any) -> bool:
+def is_fixed(dataset: MapDataset) -> bool:
     """Return whether samples are read without drawing, and are the same twice."""
     for index in tried_indices(len(dataset)):
         with kept_random_state():
@@ -170,7 +170,7 @@ def is_fixed(dataset: Any) -> bool:
     return True
 
 
-def _makes_the_same(dataset: Any, part: FixedPart) -> bool:
+def _makes_the_same(dataset: MapDataset, part: FixedPart) -> bool:
     """Return whether the rest makes of a part what the dataset returns."""
     assert part.rest is not None
     for index in tried_indices(len(dataset)):
@@ -187,19 +187,19 @@ def _makes_the_same(dataset: Any, part: FixedPart) -> bool:
     return True
 
 
-def same_parts(ours: Any, theirs: Any) -> bool:
+def same_parts(ours: tuple[Form, list[Raw]], theirs: tuple[Form, list[Raw]]) -> bool:
     """Return whether two samples that were taken apart are the same to the last bit."""
     if ours[0] != theirs[0]:
         return False
     return all(bytes(a) == bytes(b) for a, b in zip(ours[1], theirs[1], strict=True))
 
 
-def _own_states(dataset: Any) -> list[bytes]:
+def _own_states(dataset: object) -> list[bytes]:
     """Return the states of the generators that a dataset holds, pipelines' among them."""
     return [pickle.dumps(state_of(one)) for one in find_instances(dataset, GENERATOR_CLASSES)]
 
 
-def _seed_all(dataset: Any, number: int) -> None:
+def _seed_all(dataset: object, number: int) -> None:
     seed_global_generators(number, 0, number)
     for place, generator in enumerate(find_instances(dataset, GENERATOR_CLASSES)):
         seed_generator(generator, 1 + number + 1000 * place)

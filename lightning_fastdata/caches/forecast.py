@@ -16,6 +16,7 @@ from lightning_fastdata.caches.image_cache import cache_images, cache_of, with_c
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.images.stored import FORMS
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.generators import kept_random_state
 
 _MEASURED: Final = 32
@@ -67,9 +68,9 @@ def forecast_caches(dataset: Dataset[Any]) -> list[Forecast]:
     Raises:
         DatasetError: The dataset cannot be cached.
     """
-    if not hasattr(dataset, "__len__"):
+    count = dataset_length(dataset)
+    if count is None:
         raise DatasetError(f"{type(dataset).__name__} has no length, so that it cannot be cached.")
-    count = len(dataset)
     if count < 2:
         return []
     indices = tried_indices(count, _MEASURED)

@@ -29,6 +29,7 @@ from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
 from lightning_fastdata.randomness.search import is_users
 from lightning_fastdata.randomness.seeds import EpochCell
+from lightning_fastdata.tree import has_method
 
 _OF_EVERY_CLASS: Final = frozenset(
     (
@@ -49,7 +50,7 @@ _GLOBAL: Final = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE: Final = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
-def identity(dataset: Any) -> str:
+def identity(dataset: object) -> str:
     """Return 32 hexadecimal digits for what a dataset returns. No sample is read.
 
     Raises:
@@ -72,7 +73,7 @@ def identity(dataset: Any) -> str:
 class _Sink:
     """Where a pickle goes that is never read: into a digest."""
 
-    def __init__(self, digest: Any) -> None:
+    def __init__(self, digest: hashlib.blake2b) -> None:
         self.write: Callable[[bytes], object] = digest.update
 
 
@@ -83,12 +84,12 @@ class _Identity(pickle.Pickler):
     ``known``: objects by their address, with their number; held, so that no other gets it.
     """
 
-    def __init__(self, digest: Any, known: dict[int, tuple[int, object]]) -> None:
+    def __init__(self, digest: hashlib.blake2b, known: dict[int, tuple[int, object]]) -> None:
         super().__init__(_Sink(digest), protocol=5)
         self.fast = True
         self._known = known
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         # Sets are pickled without reducer_override() being asked, in an order by chance.
         if isinstance(obj, set | frozenset):
             return "set", sorted(_digest_of(item, {}) for item in obj)
@@ -116,7 +117,7 @@ class _Identity(pickle.Pickler):
             return _same, (obj.__name__, _release(obj.__name__))
         if isinstance(obj, EpochCell):
             return _same, ("epoch",)
-        if callable(getattr(type(obj), "recognised_by", None)):
+        if has_method(obj, "recognised_by"):
             return _same, (*self._code(type(obj)), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
             raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -128,15 +129,15 @@ class _Identity(pickle.Pickler):
             return _same, (*about, obj.offset, obj.dtype.str, obj.shape)
         return NotImplemented
 
-    def _code(self, obj: Any) -> Iterator[object]:
+    def _code(self, obj: type | FunctionType | BuiltinFunctionType) -> Iterator[object]:
         """Yield what tells a class or function from another one, line by line.
 
         Of a user's: its instructions, its defaults, and all that it refers to: global names, names
         of the user's own modules, what it closes over. Comments and what else is in its module make
         no difference. Of an installed one: its name and release.
         """
-        module = getattr(obj, "__module__", None)
-        yield f"{module}.{getattr(obj, '__qualname__', obj)}"
+        module = obj.__module__
+        yield f"{module}.{obj.__qualname__}"
         if not is_users(module):
             yield _release(module)
         elif isinstance(obj, type):
@@ -188,7 +189,7 @@ def _digest_of(value: object, known: dict[int, tuple[int, object]]) -> bytes:
     return digest.digest()
 
 
-def _functions_within(obj: Any) -> tuple[object, ...]:
+def _functions_within(obj: object) -> tuple[object, ...]:
     """Return the functions that a descriptor or a wrapper of ``functools`` calls."""
     if isinstance(obj, property):
         return obj.fget, obj.fset, obj.fdel

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.images.packed import PackedStrings
-from lightning_fastdata.tree import held_by
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.tree import has_method, held_by
 
 _MOST_FILES: Final = 20_000
 """Whose size and time are looked at; of more, so many from all over the list."""
@@ -23,7 +24,14 @@ _DEPTH: Final = 4
 _FEW: Final = 16
 
 
-def named_files(dataset: Any) -> Iterator[tuple[str, os.stat_result]]:
+@runtime_checkable
+class _GivesBytes(Protocol):
+    """A source of records."""
+
+    def get_bytes(self, indices: Sequence[int]) -> object: ...
+
+
+def named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files that a dataset lists or names, with what the system says of them.
 
     A name may be a path, or a path in a folder that the dataset names, too, or the name of a file
@@ -47,12 +55,12 @@ def named_files(dataset: Any) -> Iterator[tuple[str, os.stat_result]]:
         yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))
 
 
-def _parts(dataset: Any) -> Iterator[Any]:
+def _parts(dataset: object) -> Iterator[object]:
     """Yield a dataset and those within it."""
-    waiting, seen = [dataset], set()
+    waiting, seen = [dataset], set[int]()
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or hasattr(one, "recognised_by"):
+        if id(one) in seen or has_method(one, "recognised_by"):
             continue
         seen.add(id(one))
         yield one
@@ -61,13 +69,13 @@ def _parts(dataset: Any) -> Iterator[Any]:
             waiting += [
                 each
                 for each in islice(several, _MOST_FILES)
-                if isinstance(each, torch.utils.data.Dataset) or hasattr(each, "get_bytes")
+                if isinstance(each, torch.utils.data.Dataset | _GivesBytes)
             ]
 
 
-def _listed(dataset: Any) -> tuple[str, ...] | None:
+def _listed(dataset: object) -> tuple[str, ...] | None:
     try:
-        length = len(dataset)
+        length = dataset_length(dataset) or 0
         return files_of(dataset, range(0, length, max(1, -(-length // _MOST_FILES))))
     except Exception:  # a dataset of another kind; what it holds still counts
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from lightning_fastdata.host.shared_flags import SharedFlags
 from lightning_fastdata.host.system_calls import write_atomically
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from lightning_fastdata.caches.sample_form import Form, Raw
@@ -67,8 +69,7 @@ class SampleFile:
         if self._sizes is not None:
             names = [f"column-{number}.bin" for number in range(len(self._sizes))]
         self.paths = [folder / name for name in names]
-        flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
-        self._files = [os.open(path, flags) for path in self.paths]
+        self._files = [os.open(path, os.O_RDWR) for path in self.paths]
         index: NDArray[Any] = np.memmap(folder / "index.bin", np.uint8, "r+")
         self._first: Raw = np.empty(0, np.uint8)
         """The first of the files, as far as it was mapped."""
@@ -295,7 +296,7 @@ def _leaves(form: Form) -> Iterator[Form]:
         yield from _leaves(part)
 
 
-def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     import torch
 
     try:
@@ -307,7 +308,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
 def _make(path: Path, size: int, *, filled: bool) -> None:
     with path.open("wb") as file:
         file.truncate(size)
-        if filled and size and hasattr(os, "posix_fallocate"):
+        if filled and size and sys.platform == "linux":
             # A memory map that finds no room would end the process.
             os.posix_fallocate(file.fileno(), 0, size)
 

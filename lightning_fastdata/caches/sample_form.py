@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,7 +45,7 @@ def taken_apart(sample: object) -> tuple[Form, list[Raw]]:
     return _form(sample, raws, ""), raws
 
 
-def put_together(form: Form, raws: list[Raw]) -> Any:
+def put_together(form: Form, raws: list[Raw]) -> Batch:
     """Return the sample of a form; tensors and arrays share the memory of ``raws``."""
     return _made(form, iter(raws).__next__)
 
@@ -177,19 +178,25 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
 _EMPTY: Final = np.empty(0, np.uint8)
 
 
+@runtime_checkable
+class _Picture(Protocol):
+    mode: str
+    size: tuple[int, int]
+
+
 def _picture_size(value: object) -> tuple[int, int] | None:
     """Return width and height of a PIL image that is nothing but its bytes; None otherwise."""
     if not type(value).__module__.startswith("PIL."):
         return None
-    mode, size = getattr(value, "mode", None), getattr(value, "size", None)
-    return size if mode in _PICTURE_BYTES and size is not None else None
+    picture = value if isinstance(value, _Picture) else None
+    return None if picture is None or picture.mode not in _PICTURE_BYTES else picture.size
 
 
 def _raw(array: NDArray[Any]) -> Raw:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _made(form: Form, take: Callable[[], Raw]) -> Any:
+def _made(form: Form, take: Callable[[], Raw]) -> Batch:
     kind = form["is"]
     if kind in ("tuple", "list"):
         parts = [_made(part, take) for part in form["of"]]

@@ -188,5 +188,5 @@ def is_ready(batches: Iterator[Batch]) -> bool | None:
 
     None: it is made in this process when it is asked for, or nothing is known about it.
     """
-    ready = getattr(batches, "ready", None)
+    ready = getattr(batches, "ready", None)  # which what stands for batches may hand on
     return bool(ready()) if callable(ready) else next_has_arrived(batches)

@@ -17,7 +17,7 @@ from lightning_fastdata.batches.bad_samples import (
     SampleGuard,
     described,
 )
-from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.batches.keyed import ReadsTogether, fetches_in_batches
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -25,9 +25,12 @@ from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
     from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
+_Asked = TypeVar("_Asked")
 _Fetched = TypeVar("_Fetched")
 _OTHERS = 8
 """So many samples are tried to see what samples look like."""
@@ -39,9 +42,9 @@ _COLLATION = -1
 class FetchPlan:
     """Everything an executor needs to know before the first epoch."""
 
-    dataset: Any
+    dataset: Dataset[Any]
     """A map-style dataset, or a stream."""
-    collate_fn: Callable[[Any], Any]
+    collate_fn: Callable[[Any], Batch]
     """Samples to batch; with ``batched=False`` one sample to what is delivered."""
     default_collation: bool = False
     """``collate_fn`` is torch's default, so that samples may be written in place instead."""
@@ -162,7 +165,7 @@ class Fetcher:
                 if self.stamps is not None:
                     self.stamps.begin()
 
-    def sample(self, index: Any, epoch: int) -> Any:
+    def sample(self, index: object, epoch: int) -> Batch:
         """Return ``dataset[index]``, drawn under its own key; ``SKIPPED`` if it is left out."""
         if self._skips and type(index) is Gone:
             return SKIPPED
@@ -175,7 +178,9 @@ class Fetcher:
         # No closure, which would cost each sample that is fine some nanoseconds.
         return self.rescued(failed, partial(self._watched, epoch=epoch), index, epoch)
 
-    def rescued(self, error: Exception, read: Callable[[Any], Any], index: Any, epoch: int) -> Any:
+    def rescued(
+        self, error: Exception, read: Callable[[Any], Batch], index: object, epoch: int
+    ) -> Batch:
         """Return what ``read`` gives where it has failed, as :meth:`SampleGuard.rescue` does it.
 
         To be called when the error is no longer being handled, so that others do not seem to come
@@ -184,7 +189,7 @@ class Fetcher:
         how: dict[str, Any] = {"dataset": self.dataset, "position": self.position}
         return self.plan.guard.rescue(error, read, index, epoch, faults=self.faults, **how)
 
-    def another(self, index: Any, epoch: int) -> Any:
+    def another(self, index: object, epoch: int) -> Batch:
         """Return another sample than one that was skipped; ``SKIPPED`` if there is none."""
         guard = self.plan.guard
         for attempt in range(1, 1 + min(_OTHERS, len(guard.candidates))):
@@ -192,7 +197,7 @@ class Fetcher:
                 return self._watched(guard.stand_in(index, epoch, attempt), epoch)
         return SKIPPED
 
-    def _watched(self, index: Any, epoch: int) -> Any:
+    def _watched(self, index: object, epoch: int) -> Batch:
         began_ns = time.monotonic_ns()
         sample = self._read(self._item, index, index, epoch)
         if self.stamps is not None:
@@ -204,7 +209,7 @@ class Fetcher:
                 raise _DrewError
         return sample
 
-    def _item(self, index: object) -> object:
+    def _item(self, index: object) -> Batch:
         return self.dataset[index]
 
     def _needs_nothing(self, epoch: int) -> bool:
@@ -213,7 +218,9 @@ class Fetcher:
             return False
         return self._own is None or (not self._own_draws and epoch == self._epoch)
 
-    def _read(self, read: Callable[[Any], Any], asked: Any, index: Any, epoch: int) -> Any:
+    def _read(
+        self, read: Callable[[_Asked], _Fetched], asked: _Asked, index: object, epoch: int
+    ) -> _Fetched:
         """Return ``read(asked)`` under the key of a sample.
 
         It is read once more if the dataset made generators while it was read first in an epoch.
@@ -236,7 +243,7 @@ class Fetcher:
             sample = self.sample(indices, epoch)
             return NO_SAMPLES if sample is SKIPPED else self.plan.collate_fn(sample)
         if fetches_in_batches(self.dataset):
-            samples = self._together(indices, epoch)
+            samples = self._together(self.dataset, indices, epoch)
         else:
             if self.reads_ahead:
                 read_ahead(self.dataset, [*indices, *self.coming])
@@ -255,9 +262,11 @@ class Fetcher:
             self.stamps.all_read()
         return self.collate(samples, indices, epoch)
 
-    def _together(self, indices: Any, epoch: int) -> Any:
+    def _together(
+        self, dataset: ReadsTogether, indices: Sequence[object], epoch: int
+    ) -> list[Batch]:
         """Return samples that the dataset reads in one call, or one by one if that fails."""
-        asked, read = indices, self.dataset.__getitems__
+        asked, read = indices, dataset.__getitems__
         if self._skips:
             asked = [index for index in indices if type(index) is not Gone]
         first = next(iter(asked), None)
@@ -270,18 +279,20 @@ class Fetcher:
             if self.stamps is not None:
                 self.stamps.read(first, began_ns, len(asked))
             return samples
-        samples = [self._alone(index, epoch) for self.position, index in enumerate(indices)]
+        samples = [
+            self._alone(dataset, index, epoch) for self.position, index in enumerate(indices)
+        ]
         if not self.faults:
             self.position = 0
             found = self.plan.guard.all_read_alone(failed, self.dataset, first, epoch)
             self.faults.append(found)
         return samples
 
-    def _alone(self, index: Any, epoch: int) -> Any:
+    def _alone(self, dataset: ReadsTogether, index: object, epoch: int) -> Batch:
         """Return a sample of a dataset that reads several in one call."""
 
-        def read(asked: Any) -> Any:
-            return self._read(self.dataset.__getitems__, [asked], asked, epoch)[0]
+        def read(asked: object) -> Batch:
+            return self._read(dataset.__getitems__, [asked], asked, epoch)[0]
 
         if type(index) is Gone:
             return SKIPPED
@@ -291,7 +302,7 @@ class Fetcher:
             failed = error
         return self.rescued(failed, read, index, epoch)
 
-    def collate(self, samples: Sequence[Any], indices: Any, epoch: int) -> Batch:
+    def collate(self, samples: Sequence[Batch], indices: Sequence[object], epoch: int) -> Batch:
         """Return the batch of samples."""
         if not self.plan.default_collation and len(indices):
             self._key(epoch, (_COLLATION, indices[0]))
@@ -327,7 +338,7 @@ class Fetcher:
     def drop(self) -> None:
         """Let go of what an epoch holds: nothing, where samples are read by index."""
 
-    def note(self, indices: Any) -> str | None:
+    def note(self, indices: object) -> str | None:
         """Return what to add to an error that the caller sees as it was raised."""
         if not self.plan.batched and not self.faults:
             return None

@@ -108,19 +108,19 @@ class GuardedDataset(KeyedDataset):
         object.__setattr__(self, "_log", log)
         object.__setattr__(self, "_task", _Task())
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Batch:
         if self._task.failure is not None:
             return SKIPPED  # the batch is an error already
         return self._read(super().__getitem__, self._left_out([index])[0])
 
-    def _fetch(self, indices: Sequence[int]) -> list[Any]:
+    def _fetch(self, indices: Sequence[int]) -> list[Batch]:
         kept, faults = self._left_out(indices), self._task.faults
         try:
             return super()._fetch([index for index in kept if type(index) is not Gone])
         except Exception as error:
             failed, begin = error, len(faults)
 
-        def read(index: int) -> Any:
+        def read(index: int) -> Batch:
             return super(GuardedDataset, self)._fetch([index])[0]
 
         # Which sample it was shows when each is read alone.
@@ -140,7 +140,7 @@ class GuardedDataset(KeyedDataset):
         task.faults.extend(faults)
         return kept
 
-    def _read(self, read: Callable[[Any], Any], index: Any) -> Any:
+    def _read(self, read: Callable[[Any], Batch], index: object) -> Batch:
         if type(index) is Gone:
             return SKIPPED
         try:
@@ -149,7 +149,7 @@ class GuardedDataset(KeyedDataset):
             failed = error
         return self._rescued(failed, read, index)
 
-    def _rescued(self, error: Exception, read: Callable[[Any], Any], index: Any) -> Any:
+    def _rescued(self, error: Exception, read: Callable[[Any], Batch], index: object) -> Batch:
         task, position = self._task, self._task.indices.index(index)
         how: dict[str, Any] = {"dataset": self, "position": position, "faults": task.faults}
         try:
@@ -163,14 +163,14 @@ class GuardedDataset(KeyedDataset):
 class ReadingOn(Dataset[Any]):
     """A dataset that is tried out: in the place of a bad sample another one is read."""
 
-    def __init__(self, dataset: Any, guard: SampleGuard) -> None:
+    def __init__(self, dataset: Dataset[Any], guard: SampleGuard) -> None:
         self.dataset = dataset
         self.guard = guard
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Batch:
         try:
             return self.dataset[index]
         except Exception as error:
@@ -189,7 +189,7 @@ class GuardedCollate:
         self.batched = batched
         self.task = dataset._task
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: Batch) -> Batch | Noted:
         """Return the batch, or a :class:`Noted` one if anything happened."""
         indices, faults, failure = self.task.taken()
         if failure is not None:
@@ -227,7 +227,7 @@ class OpenedNotes:
                 return batch.batch
         raise StopIteration
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "_batches":
             raise AttributeError(name)
         return getattr(self._batches, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +23,7 @@ MAX_PIXELS = 178_956_970
 """Pixels above which a file is refused by default: where Pillow refuses, 537 MB RGB."""
 
 _EXIF_ORIENTATION = 0x0112
-_NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0)
+_NO_WAIT: Final = 0 if sys.platform == "win32" else os.O_NONBLOCK
 """Opening a named pipe would wait for its other end."""
 _IN_MEMORY: Final = "in memory"
 _BYTES_BESIDE_PIXELS: Final = 64 << 20

@@ -74,7 +74,7 @@ class RegionDecoder:
         ):
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
-        self._of_thread = threading.local()
+        self._of_thread = _OfThread()
 
     def decode(self, data: bytes, box: Box, scale: Scale = 1) -> Pixels | None:
         """Return the pixels of a part, ``[height, width, 3]`` uint8 RGB; maybe a view.
@@ -114,10 +114,14 @@ class RegionDecoder:
         return out[:, left : left + box.width]
 
     def _handle(self) -> int:
-        found: _Handle | None = getattr(self._of_thread, "handle", None)
+        found: _Handle | None = self._of_thread.handle
         if found is None:
             found = self._of_thread.handle = _Handle(self._tj)
         return found.address
+
+
+class _OfThread(threading.local):
+    handle: _Handle | None = None
 
 
 class _Handle:

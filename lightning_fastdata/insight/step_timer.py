@@ -114,7 +114,7 @@ class StepTimer:
         """
         if stage not in STAGES:
             raise OptionsError(f"stage={stage!r} is none of {', '.join(STAGES)}.")
-        if not hasattr(loader, "__iter__"):
+        if not isinstance(loader, Iterable):
             raise OptionsError(
                 f"batches() got {loader!r} for a loader, which cannot be iterated; pass a "
                 "DataLoader or another iterable of batches."

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 
 from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.tree import held
 
 
 def fingerprint(dataset: object) -> str:
@@ -22,13 +23,13 @@ def fingerprint(dataset: object) -> str:
         if listed is not None:
             text.append(str(len(listed)))
             text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
-        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
+        dataset = held(dataset, "dataset")
     joined = "\n".join(text).encode(errors="surrogateescape")
     return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
 
 
 def _listed(dataset: object, name: str) -> Sequence[object] | None:
-    found = vars(dataset).get(name) if hasattr(dataset, "__dict__") else None
+    found = held(dataset, name)
     return found if isinstance(found, list | tuple) and found else None
 
 

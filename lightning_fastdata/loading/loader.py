@@ -28,7 +28,7 @@ from lightning_fastdata.loading.source import (
 from lightning_fastdata.loading.tuned import LoaderWorkers, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.samplers import RankSampler, set_epoch
+from lightning_fastdata.order.samplers import RankSampler, rows_in, sampler_in, set_epoch
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
@@ -200,7 +200,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
                 dataset=dataset,
                 name=type(dataset).__name__,
                 options=LoaderOptions(),
-                batch_size=getattr(batch_sampler, "batch_size", None) or batch_size,
+                batch_size=rows_in(batch_sampler) or batch_size,
                 pipelines=find_composes(dataset),
                 transformed=transform is not None,
                 collate_fn=collate_fn,
@@ -249,7 +249,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        inner_sampler = getattr(batch_sampler, "sampler", None)
+        inner_sampler = sampler_in(batch_sampler)
         if isinstance(inner_sampler, RankSampler):
             # torch puts a sequential one there; Lightning shares that out among the ranks again.
             vars(self)["sampler"] = inner_sampler

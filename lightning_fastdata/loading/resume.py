@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.loading.fingerprint import fingerprint
@@ -23,7 +23,7 @@ from lightning_fastdata.order.indices import (
     Start,
     Stateful,
 )
-from lightning_fastdata.order.samplers import epoch_order
+from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
 from lightning_fastdata.types import Batch, SetsEpoch
 
 
@@ -31,7 +31,7 @@ class _Loader(Protocol):
     """What of a FastDataLoader its state rests on."""
 
     @property
-    def dataset(self) -> Any:
+    def dataset(self) -> object:
         """Map-style or a stream."""
 
     @property
@@ -39,17 +39,12 @@ class _Loader(Protocol):
         """Samples per batch."""
 
     @property
-    def batch_sampler(self) -> Any:
+    def batch_sampler(self) -> object:
         """Torch's, or the user's own."""
 
     @property
     def seed(self) -> int:
         """Of the per-sample randomness."""
-
-
-@runtime_checkable
-class _SizesBatches(Protocol):
-    batch_size: int | None
 
 
 @runtime_checkable
@@ -66,8 +61,8 @@ def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
     """Return the state of a loader at the start of epoch 0. ``indices``: None of a stream."""
     sampler = None if indices is None else indices.sampler
     batch_size = loader.batch_size
-    if batch_size is None and isinstance(loader.batch_sampler, _SizesBatches):
-        batch_size = loader.batch_sampler.batch_size
+    if batch_size is None:
+        batch_size = rows_in(loader.batch_sampler)
     stream = isinstance(loader.dataset, IterableDataset)
     return LoaderState(
         epoch=0,
@@ -218,7 +213,7 @@ def _sampler_epoch(loader: Resumable) -> int | None:
 
     Lightning sets it after it has made the iterator of a resumed run.
     """
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+    for sampler in (loader.sampler, sampler_in(loader.batch_sampler)):
         if isinstance(sampler, SetsEpoch) and isinstance(sampler, HasEpoch):
             return sampler.epoch
     return None
@@ -243,7 +238,7 @@ def _read_again(batches: Iterator[Batch], count: int, name: str) -> Iterator[Bat
 class Resumable:
     """The part of a FastDataLoader that knows how far the training has come in its batches."""
 
-    dataset: Any
+    dataset: Dataset[Any]
     batch_size: int | None
     sampler: Any
     batch_sampler: Any

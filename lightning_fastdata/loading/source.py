@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.context import BaseContext
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -270,7 +271,7 @@ class WorkerStart:
         self.then = then
         self.files: tuple[OpenFile, ...] = ()
 
-    def about_to_start(self, context: Any) -> None:
+    def about_to_start(self, context: BaseContext | str | None) -> None:
         """Note what a forked process will share with this one: call it before each start."""
         self.files = files_being_read() if forks(context) else ()
 
@@ -278,7 +279,7 @@ class WorkerStart:
         """Prepare the worker process of this number."""
         open_anew(self.files)
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
-        if self.nice and hasattr(os, "nice"):
+        if self.nice and sys.platform != "win32":
             os.nice(self.nice)
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)

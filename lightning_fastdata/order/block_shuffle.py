@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation
+from lightning_fastdata.tree import has_method
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -204,7 +205,7 @@ def _stored(
             )
         return starts, positions, any(part[3] for part in parts)
     length = len(dataset)
-    if block is None and callable(getattr(type(dataset), "block_starts", None)):
+    if block is None and has_method(dataset, "block_starts"):
         said_starts = dataset.block_starts()
         if said_starts is not None:
             return _checked(dataset, np.asarray(said_starts), length), None, True

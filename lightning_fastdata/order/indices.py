@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, parts_of
-from lightning_fastdata.order.samplers import epoch_order, index_batches
+from lightning_fastdata.order.samplers import HasSampler, epoch_order, index_batches
 from lightning_fastdata.randomness.generators import kept_random_state
 
 Drawn: TypeAlias = dict[str, Any]
@@ -53,11 +53,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Go on from a state."""
-
-
-@runtime_checkable
-class _HasSampler(Protocol):
-    sampler: Any
 
 
 @runtime_checkable
@@ -112,7 +107,7 @@ class EpochIndices:
     @property
     def sampler(self) -> object:
         """What decides the order."""
-        return self.source.sampler if isinstance(self.source, _HasSampler) else self.source
+        return self.source.sampler if isinstance(self.source, HasSampler) else self.source
 
     def order(self, epoch: int) -> EpochOrder | None:
         """Return the plan of an epoch that is not begun yet, if it is sure beforehand."""
@@ -216,7 +211,7 @@ class _Began:
 
     def __init__(self, source: object, again: Drawn | None = None) -> None:
         self._again = again
-        sampler = source.sampler if isinstance(source, _HasSampler) else source
+        sampler = source.sampler if isinstance(source, HasSampler) else source
         self._sampler = sampler
         self._torch = torch.get_rng_state()
         generator = sampler.generator if isinstance(sampler, _HasGenerator) else None
@@ -252,7 +247,7 @@ def _restore(sampler: object, drawn: Drawn) -> None:
 
 def _drawing_again(source: Iterable[Any], drawn: Drawn) -> Iterable[Any]:
     """Return what yields the indices of a sampler that draws from what it drew from before."""
-    sampler: Any = source.sampler if isinstance(source, _HasSampler) else source
+    sampler: Any = source.sampler if isinstance(source, HasSampler) else source
     _restore(sampler, drawn)
     if "draw" not in drawn or type(sampler) is not RandomSampler:
         return source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,28 @@ if TYPE_CHECKING:
 
 
 _TO_INTEGERS: Final = 2**14
+
+
+@runtime_checkable
+class HasSampler(Protocol):
+    """A batch sampler that groups the indices of another sampler."""
+
+    sampler: object
+
+
+@runtime_checkable
+class _SizesBatches(Protocol):
+    batch_size: int | None
+
+
+def sampler_in(batch_sampler: object) -> object:
+    """Return the sampler whose indices a batch sampler groups; None: it has none."""
+    return batch_sampler.sampler if isinstance(batch_sampler, HasSampler) else None
+
+
+def rows_in(batch_sampler: object) -> int | None:
+    """Return how many samples a batch sampler says that its batches have; None: it does not."""
+    return batch_sampler.batch_size if isinstance(batch_sampler, _SizesBatches) else None
 
 
 class ShuffleSampler(RandomSampler):
@@ -197,7 +219,7 @@ class RankBatchSampler(BatchSampler):
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
     """Set the epoch of a loader's sampler, and of that of its batch sampler, if they have one."""
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+    for sampler in (loader.sampler, sampler_in(loader.batch_sampler)):
         if isinstance(sampler, SetsEpoch):
             sampler.set_epoch(epoch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.augment import Normalized
+    from lightning_fastdata.augment import BatchImages
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.caches.folders import CacheFolder
     from lightning_fastdata.loading.loader import FastDataLoader
@@ -19,14 +18,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.plugin.guard.prediction import GuardPolicy
     from lightning_fastdata.types import Shuffle, Stage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageForm:
-    """What is known of the images of a batch."""
-
-    image: int | str | None = None  # their key or index; None: to be found
-    normalized: Normalized | None = None  # how they were normalised; None: not known
 
 
 @runtime_checkable
@@ -50,16 +41,16 @@ class DataModule(Protocol):
     def trainer(self) -> Trainer | None:
         """The trainer that uses it; None before the first run."""
 
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> object:
         """Return what it is trained on."""
 
-    def val_dataset(self) -> Any:
+    def val_dataset(self) -> object:
         """Return what it is validated on; None: nothing."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> object:
         """Return the loaders of training."""
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> object:
         """Return the loaders of validation."""
 
     def make_loader(
@@ -84,7 +75,7 @@ class DataModule(Protocol):
     def run_record(self) -> RunRecord | None:
         """Return what decides the training batches of its run; None: they cannot be found again."""
 
-    def image_form(self, stage: Stage) -> ImageForm:
+    def image_form(self, stage: Stage) -> BatchImages:
         """Return what is known of the images that the steps of a stage get."""
 
     def device_streams(self, device: torch.device) -> DeviceStreams | None:

@@ -327,7 +327,7 @@ def seed_generator(generator: _Generator, number: int) -> None:
         generator.seed(number)
 
 
-def state_of(generator: _Generator) -> Any:
+def state_of(generator: _Generator) -> object:
     """Return the present state of a generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state

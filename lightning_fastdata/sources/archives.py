@@ -22,7 +22,7 @@ _TFRECORD_BESIDE: Final = 16
 """Bytes of a record besides its data: its length, and two checksums."""
 
 
-class Slices(OpenedInEachProcess):
+class Slices(OpenedInEachProcess[list[int]]):
     """Records that are slices of files, found by file, offset and length."""
 
     parallel_reads = 1
@@ -35,9 +35,9 @@ class Slices(OpenedInEachProcess):
     def __len__(self) -> int:
         return len(self._slices)
 
-    def open(self) -> Any:
+    def open(self) -> list[int]:
         """Return the descriptors of the files, which are closed with the process."""
-        return [os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) for path in self.paths]
+        return [os.open(path, os.O_RDONLY) for path in self.paths]
 
     def slice(self, index: int) -> bytes:
         """Return the bytes of one slice.

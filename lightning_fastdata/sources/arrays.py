@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -15,13 +15,17 @@ from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, imported
 
 if TYPE_CHECKING:
+    import h5py
+    import zarr
     from numpy.typing import NDArray
+
+    _Opened: TypeAlias = tuple[dict[str, zarr.Array], OrderedDict[tuple[str, int], NDArray[Any]]]
 
 _CHUNKS_KEPT: Final = 8
 _MOST_FILES: Final = 20_000
 
 
-class Hdf5Source(OpenedInEachProcess):
+class Hdf5Source(OpenedInEachProcess["h5py.File"]):
     """Rows of datasets in an HDF5 file, by h5py: dicts of arrays by name.
 
     Args:
@@ -60,7 +64,7 @@ class Hdf5Source(OpenedInEachProcess):
         """Return the first row of each chunk; None: they hold one, or there are none."""
         return _blocks(self._length, self._rows_together)
 
-    def open(self) -> Any:
+    def open(self) -> h5py.File:
         """Return the file of this process."""
         h5py = imported("h5py", "Hdf5Source")
         try:
@@ -97,7 +101,7 @@ def _runs(order: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-class ZarrSource(OpenedInEachProcess):
+class ZarrSource(OpenedInEachProcess["_Opened"]):
     """Rows of the arrays in a Zarr group, by zarr 3: dicts of arrays by name.
 
     Arrays are stored in chunks of so many rows, each of which is read whole. The last eight are
@@ -119,7 +123,7 @@ class ZarrSource(OpenedInEachProcess):
         self,
         path: str | os.PathLike[str],
         names: Sequence[str] | None = None,
-        **storage_options: Any,
+        **storage_options: object,
     ) -> None:
         self.path = os.fspath(path)
         self.storage_options = storage_options
@@ -145,7 +149,7 @@ class ZarrSource(OpenedInEachProcess):
         """Return the first row of each chunk; None: a chunk holds one."""
         return _blocks(self._length, self._rows_together)
 
-    def open(self) -> Any:
+    def open(self) -> _Opened:
         """Return the arrays of this process, and the chunks that were read last."""
         group = self._group()
         return {name: group[name] for name in self.names}, OrderedDict()
@@ -167,7 +171,7 @@ class ZarrSource(OpenedInEachProcess):
                 files.append((os.fspath(path), status.st_size, status.st_mtime_ns))
         return self.path, self.names, files
 
-    def _group(self) -> Any:
+    def _group(self) -> zarr.Group:
         zarr = imported("zarr", "ZarrSource")
         if not hasattr(zarr, "AsyncGroup"):
             raise OptionsError(f"ZarrSource needs zarr 3; there is {zarr.__version__}.")

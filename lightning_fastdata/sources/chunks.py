@@ -14,6 +14,7 @@ import numpy as np
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.sources.archives import Slices
 from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, imported
+from lightning_fastdata.types import Batch, MapDataset
 
 _SIZE: Final = struct.Struct("<I")
 _KINDS: Final = {"uint": "u", "int": "i", "float": "f"}
@@ -96,7 +97,7 @@ class MdsSource(Slices):
         return sample
 
 
-class LitDataSource(OpenedInEachProcess):
+class LitDataSource(OpenedInEachProcess[MapDataset]):
     """The samples of a dataset that litdata optimized, as its ``StreamingDataset`` returns them.
 
     In any order, by number; ``StreamingDataset`` itself goes on as a stream. In a dict, tuple or
@@ -113,7 +114,7 @@ class LitDataSource(OpenedInEachProcess):
 
     parallel_reads = 1
 
-    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str], **options: object) -> None:
         self.path = os.fspath(path)
         self.index = os.fspath(Path(path) / "index.json")  # by its time a cache knows the samples
         self.options = options
@@ -122,13 +123,15 @@ class LitDataSource(OpenedInEachProcess):
     def __len__(self) -> int:
         return self._length
 
-    def open(self) -> Any:
+    def open(self) -> MapDataset:
         """Return the dataset of this process."""
         litdata = imported("litdata", "LitDataSource")
         if not Path(self.index).is_file():
             raise DatasetError(f"{self.path} has no index.json; give a folder that litdata wrote.")
         try:
-            return litdata.StreamingDataset(self.path, shuffle=False, **self.options)
+            dataset: MapDataset
+            dataset = litdata.StreamingDataset(self.path, shuffle=False, **self.options)
+            return dataset
         except Exception as error:
             raise DatasetError(f"{self.path} cannot be read as LitData: {error}.") from error
 
@@ -142,7 +145,7 @@ class LitDataSource(OpenedInEachProcess):
         return f"{self.path}:sample {index}"
 
 
-def _owned(value: Any) -> Any:
+def _owned(value: Batch) -> Batch:
     """Return a sample without views of a file that may be let go."""
     if isinstance(value, memoryview):
         return bytes(value)
@@ -174,7 +177,7 @@ def _mds_slices(number: int, path: str, samples: int) -> list[tuple[int, int, in
     return [(number, begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _mds_value(encoding: str, raw: bytes) -> Any:
+def _mds_value(encoding: str, raw: bytes) -> object:
     """Return a value as it was written, where that takes no library and runs no code."""
     kind, _, about = encoding.partition(":")
     if kind == "int":

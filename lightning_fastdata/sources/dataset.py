@@ -9,12 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, printable
 from lightning_fastdata.sources.source import Raw, Source
+from lightning_fastdata.types import Batch, StoredInBlocks
 
 _KNOWN: Final = 64
 """Latest reads whose time is remembered."""
@@ -60,7 +61,7 @@ class SourceDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         """Return a sample.
 
         Raises:
@@ -81,8 +82,7 @@ class SourceDataset(Dataset[Any]):
 
     def block_starts(self) -> Sequence[int] | None:
         """Return the first sample of each block that the source stores; None: it does not say."""
-        starts = getattr(self.source, "block_starts", None)
-        return None if starts is None else starts()
+        return self.source.block_starts() if isinstance(self.source, StoredInBlocks) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reads": None}
@@ -94,6 +94,20 @@ class SourceDataset(Dataset[Any]):
         return reads
 
 
+@runtime_checkable
+class _ReadsAhead(Protocol):
+    """A source that begins to read records by itself."""
+
+    def will_read(self, indices: Sequence[int]) -> object: ...
+
+
+class _Begun(threading.local):
+    """What a thread has begun to read, by number: the read, or its record."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, Any] = {}
+
+
 class _Reads:
     """The reads of one process."""
 
@@ -101,7 +115,7 @@ class _Reads:
         self.process = os.getpid()
         self._source = source
         self._timeout_s = timeout_s
-        self._mine = threading.local()
+        self._mine = _Begun()
         self._times_s: deque[float] = deque(maxlen=_KNOWN)
         self._asked = self._repeated = 0
         parallel = source.parallel_reads
@@ -111,7 +125,7 @@ class _Reads:
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Begin to read; what was begun before and is not wanted any more is let go."""
-        begun: dict[int, Any] = getattr(self._mine, "begun", {})
+        begun = self._mine.begun
         numbers = list(dict.fromkeys(numbers))
         for left in begun.keys() - set(numbers):
             read = begun.pop(left)
@@ -120,7 +134,7 @@ class _Reads:
         missing = [number for number in numbers if number not in begun]
         if self._threads is not None:
             begun |= {number: self._submit(number) for number in missing}
-        elif hasattr(self._source, "will_read"):
+        elif isinstance(self._source, _ReadsAhead):
             self._source.will_read(missing)
         elif len(missing) > 1:
             begun |= self._together(missing)
@@ -128,7 +142,7 @@ class _Reads:
 
     def take(self, number: int) -> Raw:
         """Return a record, which may have been begun."""
-        begun: dict[int, Any] = getattr(self._mine, "begun", {})
+        begun = self._mine.begun
         found = begun.pop(number, None)
         try:
             if isinstance(found, Future):

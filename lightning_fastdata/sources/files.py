@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterable, Sequence
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch.utils.data import Subset
 
 from lightning_fastdata.images.folder import FastImageFolder, files_of
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.sources.source import Raw, reads_ahead
+from lightning_fastdata.tree import has_method
 
 _LOOKED_AT, _ONE_OF = 4, 8
 """By so many files, one of eight at most, it is known whether the others are in memory."""
@@ -26,7 +27,7 @@ _MOST_BYTES: Final = 4 << 20
 """Of one file: a video is not to be read for its first frames."""
 _QUICK_S: Final = 2e-4
 """To open a file that was just open; a network file system asks its server again."""
-ADVISABLE: Final = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")
+ADVISABLE: Final = {"posix_fadvise", "RWF_NOWAIT"} <= vars(os).keys()
 
 
 class ColdFiles:
@@ -63,14 +64,14 @@ class ColdFiles:
 class ListedFiles:
     """The files of a dataset that lists them as torchvision's folders do, read ahead."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset = dataset
         self._cold = ColdFiles()
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
         kept = isinstance(inner, FastImageFolder) and inner.pictures is not None
-        listed = hasattr(type(inner), "__getitem__") and not reads_ahead(dataset)
+        listed = has_method(inner, "__getitem__") and not reads_ahead(dataset)
         self._able = ADVISABLE and listed and not kept
 
     def begin(self, indices: object) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from lightning_fastdata.errors import DatasetError, OptionsError, require
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.sources.source import OpenedInEachProcess, Raw
 
+if TYPE_CHECKING:
+    import fsspec
+    from obstore.store import ObjectStore
+
 _PARALLEL: Final = 64
 
 
-class ObjectSource(OpenedInEachProcess):
+class ObjectSource(OpenedInEachProcess["ObjectStore"]):
     """An object a record, read by obstore, which also has retries, time-outs and credentials.
 
     Its clients do not survive a fork, so each process opens its own, and one that was forked from a
@@ -64,7 +68,7 @@ class ObjectSource(OpenedInEachProcess):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def open(self) -> Any:
+    def open(self) -> ObjectStore:
         """Return a client of this process."""
         from obstore.store import from_url
 
@@ -103,7 +107,7 @@ def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
     return keys, digest.hexdigest()
 
 
-class FsspecSource(OpenedInEachProcess):
+class FsspecSource(OpenedInEachProcess["fsspec.AbstractFileSystem"]):
     """A file a record, of any file system that fsspec knows.
 
     Args:
@@ -116,10 +120,10 @@ class FsspecSource(OpenedInEachProcess):
     """
 
     def __init__(
-        self, urls: Iterable[str], *, parallel_reads: int = _PARALLEL, **storage_options: Any
+        self, urls: Iterable[str], *, parallel_reads: int = _PARALLEL, **storage_options: object
     ) -> None:
         try:
-            import fsspec  # type: ignore[import-untyped]  # noqa: F401
+            import fsspec  # noqa: F401
         except ImportError as error:
             raise OptionsError("FsspecSource needs fsspec: pip install fsspec.") from error
         self.urls = PackedStrings(urls)
@@ -131,7 +135,7 @@ class FsspecSource(OpenedInEachProcess):
     def __len__(self) -> int:
         return len(self.urls)
 
-    def open(self) -> Any:
+    def open(self) -> fsspec.AbstractFileSystem:
         """Return the file system, with connections of this process."""
         import fsspec
 

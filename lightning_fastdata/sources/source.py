@@ -7,14 +7,28 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from operator import index as as_index
-from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar, cast
+from types import ModuleType
+from typing import (
+    Any,
+    Generic,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.tree import has_method
 
 T = TypeVar("T")
+Handle = TypeVar("Handle")
+"""What a process has open."""
 
 Raw: TypeAlias = "bytes | memoryview | Mapping[str, Any]"
 """A record as it is stored; of a record with several parts or columns, these by name."""
@@ -49,6 +63,20 @@ class Source(Protocol):
         """Return what errors call a record: a file, an object, a place in an archive."""
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A dataset that can begin to read samples before they are asked for."""
+
+    def read_ahead(self, indices: Sequence[int]) -> object:
+        """Begin to read samples, and return at once."""
+
+
+@runtime_checkable
+class _MayReadAhead(Protocol):
+    can_read_ahead: bool
+    """Whether what it stands for reads ahead."""
+
+
 def as_list(paths: Paths) -> list[str]:
     """Return paths as texts.
 
@@ -70,12 +98,13 @@ def reads_ahead(dataset: object) -> bool:
         dataset = dataset.dataset
     if type(dataset) is ConcatDataset:
         return any(reads_ahead(part) for part in dataset.datasets)
-    able = callable(getattr(type(dataset), "read_ahead", None))
+    if not has_method(dataset, "read_ahead"):
+        return False
     # What stands for another dataset says whether that one can.
-    return able and bool(getattr(dataset, "can_read_ahead", True))
+    return not isinstance(dataset, _MayReadAhead) or dataset.can_read_ahead
 
 
-def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:
+def read_ahead(dataset: object, indices: Sequence[object]) -> None:
     """Have a dataset begin to read samples; those with other keys than numbers are left out."""
     numbers = [as_index(index) for index in indices if isinstance(index, SupportsIndex)]
     while type(dataset) is Subset:
@@ -86,38 +115,39 @@ def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:
         starts = [0, *dataset.cumulative_sizes]
         for part, start, end in zip(dataset.datasets, starts, starts[1:], strict=False):
             read_ahead(part, [number - start for number in numbers if start <= number < end])
-    elif numbers and reads_ahead(dataset):
+    elif numbers and reads_ahead(dataset) and isinstance(dataset, ReadsAhead):
         dataset.read_ahead(numbers)
 
 
-_opened: weakref.WeakKeyDictionary[OpenedInEachProcess, tuple[int, Any]]
+_opened: weakref.WeakKeyDictionary[OpenedInEachProcess[Any], tuple[int, Any]]
 _opened = weakref.WeakKeyDictionary()
 """What each has open, with the process that opened it: not among the attributes of a dataset, where
 it would count as something that forked workers share."""
 
 
-_openers: dict[type[OpenedInEachProcess], set[int]] = {}
+_openers: dict[type[OpenedInEachProcess[Any]], set[int]] = {}
 """Processes in which a library that does not survive forks was used: this one, its ancestors."""
 
 
-class OpenedInEachProcess:
+class OpenedInEachProcess(Generic[Handle]):
     """Keeps what was opened, and opens it anew in a process that was forked or sent a copy."""
 
     survives_forks = True
     """Whether the library works in a process that was forked from one that has used it."""
 
-    def open(self) -> Any:
+    def open(self) -> Handle:
         """Open what is read; called once in each process."""
         raise NotImplementedError
 
-    def opened(self) -> Any:
+    def opened(self) -> Handle:
         """Return what is open in this process."""
-        process, handle = _opened.get(self, (0, None))
+        process, kept = _opened.get(self, (0, None))
         if process != os.getpid():
             if not self.survives_forks:
                 self._refuse_after_fork()
-            handle = self.open()
-            _opened[self] = os.getpid(), handle
+            kept = self.open()
+            _opened[self] = os.getpid(), kept
+        handle: Handle = kept
         return handle
 
     def _refuse_after_fork(self) -> None:
@@ -166,11 +196,11 @@ def _answer(question: Callable[[], object]) -> tuple[object, str | None]:
         return None, f"{type(error).__name__}: {said}"
 
 
-def _send_answer(question: Callable[[], object], pipe: Any) -> None:
+def _send_answer(question: Callable[[], object], pipe: Connection) -> None:
     pipe.send(_answer(question))
 
 
-def imported(name: str, asked: str) -> Any:
+def imported(name: str, asked: str) -> ModuleType:
     """Return a module.
 
     Raises:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -20,14 +20,21 @@ from lightning_fastdata.sources.source import (
     imported,
 )
 
+if TYPE_CHECKING:
+    import lance
+    import lmdb
+    import pyarrow
+
+_File = TypeVar("_File")
+"""What groups of a file are read from."""
 _GROUPS_KEPT: Final = 8
 _ARROW_FILE: Final = b"ARROW1"
 """With which a file begins that is no stream."""
-_environments: dict[str, tuple[int, Any]] = {}
+_environments: dict[str, tuple[int, lmdb.Environment | None]] = {}
 """Of LMDB, by path, with the process that opened it."""
 
 
-class LmdbSource(OpenedInEachProcess):
+class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
     """The values of an LMDB database, by lmdb.
 
     Args:
@@ -51,29 +58,30 @@ class LmdbSource(OpenedInEachProcess):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def open(self) -> Any:
+    def open(self) -> lmdb.Environment:
         """Return the environment of this process, read-only and without locks.
 
         lmdb opens a database once in a process, so sources of one path share it.
         """
-        lmdb = imported("lmdb", "LmdbSource")
+        library = imported("lmdb", "LmdbSource")
         process, environment = _environments.get(self.path, (0, None))
-        if process == os.getpid():
+        if process == os.getpid() and environment is not None:
             return environment
         if environment is not None:
             environment.close()  # of the process that this one was forked from
         try:
-            environment = lmdb.open(
+            environment = library.open(
                 self.path,
                 readonly=True,
                 lock=False,
                 readahead=False,
                 subdir=Path(self.path).is_dir(),
             )
-        except lmdb.Error as error:
+        except library.Error as error:
             raise DatasetError(f"{self.path} cannot be read as LMDB: {error}.") from error
-        _environments[self.path] = os.getpid(), environment
-        return environment
+        opened: lmdb.Environment = environment
+        _environments[self.path] = os.getpid(), opened
+        return opened
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return values.
@@ -83,17 +91,21 @@ class LmdbSource(OpenedInEachProcess):
         """
         with self.opened().begin() as transaction:
             found = [transaction.get(self.keys[index]) for index in indices]
-        for index, value in zip(indices, found, strict=True):
-            if value is None:
-                raise DatasetError(f"{self.name_of(index)} is not there.")
-        return found
+        return [self._there(index, value) for index, value in zip(indices, found, strict=True)]
+
+    def _there(self, index: int, value: bytes | None) -> Raw:
+        if value is None:
+            raise DatasetError(f"{self.name_of(index)} is not there.")
+        return value
 
     def name_of(self, index: int) -> str:
         """Return the database and the key."""
         return f"{self.path}:{self.keys[index]!r}"
 
 
-class _GroupedRows(OpenedInEachProcess):
+class _GroupedRows(
+    OpenedInEachProcess["tuple[list[_File], OrderedDict[int, pyarrow.Table]]"], Generic[_File]
+):
     """Rows of files that store them in groups, each of which is read whole.
 
     Args:
@@ -130,7 +142,7 @@ class _GroupedRows(OpenedInEachProcess):
         starts: list[int] = (self._ends - counts)[counts > 0].tolist()
         return starts
 
-    def open(self) -> Any:
+    def open(self) -> tuple[list[_File], OrderedDict[int, pyarrow.Table]]:
         """Return the files of this process, and the groups that were read last."""
         return [self._file(path) for path in self.paths], OrderedDict()
 
@@ -152,7 +164,7 @@ class _GroupedRows(OpenedInEachProcess):
         first = int(self._groups[self._groups[:, 0] < file, 2].sum())
         return f"{self.paths[file]}:row {index - first}"
 
-    def _group(self, group: int) -> Any:
+    def _group(self, group: int) -> pyarrow.Table:
         files, kept = self.opened()
         if group not in kept:
             file, number, _ = self._groups[group].tolist()
@@ -167,16 +179,16 @@ class _GroupedRows(OpenedInEachProcess):
         """Return the rows of each group of a file."""
         raise NotImplementedError
 
-    def _file(self, path: str) -> Any:
+    def _file(self, path: str) -> _File:
         """Return what groups of a file are read from."""
         raise NotImplementedError
 
-    def _read(self, file: Any, group: int) -> Any:
+    def _read(self, file: _File, group: int) -> pyarrow.Table:
         """Return a group, with the columns that are wanted."""
         raise NotImplementedError
 
 
-class ParquetSource(_GroupedRows):
+class ParquetSource(_GroupedRows["pyarrow.parquet.ParquetFile"]):
     """The rows of Parquet files, by pyarrow: dicts of values by column.
 
     Rows are stored in groups, each of which is read whole, so a shuffled order reads a group for
@@ -196,14 +208,14 @@ class ParquetSource(_GroupedRows):
         about = imported("pyarrow.parquet", "ParquetSource").read_metadata(path)
         return [about.row_group(group).num_rows for group in range(about.num_row_groups)]
 
-    def _file(self, path: str) -> Any:
+    def _file(self, path: str) -> pyarrow.parquet.ParquetFile:
         return imported("pyarrow.parquet", "ParquetSource").ParquetFile(path)
 
-    def _read(self, file: Any, group: int) -> Any:
+    def _read(self, file: pyarrow.parquet.ParquetFile, group: int) -> pyarrow.Table:
         return file.read_row_group(group, columns=self.columns)
 
 
-class ArrowSource(_GroupedRows):
+class ArrowSource(_GroupedRows["Sequence[pyarrow.RecordBatch]"]):
     """The rows of Arrow files (Feather), by pyarrow: dicts of values by column.
 
     Files are mapped, so that a row is read without its record batch, unless they are compressed:
@@ -222,7 +234,7 @@ class ArrowSource(_GroupedRows):
     def _counts(self, path: str) -> list[int]:
         return [batch.num_rows for batch in self._file(path)]
 
-    def _file(self, path: str) -> Any:
+    def _file(self, path: str) -> Sequence[pyarrow.RecordBatch]:
         arrow = imported("pyarrow", "ArrowSource")
         with Path(path).open("rb") as file:
             streamed = file.read(len(_ARROW_FILE)) != _ARROW_FILE
@@ -230,26 +242,26 @@ class ArrowSource(_GroupedRows):
         opened = (ipc.open_stream if streamed else ipc.open_file)(arrow.memory_map(path))
         return list(opened) if streamed else _RecordBatches(opened)
 
-    def _read(self, file: Any, group: int) -> Any:
+    def _read(self, file: Sequence[pyarrow.RecordBatch], group: int) -> pyarrow.RecordBatch:
         return file[group] if self.columns is None else file[group].select(self.columns)
 
 
 class _RecordBatches(Sequence[Any]):
     """The record batches of a file, read as they are asked for."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: pyarrow.ipc.RecordBatchFileReader) -> None:
         self._file = file
 
     def __len__(self) -> int:
         return int(self._file.num_record_batches)
 
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, number: Any) -> pyarrow.RecordBatch:
         if number >= len(self):
             raise IndexError(number)
         return self._file.get_batch(number)
 
 
-class LanceSource(OpenedInEachProcess):
+class LanceSource(OpenedInEachProcess["lance.LanceDataset"]):
     """The rows of a Lance dataset, by pylance: dicts of values by column.
 
     Its threads do not survive a fork, so it is opened in workers alone; see :class:`ObjectSource`.
@@ -271,7 +283,7 @@ class LanceSource(OpenedInEachProcess):
         self,
         uri: str | os.PathLike[str],
         columns: Sequence[str] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         if find_spec("lance") is None:
             raise OptionsError("LanceSource needs pylance: pip install pylance.")
@@ -288,7 +300,7 @@ class LanceSource(OpenedInEachProcess):
     def __len__(self) -> int:
         return self._length
 
-    def open(self) -> Any:
+    def open(self) -> lance.LanceDataset:
         """Return the dataset of this process."""
         return imported("lance", "LanceSource").dataset(self.uri, **self.options)
 

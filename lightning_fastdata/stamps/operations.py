@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
+from lightning_fastdata.tree import name_of
 
 EVERY: Final = 32
 """One of so many tasks is timed."""
@@ -138,8 +139,7 @@ def _itself(operation: object) -> object:
 def _name_of(operation: object) -> str:
     while isinstance(operation, functools.partial):
         operation = operation.func
-    name = getattr(operation, "__name__", None)
-    return name if isinstance(name, str) else type(operation).__name__
+    return name_of(operation)
 
 
 def _compositions_of(dataset: object) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from augment.trainers import quiet_trainer
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording, place_pipelines
+from lightning_fastdata.augment.dataset_recording import DatasetRecording, place_pipelines
 from lightning_fastdata.augment.record.deferred import DeferredTensor
 from lightning_fastdata.augment.registry import register
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -492,7 +492,7 @@ def test_forms_of_the_user_s_own_classes_run_on_the_device_too():
     remove = register(Steps, table=True)
     try:
         trial = try_recording(Photos(compose), seed=0, collate_fn=None)
-        assert (unknown, trial.places[0].plan.placements[1].where) == ("worker", "device")
+        assert (unknown, trial.pipelines.places[0].plan.placements[1].where) == ("worker", "device")
         for workers, context in ((0, None), (2, "spawn")):
             staged = batches(
                 Photos(compose),

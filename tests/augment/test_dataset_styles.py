@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+from lightning_fastdata.augment.dataset_recording import DatasetRecording
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts.pipeline_trial import try_recording
 from lightning_fastdata.plugin.placing.stage_transforms import finish

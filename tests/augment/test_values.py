@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.parity import examples, make_example
 from lightning_fastdata import BatchTransform
-from lightning_fastdata.augment.dataset_pipelines import DatasetRecording
+from lightning_fastdata.augment.dataset_recording import DatasetRecording
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.values import (

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.plugin.watch.plain_loaders import PlainLoaders
+from lightning_fastdata.plugin.watch.added import PlainLoaders
 
 SCRIPT = """
 import argparse, hashlib, sys

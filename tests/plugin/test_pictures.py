@@ -28,12 +28,11 @@ from torchvision.transforms import v2
 import lightning_fastdata.pytorch_lightning as twin
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.augment.show.grid import Normalized, find_normalized
+from lightning_fastdata.augment.show.grid import BatchImages, Normalized, find_normalized
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.plugin.loggers.pictures import (
     TAG,
     BatchPictures,
-    ImageForm,
     PictureSettings,
 )
 
@@ -394,7 +393,7 @@ class Wandb:
 
 def test_loggers_with_captions_get_the_caption_beside_the_picture():
     logger = Wandb()
-    pictures = BatchPictures(PictureSettings.checked(2, None), ImageForm())
+    pictures = BatchPictures(PictureSettings.checked(2, None), BatchImages())
     batch = torch.zeros(5, 3, 8, 8, dtype=torch.uint8)
     pictures.batch_began([logger], batch, epoch=3, step=7)
     pictures.batch_began([logger], batch, epoch=4, step=8)

@@ -26,12 +26,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.augment.stage_transform import (
-    PlaceSwitch,
-    SwitchedTransform,
-    leaves_to_device,
-    redrawn_on_device,
-)
+from lightning_fastdata.augment.stage_transform import PlaceSwitch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
@@ -472,7 +467,7 @@ def test_a_switch_says_for_each_epoch_what_holds_in_it():
 def test_a_copy_of_the_worker_part_does_what_the_original_does(travel):
     switch = PlaceSwitch("device")
     switch.change("workers", from_epoch=2)
-    part = SwitchedTransform(as_batch_transform(pipeline()), switch).in_worker(on_device=True)
+    part = switch.on(as_batch_transform(pipeline())).in_worker(on_device=True)
     twin = travel(part)
     for epoch in (1, 2):
         samples, drawn = zip(
@@ -484,13 +479,13 @@ def test_a_copy_of_the_worker_part_does_what_the_original_does(travel):
 
 
 def test_what_a_device_cannot_do_or_draws_anew_is_known():
-    assert not leaves_to_device(as_batch_transform(A.Compose([A.ImageCompression(p=1)])))
+    assert not as_batch_transform(A.Compose([A.ImageCompression(p=1)])).defers
     noise = as_batch_transform(A.Compose([A.Resize(8, 8), A.GaussNoise(p=1), ToTensorV2()]))
-    assert leaves_to_device(noise)
-    assert redrawn_on_device(noise) == ("GaussNoise",)
-    assert redrawn_on_device(mixed(A.Compose([A.GaussNoise(p=1)]), CutMix())) == ("GaussNoise",)
-    assert redrawn_on_device(mixed(CutMix())) == ()
-    assert redrawn_on_device(as_batch_transform(pipeline())) == ()
+    assert noise.defers
+    assert noise.redrawn() == ("GaussNoise",)
+    assert mixed(A.Compose([A.GaussNoise(p=1)]), CutMix()).redrawn() == ("GaussNoise",)
+    assert mixed(CutMix()).redrawn() == ()
+    assert as_batch_transform(pipeline()).redrawn() == ()
 
 
 # -- what is measured --------------------------------------------------------------------------
@@ -526,11 +521,14 @@ class CostlyPipeline:
     """An Albumentations pipeline whose two parts take 20 and 3 ms, and 0.5 ms on a device."""
 
     starts_in_worker = True
+    repeats = 1
+    switch = None
     name = "costly"
 
     def __init__(self, wall, cpu, device):
         self.inner = as_batch_transform(pipeline())
-        self.plan = self.inner.plan
+        self.defers, self.redrawn = self.inner.defers, self.inner.redrawn
+        self.for_samples, self.kernels = self.inner.for_samples, self.inner.kernels
         self.wall, self.cpu, self.device = wall, cpu, device
 
     def check_sample(self, sample):
@@ -541,7 +539,8 @@ class CostlyPipeline:
 
         class Part:
             needs_batches = False
-            collate, finish = part.collate, part.finish
+            repeats = 1
+            collate, finish, words = part.collate, part.finish, part.words
 
             def __call__(_, sample, key):
                 self.wall.s += took

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,13 @@ from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import OptionsError, TransformError
 from lightning_fastdata.types import Batch, SampleKey
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_fastdata.augment.pipeline.tree import Node
+    from lightning_fastdata.augment.replay.warm_up import Variant
+    from lightning_fastdata.augment.stage_transform import PlaceSwitch
 
 
 def repeated_key(key: SampleKey, repeats: int, number: int) -> SampleKey:
@@ -47,6 +54,7 @@ def repeat_entries(field: Batch, samples: int, repeats: int) -> Batch:
     return field
 
 
+_Entry = TypeVar("_Entry", bound="int | str | None")
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
 
 
@@ -135,7 +143,7 @@ def mixed(
     return MixedTransform(pipeline, Mixer(mixes, places, counts, output), repeats)
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
+def _listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int | str) else tuple(value)
@@ -167,6 +175,8 @@ class MixedTransform:
     """
 
     starts_in_worker = True
+    switch: PlaceSwitch | None = None
+    defers = True
 
     def __init__(self, pipeline: BatchTransform | None, mixer: Mixer, repeats: int = 1) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
@@ -175,9 +185,17 @@ class MixedTransform:
         self._mixer = mixer
 
     @property
-    def compose(self) -> Any:
+    def compose(self) -> Node | None:
         """The ``A.Compose`` that runs before the mixing, or None."""
         return None if self.pipeline is None else self.pipeline.compose
+
+    def redrawn(self) -> tuple[str, ...]:
+        """Return the operations of which a device makes other pixels of the same distribution."""
+        return () if self.pipeline is None else self.pipeline.redrawn()
+
+    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:  # noqa: ARG002
+        """Return nothing: the kernels of a pipeline that mixing follows are compiled when used."""
+        return ()
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +104,7 @@ _NAMED: Final[Mapping[str, Bound]] = {
 def bound_of(transform: Node) -> Bound:
     """Return the bound for images behind a transform of Albumentations; masks are equal."""
     name = type(transform).__name__
-    if getattr(transform, "interpolation", None) == 0:
+    if held(transform, "interpolation") == 0:
         return FEW_ELSEWHERE if name in SPLINES else EQUAL
     if name in _WARPS:
         return warps()

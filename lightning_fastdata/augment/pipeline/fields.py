@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.tree import leaves
+from lightning_fastdata.tree import is_named_tuple, leaves
 from lightning_fastdata.types import Batch
 
 Location: TypeAlias = int | str | None
@@ -130,7 +130,7 @@ def put_fields(item: Batch, values: Mapping[Location, Batch]) -> Batch:
     for location, value in values.items():
         if isinstance(location, int):
             elements[location] = value
-    return type(item)(*elements) if hasattr(item, "_fields") else type(item)(elements)
+    return type(item)(*elements) if is_named_tuple(item) else type(item)(elements)
 
 
 def looks_like_image(value: object, *, batched: bool = False) -> bool:

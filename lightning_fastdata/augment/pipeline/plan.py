@@ -54,6 +54,7 @@ from lightning_fastdata.augment.pipeline.values import (
     follow_values,
     why_not,
 )
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -246,12 +247,12 @@ def _why_worker(
     made = size_after(leaf.transform, Size(one_size, one_size)).exact
     if made is None:
         return "its output size differs between samples"
-    crops = hasattr(leaf.transform, "size")
+    crops = held(leaf.transform, "size") is not None
     if crops and leaf.transform.area_for_downscale is not None and made != one_size:
         return "makes some samples smaller, by areas, which has no device form"
     if not changes_form(leaf.transform):
         return None
-    if getattr(leaf.transform, "dtype", "uint8") != "uint8":  # of FromFloat
+    if held(leaf.transform, "dtype") not in (None, "uint8"):  # of FromFloat
         return "no device form for this dtype"
     if leaf.conditional:
         return "changes the shape or dtype of some samples only"
@@ -263,7 +264,7 @@ def _why_worker(
 def _refusal(leaves: list[Leaf]) -> str | None:
     if len({id(leaf.transform) for leaf in leaves}) < len(leaves):
         return "the same transform object appears twice in the pipeline"
-    if any(getattr(leaf.transform, "replay_mode", False) for leaf in leaves):
+    if any(held(leaf.transform, "replay_mode") for leaf in leaves):
         return "the pipeline replays what another one has drawn"
     return None
 
@@ -317,7 +318,7 @@ def _encodes_after(
     if op is None or last or not changes or "ToTensorV2" in names:
         return True
     for other in changes:
-        channels = getattr(other, "num_output_channels", channels)
+        channels = held(other, "num_output_channels") or channels
     dtypes = {values.dtype for values in states}
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)

@@ -40,6 +40,7 @@ from lightning_fastdata.augment.replay.torch import replay, run_whole
 from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ def _difference(compose: Node, names: tuple[str, ...]) -> str | None:
     """Return what differs between a real and a recorded pipeline, or None."""
     from lightning_fastdata.augment.ops import DEVICE_OPS
 
-    if not hasattr(compose, "set_random_state"):
+    if not has_method(compose, "set_random_state"):
         return "its pipelines have no method set_random_state"
     image, other = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
     data: dict[str, Any] = {"image": image}

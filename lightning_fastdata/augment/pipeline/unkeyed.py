@@ -13,7 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
 from lightning_fastdata.augment.pipeline.tree import list_nodes
@@ -122,7 +122,8 @@ def _built_by(owner: object, kinds: tuple[type, ...]) -> Iterator[_Built]:
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         function = waiting.pop(0)
-        function = getattr(function, "__func__", function)
+        if isinstance(function, staticmethod | classmethod | MethodType):
+            function = function.__func__
         if not isinstance(function, FunctionType) or function in seen:
             continue
         seen.add(function)
@@ -171,7 +172,7 @@ def _names_of(function: FunctionType, tree: ast.AST, owner: object) -> dict[str,
     return names
 
 
-def _meant(node: ast.AST, names: dict[str, Any]) -> Any:
+def _meant(node: ast.AST, names: dict[str, object]) -> object:
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

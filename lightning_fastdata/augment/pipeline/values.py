@@ -24,6 +24,7 @@ from lightning_fastdata.augment.pipeline.tree import (
     is_albumentations,
     is_container,
 )
+from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Shape
@@ -215,8 +216,8 @@ def unit_after(transform: Node, values: Values, made: np.dtype[Any]) -> bool:
 
 
 def _reads_between(transform: Node) -> bool:
-    used = {getattr(transform, "interpolation", 0)}
-    pair = getattr(transform, "interpolation_pair", None)
+    used = {vars(transform).get("interpolation", 0)}
+    pair = held(transform, "interpolation_pair")
     used |= {pair["downscale"], pair["upscale"]} if isinstance(pair, dict) else set()
     return used <= _BETWEEN_NEIGHBOURS
 

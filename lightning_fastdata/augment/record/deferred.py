@@ -174,6 +174,15 @@ class DeferredTensor(torch.Tensor):
         """Return the ordinary tensor; the same one each time."""
         return self.source.value()
 
+    @staticmethod
+    def collate(
+        tensors: Sequence[torch.Tensor],
+        *,
+        collate_fn_map: Mapping[Any, Function] | None = None,  # noqa: ARG004
+    ) -> torch.Tensor:
+        """Stack the tensors of a batch, for torch's table of collate functions."""
+        return torch.stack(list(tensors))
+
     @classmethod
     def __torch_function__(
         cls,
@@ -274,12 +283,3 @@ def _computed(value: Batch, use: Function) -> Batch:
     if type(value) is dict:
         return {key: _computed(item, use) for key, item in value.items()}
     return value
-
-
-def stack_deferred(
-    tensors: Sequence[torch.Tensor],
-    *,
-    collate_fn_map: Mapping[Any, Function] | None = None,  # noqa: ARG001
-) -> torch.Tensor:
-    """Stack the tensors of a batch, for torch's table of collate functions."""
-    return torch.stack(list(tensors))

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+import torch.overrides
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Track
 from lightning_fastdata.augment.pipeline.fields import is_too_wide
 from lightning_fastdata.augment.pipeline.tree import list_leaves, list_nodes
 from lightning_fastdata.augment.record.deferred import DeferredTensor, Waiting
 from lightning_fastdata.augment.record.tape import Recorder
+from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from albumentations import BaseCompose
@@ -45,6 +47,27 @@ class Watch:
         self.calls += 1
         if self.records and id(compose) not in self.given:
             self.given[id(compose)] = copy.deepcopy(dict(data))
+
+    def fate(self) -> str:
+        """Return why no batch waits for the device, by what became of each tensor, in words."""
+        if not self.made:
+            return (
+                "no sample that was tried leaves it an image for the device: it is given stacks "
+                "(images=, volume=), called in another thread or one transform at a time, or not "
+                "called (a dataset may keep what they returned before)"
+            )
+        use = next((one.use for one in self.made if one.use is not None), None)
+        if use is None:
+            return (
+                "the batch has no tensor of what it returns in dicts, lists, tuples or dataclasses"
+            )
+        if use is torch.stack:
+            return (
+                "the batch stacks what it returns with other tensors, with those of another "
+                "pipeline, or not along the first dimension"
+            )
+        name = torch.overrides.resolve_name(use) or name_of(use)
+        return f"the dataset, or the collation, works on what it returns ({name})"
 
 
 class Turn:

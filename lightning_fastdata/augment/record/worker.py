@@ -165,6 +165,8 @@ class ComposeWorker:
     were registered for the pipeline's own classes: a process that was spawned knows no others.
     """
 
+    repeats = 1
+
     def __init__(
         self,
         compose: BaseCompose,

@@ -20,7 +20,13 @@ from lightning_fastdata.augment.replay import instructions
 from lightning_fastdata.augment.replay.instructions import fused_form
 from lightning_fastdata.augment.replay.program import Packer
 from lightning_fastdata.augment.replay.runs import Ending, FusedRun, Geometry, Reading
-from lightning_fastdata.augment.replay.triton import INTEGERS, Launch, prepare, run_fused
+from lightning_fastdata.augment.replay.triton import (
+    INTEGERS,
+    Launch,
+    has_kernels,
+    prepare,
+    run_fused,
+)
 from lightning_fastdata.tree import leaves
 
 if TYPE_CHECKING:
@@ -56,6 +62,11 @@ class Variant(NamedTuple):
     out_dtype: torch.dtype | None
     channels_last: bool
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What decides which kernels it needs."""
+        return self.run, self.batch.dtype, self.out_dtype, self.channels_last
+
     def launches(self) -> list[Launch]:
         """Return what it launches."""
         form = {"out_dtype": self.out_dtype, "channels_last": self.channels_last}
@@ -65,6 +76,25 @@ class Variant(NamedTuple):
         """Have its kernels launched, and compiled if they are not."""
         run, blob, batch, *form = self
         run_fused(run, blob.to(device), batch.to(device), *form)  # type: ignore[arg-type]
+
+
+def kernels_of(
+    device: torch.device,
+    compose: BaseCompose,
+    plan: Plan,
+    ops: Mapping[str, DeviceOp],
+    sample: Batch,
+    *,
+    out_dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+) -> tuple[Variant, ...]:
+    """Return :func:`variants` for a dataset with such a sample; none where nothing is fused."""
+    if not has_kernels(device):
+        return ()
+    masks = mask_dtypes(sample)
+    return variants(
+        compose, plan, ops, masks=masks, out_dtype=out_dtype, channels_last=channels_last
+    )
 
 
 def variants(

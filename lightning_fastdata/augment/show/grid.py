@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -21,7 +22,8 @@ from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.randomness.search import find_composes, find_instances, loaded_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from typing import Self
 
     from PIL.Image import Image
 
@@ -41,6 +43,33 @@ class Normalized(NamedTuple):
         """Return images ``[..., C]`` as they were before, in [0, 1] if they were so."""
         undone: np.ndarray = images * np.asarray(self.std) + np.asarray(self.mean)
         return undone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchImages:
+    """What is known of the images of a batch."""
+
+    image: int | str | None = None
+    """Their key or index; None: to be found."""
+    normalized: Normalized | None = None
+    """How they were normalised; None: not known."""
+
+    @classmethod
+    def behind(cls, transforms: Iterable[object], image: int | str | None) -> Self:
+        """Return what is known of images that transforms run on, in their order."""
+        return cls(image=image, normalized=find_normalized(list(transforms)))
+
+    def normalized_by(self, owners: Sequence[object]) -> Self:
+        """Return the same of images that datasets or transforms normalise."""
+        return replace(self, normalized=find_normalized(owners))
+
+    def find(self, batch: Batch) -> torch.Tensor:
+        """Return the images of a batch; see :func:`find_images`."""
+        return find_images(batch, self.image)
+
+    def grid(self, images: torch.Tensor, most: int) -> np.ndarray:
+        """Return images side by side, ``most`` at most, as :func:`batch_grid` shows them."""
+        return batch_grid(images, most=most, normalized=self.normalized)
 
 
 def find_normalized(owner: object) -> Normalized | None:

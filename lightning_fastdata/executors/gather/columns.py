@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch.utils.data import Dataset, default_collate
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.types import Batch
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Numbers: TypeAlias = torch.Tensor | NDArray[Any]
 
@@ -236,19 +239,25 @@ def arrays_of(
     return columns, select
 
 
-def _holds_numbers(kind: Any) -> bool:
-    from pyarrow import types  # type: ignore[import-untyped]
+def _holds_lists(kind: pyarrow.DataType) -> bool:
+    from pyarrow import types
 
-    while types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+    return bool(types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind))
+
+
+def _holds_numbers(kind: pyarrow.DataType) -> bool:
+    from pyarrow import types
+
+    while _holds_lists(kind):
         kind = kind.value_type
     return bool(types.is_integer(kind) or types.is_floating(kind))
 
 
-def _as_array(column: Any) -> NDArray[Any]:
+def _as_array(column: pyarrow.Array) -> NDArray[Any]:
     from pyarrow import types
 
     shape = [len(column)]
-    while hasattr(column.type, "value_type"):
+    while _holds_lists(column.type):
         if types.is_fixed_size_list(column.type):
             size = column.type.list_size
         else:

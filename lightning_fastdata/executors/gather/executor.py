@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -216,7 +216,7 @@ class GatherExecutor:
             self._long |= time.perf_counter() - began > _LONG_S
         return self._ready.popleft()
 
-    def _read_odd(self, indices: Any) -> Batch:
+    def _read_odd(self, indices: Sequence[object]) -> Batch:
         plan = self._plan
         indices, left_out = plan.faults.left_out(plan.guard, indices, self._epoch, batched=True)
         try:

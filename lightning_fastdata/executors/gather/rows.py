@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from lightning_fastdata.executors.gather.columns import (
     arrays_of,
     is_hugging_face,
 )
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.tree import leaves
 from lightning_fastdata.types import Batch
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.executors.gather.columns import Numbers
 
+_Part = TypeVar("_Part")
+_Parts: TypeAlias = "Mapping[str, _Part] | Iterable[_Part]"
 _SAME_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -196,8 +199,8 @@ def _form(dataset: Any, columns: list[Column]) -> Batch:
     }
 
 
-def _form_of_parts(parts: Any, form_of: Callable[[Any], Batch]) -> Batch:
-    if isinstance(parts, dict):
+def _form_of_parts(parts: _Parts[_Part], form_of: Callable[[_Part], Batch]) -> Batch:
+    if isinstance(parts, Mapping):
         return {name: form_of(part) for name, part in parts.items()}
     return [form_of(part) for part in parts]
 
@@ -211,15 +214,13 @@ def _leaf(column: Column, columns: list[Column]) -> int:
     return len(columns) - 1
 
 
-def _form_of_subset(dataset: Any, columns: list[Column]) -> Batch:
+def _form_of_subset(dataset: Subset[Any], columns: list[Column]) -> Batch:
     inner: list[Column] = []
     form = _form(dataset.dataset, inner)
-    select = np.asarray(dataset.indices)
-    if select.size == 0:
-        select = np.empty(0, np.int64)
+    select = np.asarray(dataset.indices) if len(dataset.indices) else np.empty(0, np.int64)
     if select.ndim != 1 or select.dtype.kind not in "iu":
         raise NotRowsError
-    within = in_bounds(select.astype(np.int64, copy=False), len(dataset.dataset))
+    within = in_bounds(select.astype(np.int64, copy=False), dataset_length(dataset.dataset) or 0)
     if within is None:  # the sample that is out of range is to raise it, and no other
         raise NotRowsError
     start = len(columns)
@@ -244,12 +245,12 @@ def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
     return of(sample)
 
 
-def _form_of_joined(dataset: Any, columns: list[Column]) -> Batch:
+def _form_of_joined(dataset: ConcatDataset[Any], columns: list[Column]) -> Batch:
     forms, joined = [], []
     for part in dataset.datasets:
         inner: list[Column] = []
         forms.append(_form(part, inner))
-        rows = Rows(columns=tuple(inner), form=forms[-1], length=len(part))
+        rows = Rows(columns=tuple(inner), form=forms[-1], length=dataset_length(part) or 0)
         # Parts are asked for single samples, and only the ends of the whole are compared later.
         if not rows.length or not _as_collated(rows, part, batched=False):
             raise NotRowsError
@@ -267,9 +268,8 @@ def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None
     # As unsigned numbers the negative ones are the largest, so that one pass sees to both ends.
     if not len(index) or np.maximum.reduce(index.view(np.uint64)) < length:
         return index
-    if index.min() < -length or index.max() >= length:
-        return None
-    return np.where(index < 0, index + length, index)
+    outside = index.min() < -length or index.max() >= length
+    return None if outside else np.where(index < 0, index + length, index)
 
 
 def _tensor_column(tensor: torch.Tensor) -> Column:

@@ -21,7 +21,7 @@ import torch
 
 from lightning_fastdata.batches.collate import for_writing, in_own_side_process
 from lightning_fastdata.batches.slots import map_shared_memory
-from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
@@ -158,8 +158,9 @@ class Child:
                 task = self._next_task(number)
             if task is None:
                 break
-            if thread.fetcher.reads_ahead and self.started == 1:
-                thread.fetcher.coming = self._coming()
+            fetcher = thread.fetcher
+            if isinstance(fetcher, Fetcher) and fetcher.reads_ahead and self.started == 1:
+                fetcher.coming = self._coming()
             self.files.begin(task[1].indices)
             thread.do(*task)
         if self.started > 1:

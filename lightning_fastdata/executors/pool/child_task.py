@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples
@@ -24,7 +24,7 @@ from lightning_fastdata.batches.layout import (
 )
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
-from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.wire import Wire
@@ -44,7 +44,7 @@ def describe_error(error: BaseException, where: str) -> tuple[type[BaseException
 
 def _write_image_of(
     dataset: object, layout: SampleLayout, memory: mmap, rows: int, epoch: int
-) -> Callable[[Any, int], None] | None:
+) -> Callable[[int, int], None] | None:
     """Return what decodes sample ``index`` straight into a row of the batch, if that is possible.
 
     ``memory`` is that of a batch of ``rows`` samples.
@@ -56,14 +56,14 @@ def _write_image_of(
     images, targets = (tensor.numpy() for tensor in layout.tensors(memory, rows))
     seed, length = dataset.seed, len(dataset)
 
-    def write(index: Any, row: int) -> None:
+    def write(index: int, row: int) -> None:
         key = SampleKey(seed, epoch, int(index) % length)
         targets[row] = dataset.write_into(index, images[row], key=key)
 
     return write
 
 
-def _at_row(write_image: Callable[[Any, int], None], row: int, index: Any) -> None:
+def _at_row(write_image: Callable[[int, int], None], row: int, index: int) -> None:
     write_image(index, row)
 
 
@@ -120,7 +120,7 @@ class TaskThread:
         self.shared = shared
         self.number = number
         alone = shared.progress.threads == 1
-        self.fetcher: Any = fetcher_of(shared.plan, keyed=alone)
+        self.fetcher: Fetcher | StreamFetcher = fetcher_of(shared.plan, keyed=alone)
         self.stamps = TaskWatch(shared.number, number, shared.operations, shared.lines, alone=alone)
 
     def do(self, number: int, task: protocol.TaskRequest) -> None:
@@ -179,13 +179,20 @@ class TaskThread:
         self.shared.progress.read(self.number, task.batch, task.start)
         return steps[task.kind](task)
 
+    @property
+    def _by_index(self) -> Fetcher:
+        """What reads single samples: no task of a stream asks for them."""
+        assert isinstance(self.fetcher, Fetcher)
+        return self.fetcher
+
     def _first(self, task: protocol.TaskRequest) -> _Outcome:
-        self.fetcher.position = 0
-        sample = self.fetcher.sample(task.indices[0], task.epoch)
+        fetcher = self._by_index
+        fetcher.position = 0
+        sample = fetcher.sample(task.indices[0], task.epoch)
         skipped = sample is SKIPPED
         if skipped:
-            sample = self.fetcher.another(task.indices[0], task.epoch)
-        self.fetcher.position = -1
+            sample = fetcher.another(task.indices[0], task.epoch)
+        fetcher.position = -1
         layout = layout_of(sample, collate_samples)
         if layout is not None and not skipped:
             self.shared.first_samples[task.batch, task.start] = sample
@@ -197,7 +204,7 @@ class TaskThread:
         if layout is None or slot is None:
             raise MisfitError
         memory = self.shared.maps[slot]
-        fetcher, kept, stamps = self.fetcher, self.shared.first_samples, self.fetcher.stamps
+        fetcher, kept, stamps = self._by_index, self.shared.first_samples, self.fetcher.stamps
         write_image = _write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
         # As ProgressMemory.read(), without a call for each sample.
@@ -237,17 +244,18 @@ class TaskThread:
 
     def _whole(self, task: protocol.TaskRequest) -> _Outcome:
         mark = partial(self.shared.progress.read, self.number, task.batch)
-        result = self.fetcher.batch(task.indices, task.epoch, mark)
-        if result is END_OF_STREAM:
-            return protocol.StreamEnd(self.fetcher.told()), ()
+        fetcher = self.fetcher
+        result = fetcher.batch(task.indices, task.epoch, mark)
+        if isinstance(fetcher, StreamFetcher) and result is END_OF_STREAM:
+            return protocol.StreamEnd(fetcher.told()), ()
         if result is NO_SAMPLES:
             return protocol.NothingLeft(), ()
         began_ns = time.monotonic_ns()
         collated, files = self._packed(result, task.slot)
-        if self.fetcher.stamps is not None:
-            self.fetcher.stamps.collated(began_ns)
-        if isinstance(self.fetcher, StreamFetcher):
-            collated = collated._replace(note=self.fetcher.told())
+        if fetcher.stamps is not None:
+            fetcher.stamps.collated(began_ns)
+        if isinstance(fetcher, StreamFetcher):
+            collated = collated._replace(note=fetcher.told())
         return collated, files
 
     def _packed(

@@ -255,12 +255,13 @@ def encode(message: Message | TaskResult) -> tuple[object, ...]:
     return (_CODES[type(message)], *fields)
 
 
-def decode(encoded: tuple[Any, ...]) -> Any:
+def decode(encoded: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the message that was encoded."""
     kind, fields = _KINDS[encoded[0]], encoded[1:]
     if kind is TaskEnded:
         fields = (*fields[:-1], decode(fields[-1]))
-    return kind(*fields)
+    message: tuple[Any, ...] = kind(*fields)
+    return message
 
 
 class State(IntEnum):

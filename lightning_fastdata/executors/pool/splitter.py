@@ -93,7 +93,7 @@ class PendingBatch:
         """Note what happened to samples; what a task that is done again tells again counts once."""
         self.faults.update({(fault.position, fault.index): fault for fault in faults})
 
-    def index_at(self, at: int) -> Any:
+    def index_at(self, at: int) -> object:
         """Return the index of the sample at a position."""
         return self.indices[at] if self.batched else self.indices
 

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import psutil
 
@@ -211,7 +211,7 @@ class WorkerNow:
     thread: int
     state: Literal["starting", "idle", "reading"]
     """``"idle"``: it has no task, or hands one over."""
-    index: Any
+    index: object
     """Of the sample that it reads; None: none, or it is not known, as in a stream."""
     noted: tuple[int, ...]
     """Another one as soon as it goes on to another sample or task."""
@@ -254,7 +254,7 @@ def executor_now(
     return ExecutorNow(workers=tuple(workers), ready=ready, under_way=len(under_way) - ready)
 
 
-def _index_at(batch: PendingBatch, at: int) -> Any:
+def _index_at(batch: PendingBatch, at: int) -> object:
     if isinstance(batch.indices, StreamAsk):
         return None
     try:

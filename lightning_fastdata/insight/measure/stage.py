@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightning_fastdata.augment import leaves_to_device
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
@@ -239,7 +238,7 @@ def _facts(loader: object) -> LoaderFacts:
     return dataclasses.replace(
         facts,
         augment_on="device" if loader.on_device else "cpu",
-        augment_settled=not leaves_to_device(loader.transform),
+        augment_settled=not loader.transform.defers,
     )
 
 

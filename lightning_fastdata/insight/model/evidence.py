@@ -46,12 +46,13 @@ class LoaderFacts:
 
 def read_loader(loader: object) -> LoaderFacts:
     """Return what a loader of any kind says about itself, which may be nothing."""
-    workers = getattr(loader, "num_workers", None)
+    names = ("num_workers", "pin_memory", "persistent_workers", "dataset")
+    workers, pinned, kept, dataset = (getattr(loader, name, None) for name in names)
     return LoaderFacts(
         num_workers=workers,
-        pinned=getattr(loader, "pin_memory", None),
-        persistent_workers=getattr(loader, "persistent_workers", None) if workers else None,
-        streamed=isinstance(getattr(loader, "dataset", None), IterableDataset),
+        pinned=pinned,
+        persistent_workers=kept if workers else None,
+        streamed=isinstance(dataset, IterableDataset),
     )
 
 

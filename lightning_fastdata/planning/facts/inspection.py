@@ -177,8 +177,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
     if questions.trial is not None:
         seed, collate_fn = questions.trial
         trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
-        # Of the places the training process has its own, which hold the user's pipelines.
-        tell("trial", None if trial is None else trial._replace(places=(), registered={}))
+        tell("trial", None if trial is None else trial.outcome())
     if questions.cost:
         watch = DrawWatch()
         collate = collate_samples if spec.default_collation else spec.collate_fn

@@ -18,7 +18,6 @@ from lightning_fastdata.planning.options import (
     checked_seed,
     refuses_unknown_names,
 )
-from lightning_fastdata.plugin.contracts import ImageForm
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
     check_batches,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.augment import BatchImages
 
 _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor's default holds
 
@@ -345,6 +345,6 @@ class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
         """Return how often each sample is in a batch that the steps of a stage get."""
         return self._transforms.repeats(stage)
 
-    def image_form(self, stage: Stage) -> ImageForm:
+    def image_form(self, stage: Stage) -> BatchImages:
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)

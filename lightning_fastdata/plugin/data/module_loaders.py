@@ -15,6 +15,7 @@ from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.insight.report.notebook import Explanation
 from lightning_fastdata.loading.tuned import tuner_for
+from lightning_fastdata.order.samplers import rows_in
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
@@ -96,7 +97,7 @@ class ModuleLoaders:
         # What was learned is of loaders and a trainer of this process.
         return {**self.__dict__, "_tuners": {}, "_caches": {}}
 
-    def of_stage(self, module: DataModule, stage: Stage) -> Any:
+    def of_stage(self, module: DataModule, stage: Stage) -> object:
         """Return the loaders of a stage, in the form of its datasets.
 
         Raises:
@@ -274,7 +275,7 @@ class ModuleLoaders:
         batch_size = others.get("batch_size", module.batch_size)
         batch_sampler = others.get("batch_sampler")
         if batch_sampler is not None:
-            batch_size = getattr(batch_sampler, "batch_size", None) or module.batch_size
+            batch_size = rows_in(batch_sampler) or module.batch_size
         context = others.get("multiprocessing_context")  # a name is among the options
         spec = LoaderSpec(
             dataset=dataset,

@@ -8,26 +8,25 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from lightning_fastdata.augment import SwitchedTransform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.resume import own_version
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.run_record import RunRecord, RunSpan
-from lightning_fastdata.order.samplers import RankSampler
+from lightning_fastdata.order.samplers import RankSampler, rows_in
 from lightning_fastdata.plugin.data.progress import KEY
 from lightning_fastdata.plugin.seams.loaders import flattened
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.augment import Place
+    from lightning_fastdata.types import PixelPlace
 
 _LARGEST_REPORT_BYTES: Final = 2**26
 _PLAIN: Final = ("BatchSampler", "RankBatchSampler")
@@ -37,6 +36,11 @@ _PLAIN: Final = ("BatchSampler", "RankBatchSampler")
 @runtime_checkable
 class _Seeded(Protocol):
     seed: int
+
+
+@runtime_checkable
+class _MayDropLast(Protocol):
+    drop_last: bool
 
 
 def run_record(module: Any) -> RunRecord | None:
@@ -69,12 +73,12 @@ def record_of_loader(
 
     None: the batches cannot be found again.
     """
-    sampler = cast("Any", loader.batch_sampler)
+    sampler: object = loader.batch_sampler
     length = dataset_length(loader.dataset)
     if sampler is None or isinstance(loader.dataset, IterableDataset) or not length:
         return None
     span = RunSpan(
-        batch_size=int(getattr(sampler, "batch_size", None) or module.batch_size),
+        batch_size=int(rows_in(sampler) or module.batch_size),
         batches_per_epoch=max(1, len(loader)),
         place=_place(loader, 0),
     )
@@ -89,7 +93,7 @@ def record_of_loader(
         seed=loader.seed,
         length=length,
         order=_order_name(sampler, loader.seed),
-        drop_last=bool(getattr(sampler, "drop_last", False)),
+        drop_last=isinstance(sampler, _MayDropLast) and bool(sampler.drop_last),
         batches=batches,
         spans=(span,),
         package=own_version(),
@@ -118,11 +122,11 @@ def _present_span(span: RunSpan, loader: FastDataLoader, trainer: Trainer) -> Ru
     )
 
 
-def _place(loader: FastDataLoader, epoch: int) -> Place:
+def _place(loader: FastDataLoader, epoch: int) -> PixelPlace:
     transform, recording = loader.transform, loader.recording
     if recording is not None:
         return "device" if recording.switch is None else recording.switch.place(epoch)
-    if isinstance(transform, SwitchedTransform):
+    if transform is not None and transform.switch is not None:
         return transform.switch.place(epoch)
     return "device" if transform is not None and loader.on_device else "workers"
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lightning_fastdata.augment import TellsDraws
 from lightning_fastdata.batches.keyed import DrawnWords, fetches_in_batches, tell_epoch
 from lightning_fastdata.batches.staged import as_plain, move, row_words
 from lightning_fastdata.device.prefetch import drawn_under
@@ -40,6 +39,7 @@ from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_place
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -167,7 +167,7 @@ def made_datamodule(found: object, hyperparameters: Mapping[str, Any]) -> TimeTr
             made = found(**given)
         except TypeError as error:
             raise OptionsError(
-                f"{getattr(found, '__name__', found)} cannot be called with "
+                f"{name_of(found)} cannot be called with "
                 f"{', '.join(given) or 'no arguments'}: {error}. Name a function without arguments "
                 "that returns the data module of the run."
             ) from error
@@ -295,11 +295,10 @@ class _Replay:
     ) -> tuple[tuple[str, ...], ...]:
         transform, composes = self.loader.transform, find_composes(dataset)
         part = None if transform is None else transform.in_worker(on_device=False)
-        tells = part if isinstance(part, TellsDraws) else None
         # One call for a whole batch draws for it under one key; what for which sample is not seen.
-        if (tells is None and not composes) or fetches_in_batches(dataset):
+        if (part is None and not composes) or fetches_in_batches(dataset):
             return tuple(() for _ in indices)
-        words = DrawnWords(dataset, tells, self.run.seed, epoch)
+        words = DrawnWords(dataset, part, self.run.seed, epoch)
         rows = self._read(words, indices, epoch, collate_fn=list)
         return tuple(row for each in rows for row in each)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
 from lightning_fastdata.plugin.data.datasets import named
-from lightning_fastdata.plugin.guard.batches import collates, guard_batch, guard_rows
 from lightning_fastdata.plugin.guard.earlier import by_earlier, earlier_peaks, keep
 from lightning_fastdata.plugin.guard.memory import (
     CudaMemoryReader,
@@ -25,6 +24,7 @@ from lightning_fastdata.plugin.guard.prediction import (
 )
 from lightning_fastdata.plugin.guard.replay import RunsInParts, samples_of, why_not_in_parts
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.guard.tried_steps import collates, guard_batch, guard_rows
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.types import Batch
 
-Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], Any]
+Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
 
 NORMALISED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -58,7 +58,7 @@ def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
     """Return the samples at the indices, which may repeat, of a batch that has ``rows``."""
     at = torch.tensor(indices)
 
-    def picked(column: Any) -> Any:
+    def picked(column: Batch) -> Batch:
         if isinstance(column, torch.Tensor):
             return column[at]
         return type(column)([column[index] for index in indices])
@@ -67,7 +67,7 @@ def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
 
 
 def _with_columns(batch: Batch, rows: int, change: Callable[[Any], Any]) -> Batch:
-    def is_column(value: Any) -> bool:
+    def is_column(value: Batch) -> bool:
         if isinstance(value, torch.Tensor):
             return value.dim() > 0 and len(value) == rows
         listed = isinstance(value, list | tuple) and len(value) == rows
@@ -109,7 +109,7 @@ class RunsInParts:
         self._fitted = 0
         """Numbers in the largest batch that was trained on."""
 
-    def __call__(self, optimizer: Any, batch_idx: int, kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, optimizer: object, batch_idx: int, kwargs: Mapping[str, Any]) -> object:
         """Optimize on one batch, in as few parts as fit.
 
         Raises:
@@ -239,7 +239,14 @@ class _Parts:
                 attributes.pop(name, None)
             attributes.update(before)
 
-    def _step(self, step: Any, zero: Any, log: Any, batch: Batch, *rest: Any) -> Any:
+    def _step(
+        self,
+        step: Callable[..., Any],
+        zero: Callable[..., object],
+        log: Callable[..., object],
+        batch: Batch,
+        *rest: object,
+    ) -> object:
         trainer, rows = self.owner.trainer, self.rows
         optimizer = trainer.strategy.optimizers[0]
         if self.first:
@@ -261,7 +268,7 @@ class _Parts:
             log(*arguments, **how)
         return _joined(outputs)
 
-    def _log(self, rows: int, name: str, value: Any, *args: Any, **how: Any) -> None:
+    def _log(self, rows: int, name: str, value: object, *args: object, **how: object) -> None:
         """Keep what a part logs until all have: it may be tried again."""
         if len(args) <= _BATCH_SIZE_AT and how.get("batch_size") is None:
             how = {**how, "batch_size": rows}
@@ -316,7 +323,7 @@ def _why_not_stepped(trainer: Trainer, pl_module: LightningModule) -> str | None
     return next((why for why, holds in reasons.items() if holds), None)
 
 
-def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> Any:
+def _joined(outputs: list[tuple[int, Any, torch.Tensor]]) -> object:
     """Return the output of the step for the whole batch, whose loss has nothing behind it."""
     if not outputs:
         return None

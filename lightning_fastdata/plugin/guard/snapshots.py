@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_fastdata.tree import held_by
+
 Undo: TypeAlias = Callable[[], object]
 
 _FOLLOWED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
@@ -28,7 +30,7 @@ def snapshot(*roots: object) -> Undo:
     """
     undos: list[Undo] = []
     seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
-    waiting: list[object] = [vars(root) for root in roots if hasattr(root, "__dict__")]
+    waiting: list[object] = [held_by(root) for root in roots]
     while waiting:
         value = waiting.pop()
         if id(value) in seen or not isinstance(value, (*_FOLLOWED, *_CONTAINERS)):

@@ -36,7 +36,7 @@ from lightning_fastdata.plugin.guard.snapshots import snapshot, snapshot_random_
 from lightning_fastdata.plugin.guard.tried_steps import NoLossError, Repeated, TriedSteps
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
-from lightning_fastdata.plugin.seams.trainer import unseen_steps
+from lightning_fastdata.plugin.seams.trainer import loss_scaler, unseen_steps
 from lightning_fastdata.torch_internals import may_have_compiled
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def run_guard(
                 pl_module,
                 *trainer.strategy.optimizers,
                 *(config.scheduler for config in trainer.lr_scheduler_configs),
-                getattr(trainer.precision_plugin, "scaler", None),
+                loss_scaler(trainer),
             )
             few = min(read_rows, largest)
             tried = TriedSteps(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_fastdata.augment import batch_grid, find_images, find_normalized
+from lightning_fastdata.augment import BatchImages
 from lightning_fastdata.errors import (
     BatchError,
     FastDataWarning,
@@ -19,7 +19,7 @@ from lightning_fastdata.errors import (
     OptionsError,
     require,
 )
-from lightning_fastdata.plugin.contracts import DataModule, ImageForm
+from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import own_datamodule
@@ -39,11 +39,6 @@ _LARGEST_SCALE: Final = 8
 _LINE_PX: Final = 18
 _FONT_PX: Final = 13
 _LETTER_PX: Final = 6.6
-
-
-def image_form(transforms: Iterable[object], image: int | str | None) -> ImageForm:
-    """Return what is known of images that the transforms run on, in their order."""
-    return ImageForm(image=image, normalized=find_normalized(list(transforms)))
 
 
 @runtime_checkable
@@ -101,18 +96,18 @@ def pictures_of(
         )
         return None
     known = own_datamodule(trainer)
-    form = image_form([augment], image) if known is None else known.image_form("train")
+    form = BatchImages.behind([augment], image) if known is None else known.image_form("train")
     if form.normalized is None:
         loaders = flattened(trainer.train_dataloader)
         datasets = [loader.dataset for loader in loaders if isinstance(loader, _ReadsDataset)]
-        form = replace(form, normalized=find_normalized(datasets))
+        form = form.normalized_by(datasets)
     return BatchPictures(settings, form if image is None else replace(form, image=image))
 
 
 class BatchPictures:
     """Logs the pictures of one fit."""
 
-    def __init__(self, settings: PictureSettings, form: ImageForm) -> None:
+    def __init__(self, settings: PictureSettings, form: BatchImages) -> None:
         self._settings = settings
         self._form = form
         self._last_epoch: int | None = None
@@ -146,8 +141,8 @@ class BatchPictures:
         """Show a batch, and return why no logger does; None if one does."""
         try:
             require("PIL", extra="images", what="A picture of a batch")
-            images = find_images(_of_one_loader(batch, self._form.image), self._form.image)
-            grid = batch_grid(images, most=self._settings.most, normalized=self._form.normalized)
+            images = self._form.find(_of_one_loader(batch, self._form))
+            grid = self._form.grid(images, self._settings.most)
         except (BatchError, MissingPackageError) as error:
             return str(error)
         caption = describe_picture(images, self._settings.most, self._form, epoch, step)
@@ -159,7 +154,7 @@ class BatchPictures:
 
 
 def describe_picture(
-    images: torch.Tensor, most: int, form: ImageForm, epoch: int, step: int
+    images: torch.Tensor, most: int, form: BatchImages, epoch: int, step: int
 ) -> str:
     """Return what a picture shows, in a sentence."""
     how_many, how = f"{min(most, len(images))} of {len(images)}", ""
@@ -205,21 +200,21 @@ def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Im
 
     form = module.image_form("train")
     if form.normalized is None:
-        form = replace(form, normalized=find_normalized([module.train_dataset()]))
-    images = find_images(batch, form.image)
-    grid = batch_grid(images, most=len(images), normalized=form.normalized)
+        form = form.normalized_by([module.train_dataset()])
+    images = form.find(batch)
+    grid = form.grid(images, len(images))
     caption = describe_picture(images, len(images), form, epoch, step)
     return Image.fromarray(captioned(grid, caption))
 
 
-def _of_one_loader(batch: Batch, image: int | str | None) -> Batch:
+def _of_one_loader(batch: Batch, form: BatchImages) -> Batch:
     """Return a batch that holds images; of combined loaders, that of the first that has some."""
     parts = batch.values() if isinstance(batch, Mapping) else batch
     combined = isinstance(batch, Mapping | list | tuple)
     nested = [one for one in parts if isinstance(one, Mapping | list | tuple)] if combined else []
     for one in (batch, *nested):
         try:
-            find_images(one, image)
+            form.find(one)
         except BatchError:
             continue
         return one

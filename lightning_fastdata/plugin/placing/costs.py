@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment import (
-    DatasetRecording,
-    leaves_to_device,
-    redrawn_of,
-    redrawn_on_device,
-)
+from lightning_fastdata.augment import DatasetRecording
 from lightning_fastdata.batches.collate import (
     FirstOfPairs,
     RecordedCollate,
@@ -82,15 +77,15 @@ def read_place_costs(
     default clocks count CPU time of all threads: workers have one, where OpenCV may use many here.
     """
     spec, (transform, own) = task.of.spec, task.found
-    defers = transform is None or leaves_to_device(transform)
-    redrawn = () if own is None else redrawn_of(own.places)
+    defers = transform is None or transform.defers
+    redrawn = () if own is None else own.pipelines.redrawn()
     costs = PlaceCosts(
         accelerator=accelerator,
         defers=defers,
         batch_size=task.batch_size,
         workers=task.workers,
         cpus=task.cpus,
-        redrawn=redrawn if transform is None else redrawn_on_device(transform),
+        redrawn=redrawn if transform is None else transform.redrawn(),
     )
     if not (accelerator and defers and spec.options.probe) or spec.is_stream:
         return costs

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import Place
+    from lightning_fastdata.types import PixelPlace
 
 KNOWN_STEPS: Final = 50
 """So many steps, or a whole epoch, say how long a step takes."""
@@ -97,7 +97,7 @@ class PlaceCosts:
     redrawn: tuple[str, ...] = ()
     """Operations of which the device makes other pixels of the same distribution."""
 
-    def loader_ms(self, place: Place) -> float:
+    def loader_ms(self, place: PixelPlace) -> float:
         """Return the milliseconds in which the workers make one batch; 0 if unknown."""
         sample = self.sample
         if sample is None:
@@ -113,7 +113,7 @@ class PlaceCosts:
 class StepSeen:
     """Steps that were measured, all with the pixels in one place."""
 
-    place: Place
+    place: PixelPlace
     steps: int
     """How many; without the first ones of epochs."""
     epochs: int
@@ -141,7 +141,7 @@ class StepSeen:
 class PlaceChoice:
     """Where the pixels are computed, and why."""
 
-    place: Place
+    place: PixelPlace
     reason: str
     """With its numbers."""
     saved_ms: float | None = None
@@ -199,7 +199,7 @@ def _before_any_step(costs: PlaceCosts, known_step_ms: float | None) -> PlaceCho
     unseen = known_step_ms is not None and device_ms < _UNSEEN * known_step_ms
     workers = f"{costs.workers} worker{'s' if costs.workers > 1 else ''}"
     makers = workers if costs.workers else "the training process"
-    place: Place = "device" if saved_ms > 0 and (device_ms < saved_ms or unseen) else "workers"
+    place: PixelPlace = "device" if saved_ms > 0 and (device_ms < saved_ms or unseen) else "workers"
     why = (
         f"a batch of {costs.batch_size} takes {makers} {whole_ms:.4g} ms with the whole "
         f"pipeline and {deferred_ms:.4g} ms without what the device can do, for which that needs "
@@ -214,8 +214,8 @@ def _before_any_step(costs: PlaceCosts, known_step_ms: float | None) -> PlaceCho
 def _after_steps(
     costs: PlaceCosts, step: StepSeen, elsewhere: StepSeen | None, changes: int
 ) -> PlaceChoice:
-    now: Place = step.place
-    other: Place = "workers" if now == "device" else "device"
+    now: PixelPlace = step.place
+    other: PixelPlace = "workers" if now == "device" else "device"
     other_ms, known = predicted_step_ms(costs, step, other), "are predicted to take"
     if elsewhere is not None and (elsewhere.beside or elsewhere.step_ms > other_ms):
         other_ms, known = elsewhere.step_ms, "took"
@@ -246,7 +246,7 @@ def _after_steps(
     )
 
 
-def predicted_step_ms(costs: PlaceCosts, step: StepSeen, place: Place) -> float:
+def predicted_step_ms(costs: PlaceCosts, step: StepSeen, place: PixelPlace) -> float:
     """Return the milliseconds of a step with the pixels in ``place``, after ``step`` was measured.
 
     The costs are those of a measured sample and device.

@@ -5,28 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment import (
-    BatchTransform,
-    SuitsSamples,
-    Variant,
-    device_ops,
-    explain_pipelines,
-    has_kernels,
-    list_nodes,
-    mask_dtypes,
-    place_pipelines,
-    registered_forms,
-    variants,
-)
+from lightning_fastdata.augment import DatasetPipelines
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions
 from lightning_fastdata.planning.facts.pipeline_trial import IN_WORKERS, Trial
 from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.tree import held_by
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
@@ -72,17 +61,16 @@ def _rests_on(of: StagePlan) -> tuple[object, ...]:
     The settings of pipelines, other pipelines, and what a dataset has of numbers, texts and
     switches. A dataset that counts something is tried again.
     """
-    composes, dataset = of.spec.pipelines, _settings(of.spec.dataset)
-    nodes = [(node, _settings(node, _NESTED)) for one in composes for node in list_nodes(one)]
-    return of.against, of.seed, of.spec.collate_fn, dataset, nodes, registered_forms(*composes)
+    own, dataset = DatasetPipelines(of.spec.pipelines), _settings(of.spec.dataset)
+    nodes = [(node, _settings(node, _NESTED)) for node in own.nodes]
+    return of.against, of.seed, of.spec.collate_fn, dataset, nodes, own.registered
 
 
 def _settings(owner: object, depth: int = 0) -> list[str]:
     """Return the plain attributes of a transform or dataset; what is drawn is no setting."""
-    attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
     return [
         f"{name}={value!r}"
-        for name, value in attributes.items()
+        for name, value in held_by(owner).items()
         if _is_plain(value, depth) and name not in _DRAWN and not name.startswith("_")
     ]
 
@@ -110,7 +98,7 @@ class Pipelines:
             return Questions()
         part = self._transforms.worker_part(stage)
         if part is not None:
-            return Questions(further=_FURTHER_SAMPLES if isinstance(part, SuitsSamples) else 0)
+            return Questions(further=_FURTHER_SAMPLES)
         if not of.spec.pipelines or self._known(of) is not None:
             return Questions()
         return Questions(trial=(of.seed, of.spec.collate_fn))
@@ -133,14 +121,16 @@ class Pipelines:
         Once for each pipeline. Triton keeps them on disk, so that the next run finds them there.
         ``sample`` is one of the dataset; None if none could be read.
         """
-        if trainer is None or not has_kernels(trainer.strategy.root_device):
+        # A dataset's own pipelines run only where the data module has none.
+        pipeline = found.transform if found.own is None else found.own.pipelines
+        if trainer is None or pipeline is None:
             return
         try:
-            for variant in _variants(found, sample):
-                form = variant.run, variant.batch.dtype, variant.out_dtype, variant.channels_last
-                if form not in self._warm:
-                    self._warm.add(form)
-                    variant.launch(trainer.strategy.root_device)
+            device = trainer.strategy.root_device
+            for variant in pipeline.kernels(device, sample):
+                if variant.form not in self._warm:
+                    self._warm.add(variant.form)
+                    variant.launch(device)
         except Exception as error:  # they are compiled when a batch needs them
             _LOG.info("Kernels were not compiled beforehand: %s: %s", type(error).__name__, error)
 
@@ -157,15 +147,14 @@ class Pipelines:
         trial = self._known(of)
         if trial is None:
             stage_and_name, composes = (of.spec.stage, of.spec.name), of.spec.pipelines
-            registered = registered_forms(*composes)
-            places = place_pipelines(composes, registered)
+            own = DatasetPipelines(composes)
             before = self._tried.pop(stage_and_name, None)
-            if not places:
+            if not own.places:  # found out now, for whoever is told of it later
                 if self._misses_pipelines():
                     _LOG.info('augment_on="gpu", %s: %s.', of.spec.name, _NOT_FOUND)
                 return None
-            untried = Trial((), {}, (), facts.trial_failed or "it was not tried")
-            trial = (facts.trial or untried)._replace(places=places, registered=registered)
+            untried = Trial(own, (), facts.trial_failed or "it was not tried")
+            trial = (facts.trial or untried)._replace(pipelines=own)
             if trial.defers and of.against is not None:
                 trial = trial.refused(of.against)
             if before is None or before.trial.why != trial.why:
@@ -215,42 +204,17 @@ class Pipelines:
         known = self._tried.get((stage, name))
         if known is not None and not known.trial.defers:
             return known.trial.explain()
-        if known is None:
-            composes = find_composes(dataset)
-            places = place_pipelines(composes, registered_forms(*composes))
-        else:
-            places = known.trial.places
-        if not places:
+        own = DatasetPipelines(find_composes(dataset)) if known is None else known.trial.pipelines
+        if not own.places:
             return _NOT_FOUND if self._misses_pipelines() else None
         if place == "workers":
             return f"{IN_WORKERS}: {why}"
         if known is not None:
             return f"{why}\n{known.trial.explain()}"
         untried = "the dataset is tried out when its loader is made"
-        return f"{why}; {untried}\n{explain_pipelines(places)}"
+        return f"{why}; {untried}\n{own.explain()}"
 
     def _misses_pipelines(self) -> bool:
         """Whether the user asks for a device, and has pipelines that cannot be seen, if any."""
         anywhere = any(self._transforms.worker_part(stage) is not None for stage in STAGES)
         return self.placing.asked == "gpu" and not anywhere
-
-
-def _variants(found: DatasetPipeline, sample: object) -> Iterator[Variant]:
-    """Yield runs that need every kernel which batches of a pipeline may need."""
-    masks = mask_dtypes(sample)
-    transform = found.transform
-    if isinstance(transform, BatchTransform):
-        form = transform.form
-        yield from variants(
-            transform.compose,
-            transform.plan,
-            transform.ops,
-            masks=masks,
-            out_dtype=form.dtype,
-            channels_last=form.channels_last,
-        )
-    if found.own is not None:
-        ops = device_ops(None, found.own.registered)
-        for place in found.own.places:
-            if place.why_not is None:
-                yield from variants(place.compose, place.plan, ops, masks=masks)

@@ -8,26 +8,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lightning_fastdata.augment import (
+    BatchImages,
     DatasetDraws,
     PlaceSwitch,
-    SuitsSamples,
-    SwitchedTransform,
     as_batch_transform,
 )
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
-from lightning_fastdata.plugin.contracts import ImageForm
-from lightning_fastdata.plugin.loggers.pictures import image_form
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.augment import Place, StageTransform
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.planning.loader_plan import LoaderSpec
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.types import Batch, PixelPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +53,7 @@ class DatasetPipeline(NamedTuple):
         """Return what a loader takes for pixels on the device; with a switch, in some epochs."""
         transform = self.transform
         if transform is not None and switch is not None:
-            transform = SwitchedTransform(transform, switch)
+            transform = switch.on(transform)
         return {
             "transform": transform,
             "on_device": transform is not None and on_device,
@@ -99,8 +96,8 @@ class StageTransforms:
         ``samples`` are of the dataset, read as far as is needed; none: as it suits any.
         """
         part = self.worker_part(stage)
-        if part is None or not isinstance(part, SuitsSamples):
-            return part
+        if part is None:
+            return None
         suited = part.for_samples(samples)
         self._explained[stage] = part, suited
         return suited
@@ -111,11 +108,12 @@ class StageTransforms:
 
     def repeats(self, stage: Stage) -> int:
         """Return how often each sample of the loader is in a batch behind the transforms."""
-        return int(getattr(self.worker_part(stage), "repeats", 1))
+        part = self.worker_part(stage)
+        return 1 if part is None else part.repeats
 
-    def image_form(self, stage: Stage) -> ImageForm:
+    def image_form(self, stage: Stage) -> BatchImages:
         """Return what is known of the images of a stage behind its transforms."""
-        return image_form(self._of[stage], self._image)
+        return BatchImages.behind(self._of[stage], self._image)
 
     def register(self, transform: object, stage: Stage) -> Callable[[], None]:
         """Add a transform to a stage, and return what removes it again.
@@ -145,7 +143,7 @@ class StageTransforms:
 
         return remove
 
-    def explain(self, where: Callable[[Stage], tuple[Place, str]]) -> list[str]:
+    def explain(self, where: Callable[[Stage], tuple[PixelPlace, str]]) -> list[str]:
         """Return, for each transform, where each of its operations runs and why.
 
         ``where`` returns for a stage where the pixels of its pipeline are computed, and why.

@@ -15,9 +15,8 @@ from lightning_fastdata.plugin.placing.decision import StepSeen
 if TYPE_CHECKING:
     import torch
 
-    from lightning_fastdata.augment import Place
     from lightning_fastdata.insight.measure.timeline import DeviceClock
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.types import Batch, PixelPlace
 
 _STEPS: Final = 256  # more steps of one epoch show nothing new
 _MARKS: Final = 512  # events that the device has not reached yet: about 80 steps
@@ -70,7 +69,7 @@ class StepWatch:
         self.left = self._most
         return WatchedBatches(batches, self)
 
-    def seen(self, place: Place) -> StepSeen | None:
+    def seen(self, place: PixelPlace) -> StepSeen | None:
         """Return what was measured, all of it with the pixels in ``place``; None if nothing was."""
         rows = warm_steps(self.timeline.history.newest())
         step, stall, augment = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from lightning_fastdata.augment import Place, PlaceSwitch
+from lightning_fastdata.augment import PlaceSwitch
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         StagePlan,
         StageTransforms,
     )
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Batch, PixelPlace, Stage
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]
 """What a user sets."""
@@ -62,12 +62,12 @@ class _Held:
 
     costs: PlaceCosts
     choice: PlaceChoice
-    place: Place  # of the epochs that are to come
+    place: PixelPlace  # of the epochs that are to come
     name: str  # of the loader that was measured
     switch: PlaceSwitch | None = None  # of its newest loader, if that can be changed
     watch: StepWatch | None = None  # of its steps, while a change is possible
-    watched: Place | None = None  # where the pixels of the watched steps are
-    seen: dict[Place, StepSeen] = field(default_factory=dict)  # the newest steps by place
+    watched: PixelPlace | None = None  # where the pixels of the watched steps are
+    seen: dict[PixelPlace, StepSeen] = field(default_factory=dict)  # the newest steps by place
     changes: int = 0
     delay_epochs: int = 0  # from the border where a change is decided to its first epoch
     others: set[str] = field(default_factory=set)  # other loaders of the stage
@@ -217,7 +217,7 @@ class Placing:
         watch.timeline.augment_ended()
         return finish(batch, transforms, drawing)
 
-    def where(self, stage: Stage, trainer: Trainer | None) -> tuple[Place, str]:
+    def where(self, stage: Stage, trainer: Trainer | None) -> tuple[PixelPlace, str]:
         """Return where the pixels of a stage are, or will be, computed, and why."""
         if self.asked == "cpu":
             return "workers", 'augment_on="cpu"'

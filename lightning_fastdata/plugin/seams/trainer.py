@@ -44,7 +44,7 @@ class _PrintingBar(Protocol):
 
     @property
     def is_enabled(self) -> bool: ...
-    def print(self, *args: Any, **kwargs: Any) -> None: ...
+    def print(self, *args: object, **kwargs: object) -> None: ...
 
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
@@ -63,6 +63,11 @@ def device_type(trainer: Trainer | None) -> str:
 def has_cuda(trainer: Trainer) -> bool:
     """Return whether a trainer runs on CUDA; some strategies have no device before they launch."""
     return any(kind.__name__ == "CUDAAccelerator" for kind in type(trainer.accelerator).__mro__)
+
+
+def loss_scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
+    """Return what scales the loss of a trainer in half precision; None: nothing does."""
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def running_stage(trainer: Trainer | None) -> Stage | None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from lightning_fastdata.augment import SwitchedTransform, leaves_to_device
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
@@ -79,7 +78,7 @@ class RunJudge:
             transform, recording = loader.transform, loader.recording
             # Of a pipeline that the dataset calls itself, or else of one of the data module.
             switch = None if recording is None else recording.switch
-            if switch is None and isinstance(transform, SwitchedTransform):
+            if switch is None and transform is not None:
                 switch = transform.switch
         augment_on: Literal["cpu", "device"] | None = None
         place = "device" if switch is None else switch.newest
@@ -93,7 +92,7 @@ class RunJudge:
             read_loader(loader),
             usable_cpus=self._usable_cpus,
             augment_on=augment_on,
-            augment_settled=settled or (transform is not None and not leaves_to_device(transform)),
+            augment_settled=settled or (transform is not None and not transform.defers),
             loader=label,
         )
 
