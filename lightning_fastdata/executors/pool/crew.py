@@ -133,7 +133,7 @@ class Crew:
         """Stop all processes."""
         self._closer()
         self.wanted = 0
-        for each in (self._tasks, self._inquiries, self._by_end):
+        for each in (self._tasks, self._inquiries, self._by_end, self._slots):
             each.clear()
         self._poller = select.poll()
 
