@@ -266,7 +266,7 @@ def test_either_package_trains_without_the_other(tmp_path, imports, packages, tw
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-3:-1] == [packages, twin]

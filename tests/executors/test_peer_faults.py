@@ -246,7 +246,7 @@ def test_programs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
         )
         for start, executor in ((0, "workers"), (1000, "sidecar"))
     ]
-    assert [program.communicate(timeout=100)[0].strip() for program in programs] == ["right"] * 2
+    assert [program.communicate(timeout=280)[0].strip() for program in programs] == ["right"] * 2
 
 
 class Meeting(Dataset):

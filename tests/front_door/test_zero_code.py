@@ -97,7 +97,7 @@ def start(script, *arguments, before=(), code=0, cwd=None):
         check=False,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         cwd=cwd or script.parent,
         env=environ,
     )
@@ -168,7 +168,7 @@ def test_modules_and_the_other_lightning_package_are_run(script, tmp_path):
     script.write_text(SCRIPT.replace("LIGHTNING", "pytorch_lightning"))
     command = [sys.executable, *RUN, "-m", "train", "--epochs", "1"]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=200, cwd=script.parent
+        command, check=False, capture_output=True, text=True, timeout=280, cwd=script.parent
     )
     assert done.returncode == 0, done.stderr
     assert "samples/s in a step" in done.stdout
