@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from thoroughness import LONG
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader
@@ -142,9 +143,10 @@ def test_fast_loaders_take_the_place_of_plain_ones_with_the_same_batches(script,
 
 
 def test_loaders_of_random_samples_stay_and_are_named(script):
-    plain = start(script, "--random", "--epochs", 1)
     fast = start(script, "--random", "--epochs", 1, before=(*RUN, "--fast"))
-    assert lines(fast, "RESULT") == lines(plain, "RESULT")
+    if LONG:  # the loader is torch's own, as without us
+        plain = start(script, "--random", "--epochs", 1)
+        assert lines(fast, "RESULT") == lines(plain, "RESULT")
     assert lines(fast, "LOADER DataLoader")
     assert "draw at random" in fast.replace("\n", " ")
 
