@@ -133,8 +133,9 @@ class Crew:
         """Stop all processes."""
         self._closer()
         self.wanted = 0
-        for each in (self._tasks, self._inquiries, self._by_end, self._slots):
+        for each in (self._tasks, self._inquiries, self._by_end):
             each.clear()
+        self._slots.clear()
         self._poller = select.poll()
 
     def give(self, task: Task, to: ChildProcess | None = None) -> bool:
