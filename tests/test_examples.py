@@ -35,7 +35,7 @@ def test_the_example_trains_and_tells_where_the_steps_went(name, tmp_path):
         env={**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -25,7 +25,7 @@ def complaints(statement, tmp_path, *, package):
         capture_output=True,
         text=True,
         cwd=PACKAGE.parent,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr

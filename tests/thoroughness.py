@@ -9,11 +9,29 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
 
 LONG = os.environ.get("TEST_LONG") == "1"
+
+LONGEST = (
+    *("front_door/test_zero_code.py", "resilience/test_preemption.py"),
+    *("resilience/test_resume_laws.py", "executors/test_kills.py", "executors/test_faults.py"),
+    *("augment/test_self_check.py", "front_door/test_top.py", "test_docs.py"),
+    *("tuning/test_tuned_loader.py", "conformance/test_running.py", "test_examples.py"),
+    *("resilience/test_stream_resume.py", "caches/test_cached_source.py", "test_demo.py"),
+    *("caches/test_cached_dataset.py", "conformance/test_ranks.py", "front_door/test_deadline.py"),
+    *("resilience/test_hangs.py", "plugin/test_guard_choice.py", "test_typing.py"),
+    *("resilience/test_time_travel.py", "conformance/test_evaluation.py", "test_cli.py"),
+    *("resilience/test_resume_on_ranks.py", "plugin/test_guard_on_ranks.py"),
+    *("front_door/test_several_loaders.py", "resilience/test_lightning_bugs.py"),
+    *("front_door/test_report_while_it_runs.py", "front_door/test_tuned_training.py"),
+    *("front_door/test_every_second.py", "conformance/test_causes.py"),
+)
+"""Files that take longest, many of them in programs of their own. They come first where files are
+shared out to several processes: one that comes last leaves all others idle."""
 
 
 def max_examples(count: int, **how: Any) -> settings:
@@ -25,6 +43,12 @@ def max_examples(count: int, **how: Any) -> settings:
 def some(cases: Iterable[Any], every: int) -> list[Any]:
     """Return all cases in a long run, and otherwise each ``every``-th, the first one included."""
     return list(cases)[:: 1 if LONG else every]
+
+
+def longest_first(items: Iterable[Any], root: Path) -> list[Any]:
+    """Return tests with those of :data:`LONGEST` first, and otherwise as they were."""
+    places = {str(root / "tests" / file): place for place, file in enumerate(LONGEST)}
+    return sorted(items, key=lambda item: places.get(str(item.path), len(places)))
 
 
 def left_out(items: Iterable[Any]) -> set[Any]:

@@ -228,7 +228,7 @@ def test_a_process_that_has_registered_nothing_uses_what_the_pickle_brings(regis
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         check=False,
-        timeout=100,
+        timeout=280,
     )
     assert process.returncode == 0, process.stderr.decode()[-2000:]
     deferred, out = pickle.loads(process.stdout)

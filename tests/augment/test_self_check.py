@@ -116,7 +116,7 @@ def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env=environment,
         cwd=paths[0] if paths else None,
         check=False,

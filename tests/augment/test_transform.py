@@ -398,7 +398,7 @@ def test_a_fresh_process_draws_the_same() -> None:
         input=pickle.dumps((worker, sample, key)),
         capture_output=True,
         check=True,
-        timeout=100,
+        timeout=280,
     )
     there = pickle.loads(process.stdout)
     assert torch.equal(torch.as_tensor(here[0]["image"]), torch.as_tensor(there[0]["image"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections import defaultdict, namedtuple
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from open_files import open_files
 from thoroughness import max_examples
 
 from lightning_fastdata.batches.packed import pack, unpack, write_leaves
@@ -158,20 +158,21 @@ def test_slots_that_are_too_small_make_room() -> None:
 
 
 def test_tensors_outlive_their_pool() -> None:
+    before = open_files()
     pool = SlotPool(limit_bytes=64 * MIB)
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
     packed, leaves = pack(torch.full((10_000,), 7.0))
     slot = pool.take(packed.size_bytes)
     write_leaves(packed, leaves, slot.mapping)
     tensor = unpack(packed, pool.lease(slot))
+    opened = open_files() - before
+    assert opened
     pool.close()
     del pool, slot
     gc.collect()
     assert tensor.eq(7).all()
     assert copy.deepcopy(tensor).eq(7).all()
     del tensor
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not opened & open_files()
 
 
 def test_memory_that_is_not_there_is_refused_with_the_size() -> None:
@@ -180,19 +181,16 @@ def test_memory_that_is_not_there_is_refused_with_the_size() -> None:
 
 
 def test_a_pool_that_is_dropped_closes_its_files_and_leaves_its_tensors() -> None:
-    def files() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    before = files()
+    before = open_files("memfd:")
     pool = SlotPool(limit_bytes=2**20)
     slots = [pool.take(4096) for _ in range(3)]
     assert slots[0] is not None
-    assert files() >= before + 3
+    opened = open_files("memfd:") - before
+    assert len(opened) >= 3
     view = pool.lease(slots[0])
     view[:] = 7
     del pool, slots
     gc.collect()
     assert view.min() == view.max() == 7
     del view
-    assert files() == before
+    assert not opened & open_files()

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms as T
+from caches.made import Made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -31,34 +32,6 @@ import lightning_fastdata as ld
 from lightning_fastdata.caches import folders
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import rows_of
-
-
-class Made(Dataset):
-    """Writes down in a folder which samples it makes."""
-
-    def __init__(self, folder, count=40, *, varies=False):
-        self.folder = str(folder)
-        self.count = count
-        self.varies = varies
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.count:
-            raise IndexError(index)
-        log = os.open(f"{self.folder}/made", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.write(log, b"%d\n" % index)
-        os.close(log)
-        rows = 3 + index % 5 if self.varies else 3
-        return {"x": torch.full((rows, 4), index, dtype=torch.float32), "y": index}
-
-    def made(self):
-        path = Path(self.folder) / "made"
-        return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-    def forget(self):
-        (Path(self.folder) / "made").unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -330,9 +303,10 @@ def test_a_worker_that_is_killed_leaves_an_epoch_that_is_right(tmp_path, folder)
     data = Made(folder, count=200)
     cached = ld.CachedDataset(data, tmp_path / "cache")
     loader = ld.FastDataLoader(cached, 8, num_workers=2, executor="workers")
+    others = set(multiprocessing.active_children())
     batches = iter(loader)
     rows = [next(batches)["y"]]
-    for child in multiprocessing.active_children():
+    for child in set(multiprocessing.active_children()) - others:
         os.kill(child.pid, signal.SIGKILL)
     rows += [batch["y"] for batch in batches]
     assert torch.cat(rows).tolist() == list(range(200))
@@ -408,7 +382,7 @@ def test_any_order_of_reading_gives_the_same(tmp_path_factory, order, varies):
 IN_MEMORY = """
 import os, sys
 sys.path.insert(0, {here!r})
-from test_cached_dataset import Made
+from made import Made
 import lightning_fastdata as ld
 from lightning_fastdata.caches import cached_dataset, folders
 from pathlib import Path

@@ -247,7 +247,7 @@ def test_a_training_asks_the_server_for_each_object_once(tmp_path):
                 [sys.executable, tmp_path / "train.py", server.url, tmp_path / "cache"],
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=280,
                 check=False,
             )
             assert run.stdout.strip().endswith("True"), (run.stderr, time.monotonic() - began_s)

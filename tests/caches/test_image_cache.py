@@ -78,8 +78,9 @@ def test_files_are_read_once(root, tmp_path):
     [
         (DataLoader, "fork"),
         (ld.FastDataLoader, "fork"),
-        (ld.FastDataLoader, "spawn"),
-        pytest.param(DataLoader, "spawn", marks=pytest.mark.slow),  # imports everything anew
+        # They import everything anew.
+        pytest.param(ld.FastDataLoader, "spawn", marks=pytest.mark.slow),
+        pytest.param(DataLoader, "spawn", marks=pytest.mark.slow),
     ],
 )
 def test_workers_share_what_is_kept(root, tmp_path, method, loader):

@@ -51,12 +51,12 @@ def test_row_39_printing_and_copying_calls_no_dataset_method():
 
 
 def test_row_39_the_text_of_a_module_starts_no_process_and_leaves_the_random_state():
-    children, state = psutil.Process().children(), torch.get_rng_state()
+    children, state = set(psutil.Process().children()), torch.get_rng_state()
     module = RowsModule(options=LoaderOptions(num_workers=2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of more workers than CPUs
         assert "Train dataloader" in str(module)
-    assert psutil.Process().children() == children
+    assert not set(psutil.Process().children()) - children
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -266,7 +266,7 @@ def test_either_package_trains_without_the_other(tmp_path, imports, packages, tw
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-3:-1] == [packages, twin]

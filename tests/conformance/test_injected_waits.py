@@ -205,6 +205,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("executor", "workers"), ROWS)
 def test_each_injected_wait_is_in_the_step_that_waited_as_long_as_it_was(
@@ -229,6 +230,7 @@ STREAMS = [
 ]
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("executor", "workers"), STREAMS)
 def test_a_stream_is_waited_for_one_step_ahead(tmp_path, executor, workers):

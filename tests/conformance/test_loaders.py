@@ -13,6 +13,7 @@ from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch import LightningDataModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
+from open_files import open_files
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -290,13 +291,13 @@ def test_row_19_seeded_workers_draw_distinct_numpy_numbers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
 def test_row_20_reloading_loaders_leaks_no_process_and_no_file(tmp_path):
-    process = psutil.Process()
-    counts = []
+    children, files, counts = set(psutil.Process().children()), open_files(), []
 
     class Counts(Linear):
         def on_train_epoch_end(self):
             self.seen["train"].clear()  # a kept batch keeps its shared memory open
-            counts.append((len(process.children()), process.num_fds()))
+            left = set(psutil.Process().children()) - children
+            counts.append((len(left), len(open_files() - files)))
 
     module = RowsModule(
         batch_size=8,

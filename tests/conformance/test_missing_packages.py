@@ -110,7 +110,7 @@ def train_without(hidden, tmp_path):
         [sys.executable, "-S", "train.py"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         cwd=tmp_path,
         env={
             **environment_without(tmp_path / "site", hidden),

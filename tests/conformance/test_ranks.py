@@ -201,13 +201,14 @@ def test_a_rank_that_tells_a_little_later_is_waited_for():
 
 def test_a_rank_that_never_tells_is_waited_for_once_and_mentioned():
     zero, _ = two(dist.HashStore(), patience_s=0.5)
-    history = StepHistory()
-    began = time.monotonic()
-    for _ in range(4):
+    history, waits_s = StepHistory(), []
+    for _ in range(6):
         add(history, 1.0)
+        began = time.monotonic()
         zero.epoch_ended(history)
-    waited_s = time.monotonic() - began
-    assert 0.5 <= waited_s < 4 * 0.5
+        waits_s.append(time.monotonic() - began)
+    assert waits_s[0] >= 0.5
+    assert min(waits_s[1:]) < 0.5  # not each, since the machine may have other work
     assert zero.notes() == ("Nothing was heard of rank 1.",)
 
 

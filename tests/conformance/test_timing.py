@@ -53,6 +53,7 @@ class Stream(IterableDataset):
         time.sleep(self.sleep_s.get(self.length, 0))
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("ours", [False, True])
 def test_row_22_a_wait_of_a_loader_without_length_is_found_in_the_step_that_waited(tmp_path, ours):
@@ -75,6 +76,7 @@ def test_row_22_a_wait_of_a_loader_without_length_is_found_in_the_step_that_wait
     assert callback.train["cold"].tolist() == [1, 0, 0, 0, 0, 0] * 2
 
 
+@pytest.mark.flaky(reruns=2)
 def test_row_22_each_batch_of_a_loader_with_length_is_waited_for_in_its_own_step(tmp_path):
     callback = Measured()
     rows = Rows(6, {3: SLEEP_S})
@@ -83,6 +85,7 @@ def test_row_22_each_batch_of_a_loader_with_length_is_waited_for_in_its_own_step
     assert callback.long() == [3, 9]
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*leaves the CPUs idle")
 @pytest.mark.parametrize("workers", [0, 2])
@@ -116,6 +119,7 @@ class SlowSaves(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "when",
@@ -176,6 +180,7 @@ def test_a_sanity_check_is_not_measured(tmp_path):
     assert callback.report.stages[1].steps == 4
 
 
+@pytest.mark.flaky(reruns=2)
 def test_row_12_a_step_that_fetches_for_itself_is_measured(tmp_path):
     class Fetches(Linear):
         def training_step(self, dataloader_iter):
@@ -256,6 +261,7 @@ def test_transfer_and_augmentation_are_told_apart(tmp_path):
     assert np.allclose(total, callback.train["step_ms"])
 
 
+@pytest.mark.flaky(reruns=2)
 def test_the_duration_of_a_stage_leaves_out_the_other_stage(tmp_path):
     class SlowValidation(Linear):
         def validation_step(self, batch, batch_idx):

@@ -123,6 +123,7 @@ class Waits(Dataset[torch.Tensor]):
         return torch.tensor(index)
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("shared", [False, True])
 def test_nothing_is_lost_or_out_of_order_while_it_is_tried(shared):
     records = deque()

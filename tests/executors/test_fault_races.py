@@ -447,7 +447,7 @@ executor.close()
 
 def test_what_cannot_be_sent_for_now_is_sent_later() -> None:
     program = subprocess.run(
-        [sys.executable, "-c", CROWD], capture_output=True, text=True, check=False, timeout=90
+        [sys.executable, "-c", CROWD], capture_output=True, text=True, check=False, timeout=280
     )
     assert program.stdout.splitlines() == [
         str(errno.ETOOMANYREFS),

@@ -74,6 +74,7 @@ def read(file):
     return json.loads(file.read_text(encoding="utf-8"))
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ours", [True, False], ids=["a FastDataModule", "torch's loader"])
@@ -113,6 +114,7 @@ def test_each_method_has_a_report_under_its_own_name(tmp_path, capsys, method, o
     assert f": {WORDS[method]} steps " in out
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("method", METHODS)
 def test_where_its_seconds_went(tmp_path, method):
     class Slow(Callback):

@@ -135,6 +135,7 @@ class Timed(CSVLogger):
         calls.append(time.monotonic() - began)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_slow_logger_that_is_called_in_each_step_is_hardly_called_for_us(tmp_path):
     logger = Timed(tmp_path, seconds=0.02)
     began = time.monotonic()

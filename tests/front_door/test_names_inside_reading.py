@@ -351,7 +351,7 @@ def test_a_dataset_of_the_script_itself_or_of_a_notebook_is_the_users(tmp_path, 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert told.returncode == 0, told.stderr

@@ -77,7 +77,7 @@ def outputs(tmp_path_factory):
     patch.setenv("IPYTHONDIR", str(folder / "ipython"))
     try:
         nbclient.NotebookClient(
-            book, timeout=120, kernel_name="ours", resources={"metadata": {"path": str(folder)}}
+            book, timeout=280, kernel_name="ours", resources={"metadata": {"path": str(folder)}}
         ).execute()
     finally:
         patch.undo()

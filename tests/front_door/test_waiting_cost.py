@@ -18,6 +18,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.recorded import read_report
 
 ROWS, SLEEP_S, BATCH, EPOCHS = 16, 0.004, 4, 3
+SLOW_S = 0.03  # for which no machine with other work keeps the other rank waiting
 PRICE, WATTS = 2.5, 400.0
 
 
@@ -134,10 +135,11 @@ class SlowOnOneRank(Rows):
     """Rows that the second rank reads slowly."""
 
     def __getitem__(self, index):
-        time.sleep(SLEEP_S * torch.distributed.get_rank())
+        time.sleep(SLOW_S * torch.distributed.get_rank())
         return torch.full((4,), float(index))
 
 
+@pytest.mark.flaky(reruns=2)
 def test_all_ranks_wait_for_the_slow_one(tmp_path):
     callback = DataThroughputCallback(summary=False, figures=False, cost_per_gpu_hour=PRICE)
     trainer = Trainer(
@@ -151,7 +153,7 @@ def test_all_ranks_wait_for_the_slow_one(tmp_path):
     assert cost["devices"] == 2
     assert cost["per_day"]["device_hours"] == pytest.approx(48 * cost["idle_share"])
     # Warm steps: three of four batches of two samples in each of two epochs.
-    slept_s = SLEEP_S * 2 * 3 * 2
+    slept_s = SLOW_S * 2 * 3 * 2
     assert 2 * slept_s <= cost["so_far"]["device_hours"] * 3600 <= 2 * report["wall"]["total_s"]
     mine, slow = report["ranks"]
     assert mine["stall_ms"] < slow["stall_ms"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from thoroughness import LONG
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader
@@ -97,7 +98,7 @@ def start(script, *arguments, before=(), code=0, cwd=None):
         check=False,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         cwd=cwd or script.parent,
         env=environ,
     )
@@ -142,9 +143,10 @@ def test_fast_loaders_take_the_place_of_plain_ones_with_the_same_batches(script,
 
 
 def test_loaders_of_random_samples_stay_and_are_named(script):
-    plain = start(script, "--random", "--epochs", 1)
     fast = start(script, "--random", "--epochs", 1, before=(*RUN, "--fast"))
-    assert lines(fast, "RESULT") == lines(plain, "RESULT")
+    if LONG:  # the loader is torch's own, as without us
+        plain = start(script, "--random", "--epochs", 1)
+        assert lines(fast, "RESULT") == lines(plain, "RESULT")
     assert lines(fast, "LOADER DataLoader")
     assert "draw at random" in fast.replace("\n", " ")
 
@@ -168,7 +170,7 @@ def test_modules_and_the_other_lightning_package_are_run(script, tmp_path):
     script.write_text(SCRIPT.replace("LIGHTNING", "pytorch_lightning"))
     command = [sys.executable, *RUN, "-m", "train", "--epochs", "1"]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=200, cwd=script.parent
+        command, check=False, capture_output=True, text=True, timeout=280, cwd=script.parent
     )
     assert done.returncode == 0, done.stderr
     assert "samples/s in a step" in done.stdout

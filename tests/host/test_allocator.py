@@ -33,7 +33,7 @@ print(int(kept), faults())
 
 def run(how):
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, timeout=280, check=True
     )
     kept, faults = map(int, done.stdout.split())
     return kept, faults

@@ -219,6 +219,7 @@ def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
     return total(waits).shares(), [wait.slow_task for wait in waits if wait.slow_task]
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
 @pytest.mark.parametrize(
@@ -236,12 +237,14 @@ def test_the_planted_cause_takes_most_of_the_waits(executor, dataset, cause, oth
     assert shares[cause] > 2 * shares["collate"]
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_a_slow_collate_function_takes_most_of_the_waits(executor) -> None:
     shares, _ = measured(Planted(sleep_s=0.0001), executor=executor, collate_fn=slow_collate)
     assert shares["collate"] > 2 * (shares["read_cpu"] + shares["read_blocked"])
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_slow_sample_is_found_by_its_index() -> None:
     _, slow = measured(Planted(sleep_s=0.001, slow=133))
     assert 133 in [sample.slowest_index for sample in slow]

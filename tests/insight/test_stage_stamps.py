@@ -15,7 +15,7 @@ from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 class Files(Dataset):
     """Samples that have files, of which the last one takes long."""
 
-    def __init__(self, folder, length=24, slow_s=0.03):
+    def __init__(self, folder, length=24, slow_s=0.1):
         self.samples = [(f"/{folder}/{number}.jpg", 0) for number in range(length)]
         self.slow_s = slow_s
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from open_files import open_files
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_fastdata.errors import FastDataError
@@ -289,11 +290,7 @@ def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn(executor: str) -> Non
 @pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_loaders_that_come_and_go_leave_no_open_file(executor: str, persistent: bool) -> None:
-    def files() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    counts = []
+    before, counts = open_files(), []
     for _ in range(6):
         loader = FastDataLoader(
             torch.utils.data.TensorDataset(torch.rand(16, 20_000)),
@@ -305,5 +302,5 @@ def test_loaders_that_come_and_go_leave_no_open_file(executor: str, persistent: 
         batches = list(loader)
         assert len(batches) == 4
         del loader, batches
-        counts.append(files())
+        counts.append(len(open_files() - before))
     assert counts[-1] <= counts[1]

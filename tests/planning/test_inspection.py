@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from open_files import open_files
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_fastdata.errors import DatasetError
@@ -134,12 +134,10 @@ def test_waiting_for_something_that_comes_is_not_being_stuck():
 
 
 def test_nothing_of_it_is_left():
-    gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     for act in (int, fail, killed):
         try_apart(send_then, act, start_method="fork")
-    # What earlier tests left to be collected may be closed meanwhile.
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert not open_files() - before
 
 
 # What is found out

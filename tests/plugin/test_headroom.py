@@ -113,6 +113,7 @@ def fit(tmp_path, model, headroom="measured", **arguments):
     return callback.report
 
 
+@pytest.mark.flaky(reruns=2)
 def test_what_is_measured_has_no_wait_in_it_and_is_told_as_measured(tmp_path):
     report = fit(tmp_path, Sleeps())
     stage = report.stages[0]

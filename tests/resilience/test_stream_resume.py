@@ -341,21 +341,23 @@ def test_a_state_makes_reading_again_needless(workers: int) -> None:
 
 
 class Slow(Numbers):
+    """Takes a while for its first samples."""
+
     def __iter__(self) -> Iterator[Any]:
-        for sample in super().__iter__():
-            time.sleep(0.05)
+        for at, sample in enumerate(super().__iter__()):
+            time.sleep(1.0 if at < 4 else 0.0)
             yield sample
 
 
 @SILENT
 def test_a_timeout_is_that_of_a_batch_and_not_of_reading_again() -> None:
-    plan = plan_of(Slow(24), timeout_s=0.6, look_ahead=1)
-    executor = opened(plan, 1)
+    executor = opened(plan_of(Numbers(24)), 1)
     executor.start_epoch([1], 0)
     for _ in range(20):
         next(executor)
     position = saved(executor.position(20))
     executor.close()
+    plan = plan_of(Slow(24), timeout_s=3, look_ahead=1)  # for 4 s nothing new is read
     assert len(rest_after(position, plan, 1, 1)) == 4
 
 

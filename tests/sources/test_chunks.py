@@ -216,7 +216,7 @@ def test_lance_rows_are_read_in_forked_workers(tmp_path):
 
     def run(what):
         command = [sys.executable, tmp_path / "lanced.py", tmp_path / "x.lance", what]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
         assert done.returncode == 0, done.stderr
         return done
 

@@ -246,6 +246,7 @@ def tasks(watch, read, *, seconds=1.0):
     return found
 
 
+@pytest.mark.flaky(reruns=2)
 def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
     """To look takes the interpreter's lock, which is free while the reading thread waits."""
     spent = {"computes": 0, "waits": 0}
@@ -274,6 +275,7 @@ def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
     assert seen["timed"] > 0
 
 
+@pytest.mark.flaky(reruns=2)
 def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row():
     found = tasks(TaskWatch(0, 0, None, LineWatch()), lambda: spin(0.0005), seconds=1.0)
     looked = [number for number, task in enumerate(found) if task.lines]

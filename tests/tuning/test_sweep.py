@@ -68,6 +68,7 @@ def test_samples_are_left_out_where_the_batch_size_is_not_known():
     ]
 
 
+@pytest.mark.flaky(reruns=2)
 def test_workers_that_wait_are_found_to_pay_and_the_loader_stays_as_it_was():
     loader = FastDataLoader(Waiting(512), 8, executor="workers", num_workers=1)
     told = []

@@ -135,6 +135,7 @@ class Crew:
         self.wanted = 0
         for each in (self._tasks, self._inquiries, self._by_end):
             each.clear()
+        self._slots.clear()
         self._poller = select.poll()
 
     def give(self, task: Task, to: ChildProcess | None = None) -> bool:
