@@ -259,6 +259,7 @@ def on_two_ranks(files, folder, *names):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.cases(2)
 def test_two_ranks_read_each_sample_once(library, files, tmp_path):
     name = next(name for name, each in LIBRARIES.items() if each is library)
     cases = [f"{name}, made in train_dataset", f"{name}, made before"]
