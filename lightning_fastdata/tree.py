@@ -130,3 +130,14 @@ def held(owner: object, name: str) -> Any:
 def held_by(owner: object) -> dict[str, Any]:
     """Return the attributes that an object holds itself, by name."""
     return getattr(owner, "__dict__", {})
+
+
+def is_a(item: object, package: str, name: str | None = None) -> bool:
+    """Return whether an object is of a class of a package, or of one derived from it.
+
+    By name, as the package need not be installed. ``name``: of the class; None: any.
+    """
+    return any(
+        base.__module__.split(".")[0] == package and name in (None, base.__name__)
+        for base in type(item).__mro__
+    )

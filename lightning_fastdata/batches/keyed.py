@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
 
+from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, reseed
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import has_method, held, held_by
+from lightning_fastdata.tree import has_method, held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -225,34 +226,6 @@ def keying_of(dataset: Dataset[Any], seed: int, epoch: EpochCell) -> _Keying:
 def own_dataset(dataset: object) -> object:
     """Return the user's dataset, where one with keyed randomness stands for it."""
     return dataset._keying.dataset if isinstance(dataset, _Stand) else dataset
-
-
-def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
-    """Call ``set_epoch`` of a dataset that has one, also below datasets that wrap it.
-
-    :class:`FastImageFolder` and Hugging Face's iterable datasets draw by it. Only what wrappers
-    hold themselves is looked at: a property may open what is to be opened in the workers.
-    """
-    waiting: list[Any] = [dataset]
-    seen: set[int] = set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if has_method(one, "set_epoch"):
-            one.set_epoch(epoch)
-        else:
-            waiting.extend(_wrapped(one))
-
-
-def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
-    """Yield the datasets that a dataset holds, by themselves or in lists."""
-    for value in list(held_by(dataset).values()):
-        if isinstance(value, Dataset):
-            yield value
-        elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
-            yield from (part for part in value if isinstance(part, Dataset))
 
 
 def fetches_in_batches(dataset: object) -> TypeGuard[ReadsTogether]:

@@ -18,6 +18,7 @@ from lightning_fastdata.batches.bad_samples import (
     described,
 )
 from lightning_fastdata.batches.keyed import ReadsTogether, fetches_in_batches
+from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -81,6 +82,8 @@ class FetchPlan:
     """What becomes of samples that cannot be read."""
     faults: FaultLog = field(default_factory=FaultLog)
     """Where the training process counts them."""
+    rank: Rank = field(default_factory=lambda: Rank(0, 1))
+    """Which of the training processes it is fetched for."""
     niceness: int = 5
     """How much side processes give way to the training process, 0 to 19."""
 

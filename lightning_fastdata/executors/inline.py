@@ -20,7 +20,7 @@ from lightning_fastdata.executors.stream_position import (
     StreamNote,
     StreamPosition,
 )
-from lightning_fastdata.executors.stream_state import StateTaker, set_generator_states
+from lightning_fastdata.executors.stream_state import ReadSamples, StateTaker, set_generator_states
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
@@ -67,6 +67,8 @@ class StreamFetcher:
         self._ended = False
         self._read = 0
         self._skip = 0
+        self._seen: ReadSamples | None = None
+        self._wanted: int | None = None
         self._states = StateTaker(plan.dataset, worker=not guest)
         self._note = NO_NOTE
 
@@ -98,6 +100,9 @@ class StreamFetcher:
         self._ended, self._read, self.position = False, 0, 0
         self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
         self._skip, self._note = 0, NO_NOTE
+        fresh = resume is None or resume.state is None
+        self._seen = ReadSamples() if fresh else None
+        self._wanted = None if resume is None else resume.digest
         if resume is None:
             self._states.begin(None, 0, epoch)
             generators = self._states.generators_alone()
@@ -135,6 +140,8 @@ class StreamFetcher:
         batch = self.plan.collate_fn(samples[0] if ask.samples is None else samples)
         if self.stamps is not None:
             self.stamps.collated(began_ns)
+        if self._seen is not None:
+            self._note = self._note._replace(digest=self._seen.digest)
         if not self._ended:  # a stream that has ended may have begun anew in its state
             after, refused = self._states.take(), self._states.tell_refused()
             if after is not None or refused:
@@ -153,6 +160,8 @@ class StreamFetcher:
             self._ended = sample is END_OF_STREAM
             if not self._ended:
                 samples.append(sample)
+                if self._seen is not None:
+                    self._seen.add(sample)
                 if self.stamps is not None and not self._skip:
                     self.stamps.read(self._read, began_ns)
                 self._read += 1
@@ -179,7 +188,9 @@ class StreamFetcher:
                 self.plan.collate_fn(samples[0] if ask.samples is None else samples)
             self._skip -= 1
         self._note = self._note._replace(
-            skipped=self._read - before, skipped_s=time.monotonic() - began_s
+            skipped=self._read - before,
+            skipped_s=time.monotonic() - began_s,
+            others=self._seen is not None and self._wanted not in (None, self._seen.digest),
         )
 
     def told(self) -> StreamNote | None:

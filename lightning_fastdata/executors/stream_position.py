@@ -21,11 +21,15 @@ from lightning_fastdata.executors.stream_state import (
     HasBatchSize,
     counts_samples,
     own_stream,
+    tell_others,
+    tell_read_again,
     tells_state,
 )
 
 _KEPT: Final = 32
 """Batches that may be handed out, and not yet be taken by the training."""
+_KEPT_DIGESTS: Final = 256
+"""Of a lane: those of batches that were handed out, and of batches made ahead of them."""
 NOTHING: Final = pickle.dumps((None, None))
 """Neither a state of the dataset nor one of the generators."""
 
@@ -45,6 +49,8 @@ class LanePosition:
     generators: dict[str, Any] | None = None
     """States of the worker's global generators where its reading begins; None: as they are when the
     worker has started."""
+    digest: int | None = None
+    """Of the samples to be read again, as :class:`.ReadSamples` has it; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +147,10 @@ class StreamNote(NamedTuple):
     """How long that took."""
     refused: str = ""
     """Why the state of the dataset cannot be saved, to go on with after its name."""
+    digest: int | None = None
+    """Of all samples that it has read in this epoch; None: it did not begin at its beginning."""
+    others: bool = False
+    """Those that it has read again are not those that were delivered before."""
 
 
 NO_NOTE: Final = StreamNote()
@@ -153,6 +163,7 @@ class _Lane:
         began = pickle.dumps((start.state, start.generators))
         self.snapshots = deque([Snapshot(start.batches - start.skip, began)])
         self.at_end: bytes | None = None
+        self.digests: deque[tuple[int, int]] = deque(maxlen=_KEPT_DIGESTS)
 
     def position(self, batches: int) -> LanePosition:
         if self.at_end is not None and batches == self.made:
@@ -161,7 +172,10 @@ class _Lane:
         before = [one for one in self.snapshots if one.batches <= batches]
         state, generators = pickle.loads(before[-1].pickled)  # from our own process
         skip = batches - before[-1].batches
-        return LanePosition(batches=batches, state=state, skip=skip, generators=generators)
+        digest = None if state is not None else dict(self.digests).get(batches)
+        return LanePosition(
+            batches=batches, state=state, skip=skip, generators=generators, digest=digest
+        )
 
 
 class StreamHistory:
@@ -198,6 +212,7 @@ class StreamHistory:
             start.skip and start.state is None for start in starts
         )
         self._skipped = 0, 0.0
+        self._told_others = False
         self._refused = ""
 
     @property
@@ -212,6 +227,8 @@ class StreamHistory:
         self._note(lane, note)
         if note is not None and note.after is not None:
             one.snapshots.append(Snapshot(one.made, note.after))
+        if note is not None and note.digest is not None:
+            one.digests.append((one.made, note.digest))
 
     def ended(self, lane: int, note: StreamNote | None) -> None:
         """Note that a lane makes no more batches."""
@@ -224,6 +241,9 @@ class StreamHistory:
         if note.at_start is not None:
             self._lanes[lane].snapshots[0] = Snapshot(0, note.at_start)
         self._refused = self._refused or note.refused
+        if note.others and not self._told_others:
+            self._told_others = True
+            tell_others(self._stream)
         if note.skipped is not None and lane in self._skipping:
             self._skipping.remove(lane)
             samples, seconds = self._skipped
@@ -233,7 +253,7 @@ class StreamHistory:
                 if tells_state(self._stream):
                     why = "no state of it could be saved"
                 samples, seconds = self._skipped
-                _tell_read_again(self._stream, f"{samples} samples", seconds, why)
+                tell_read_again(self._stream, f"{samples} samples", seconds, why)
 
     def handed_over(self, lane: int) -> None:
         """Note that the next batch of a lane was handed over."""
@@ -296,7 +316,8 @@ class StreamHistory:
             samples = ((rounds - 1) * workers + number + 1) * own
             if samples <= most:
                 state = dict(stream.state_dict(samples, workers, own))
-                return replace(lane, state=state, skip=lane.batches - batches)
+                skip = lane.batches - batches
+                return replace(lane, state=state, skip=skip, digest=None)
         return lane
 
     def _tell_refused(self) -> None:
@@ -308,12 +329,3 @@ class StreamHistory:
             FastDataWarning,
             stacklevel=2,
         )
-
-
-def _tell_read_again(stream: object, what: str, seconds: float, why: str) -> None:
-    warnings.warn(
-        f"To go on where the training was saved, {what} of {type(stream).__name__} that were "
-        f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}.",
-        FastDataWarning,
-        stacklevel=3,
-    )

@@ -7,6 +7,8 @@ import inspect
 import pickle
 import random
 import time
+import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
@@ -14,10 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.batches.keyed import KeyedIterableDataset, tell_epoch
+from lightning_fastdata.batches.keyed import KeyedIterableDataset
+from lightning_fastdata.batches.libraries import tell_epoch
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.indices import Stateful
 from lightning_fastdata.randomness.generators import DrawWatch
-from lightning_fastdata.tree import held_by
+from lightning_fastdata.tree import held_by, is_a, leaves
 
 _SHARE: Final = 0.01
 """Of the time that taking states may cost."""
@@ -28,6 +32,8 @@ _SCALARS: Final = frozenset({int, float, str, bool, type(None)})
 _PLAIN: Final = "numbers, strings, lists, dicts and None"
 _SHUFFLE_BUFFER: Final = "BufferShuffledExamplesIterable"
 """Of Hugging Face's ``datasets``."""
+_LOOKED_AT: Final = 64
+"""Samples at the beginning of a lane that :class:`ReadSamples` looks at, and each so many later."""
 _COUNTED: Final = ("num_samples_yielded", "num_workers", "batch_size")
 
 
@@ -148,6 +154,40 @@ def set_generator_states(states: dict[str, Any]) -> None:
     torch.default_generator.set_state(torch.frombuffer(memory, dtype=torch.uint8))
 
 
+class ReadSamples:
+    """A digest of the samples that a lane has read since its beginning.
+
+    Two lanes that read the same samples have the same one; that they are others is seen unless they
+    differ in few values or places, as not all are looked at.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.digest = 0
+
+    def add(self, sample: object) -> None:
+        """Note the next sample."""
+        at, self.samples = self.samples, self.samples + 1
+        if at < _LOOKED_AT or at % _LOOKED_AT == 0:
+            text = "".join(map(_some_of, leaves(sample)))
+            self.digest = zlib.crc32(text.encode(errors="replace"), self.digest)
+
+
+def _some_of(leaf: object) -> str:
+    """Return some values of a leaf of a sample, as text."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        leaf = leaf.detach().flatten()
+        leaf = leaf[:: max(1, len(leaf) // 16)].tolist()
+    elif isinstance(leaf, np.ndarray):
+        leaf = leaf.reshape(-1)
+        leaf = leaf[:: max(1, len(leaf) // 16)].tolist()
+    elif isinstance(leaf, bytes):
+        leaf = len(leaf), leaf[:: max(1, len(leaf) // 16)]
+    elif not isinstance(leaf, str | int | float | bool | np.generic | None):
+        return type(leaf).__name__
+    return repr(leaf)
+
+
 class StateTaker:
     """Takes the states of one stream between its batches, where that costs next to nothing.
 
@@ -230,3 +270,35 @@ class StateTaker:
         if len(pickled) > _LARGE_BYTES:
             self._next_s = max(self._next_s, ended_s + _LARGE_EACH_S)
         return pickled
+
+
+def tell_read_again(stream: object, what: str, seconds: float, why: str) -> None:
+    """Say that a resumed stream was read again, and how long that took."""
+    warnings.warn(
+        f"To go on where the training was saved, {what} of {type(stream).__name__} that were "
+        f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}.",
+        FastDataWarning,
+        stacklevel=4,
+    )
+
+
+def tell_others(stream: object) -> None:
+    """Say that a stream that was read again gave other samples than before."""
+    name = type(stream).__name__
+    remedy = (
+        "Have it shuffle by a seed and by the epoch of set_epoch(epoch), or give it state_dict() "
+        "and load_state_dict()."
+    )
+    if is_a(stream, "webdataset"):
+        remedy = (
+            "shuffle() of WebDataset is seeded by the clock, and shards by chance. Use "
+            "WebDataset(..., detshuffle=True, seed=1) and .compose(webdataset.detshuffle(1000, "
+            "seed=1)) in their place."
+        )
+    warnings.warn(
+        f"{name} gave other samples than before the training was saved, when they were read again "
+        "to go on behind them. So the training goes on, but in this epoch some samples come twice "
+        f"and others not at all. {remedy}",
+        FastDataWarning,
+        stacklevel=4,
+    )

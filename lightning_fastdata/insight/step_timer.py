@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fastdata.batches.libraries import rank_now
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun, own_rank, watch
+from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun, watch
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import HostClock, StepTimeline
 from lightning_fastdata.insight.measure.waiting_cost import GpuRates, WaitingCost, waiting_cost
@@ -237,11 +238,11 @@ class StepTimer:
         readers, stage, live = dict(self._reading), self._running, self._live
         if not readers or stage is None or live is None:
             return None
-        rank, world_size = own_rank()
+        rank = rank_now()
         activity, since_s = self._activity
         return RunFacts(
-            rank=rank,
-            world_size=world_size,
+            rank=rank.number,
+            world_size=rank.ranks,
             log_dir=str(Path.cwd()),
             method=stage.stage,
             activity=activity,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
-from lightning_fastdata.batches.keyed import tell_epoch
+from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
 from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
@@ -282,7 +282,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
 
     def __len__(self) -> int:
         """Return the number of batches that dataset and sampler report."""
-        length = super().__len__()
+        settle_ranks(self.dataset)
+        length = batches_of_workers(self) or super().__len__()
         self._reported["batches"] = length
         return length
 
@@ -298,6 +299,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self._epoch_cell.set(epoch)
         tell_epoch(self.dataset, epoch)
         try:
+            settle_ranks(self.dataset)
             batches = self._batches(begun)
         except Exception as error:
             if self.epoch is None and self.run is None:

@@ -30,6 +30,7 @@ from lightning_fastdata.batches.collate import (
     spreading,
 )
 from lightning_fastdata.batches.keyed import keyed, reads_together
+from lightning_fastdata.batches.libraries import Rank, rank_now, tell_rank
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
@@ -245,6 +246,7 @@ def _open_executor(
         guard=guard,
         faults=settings.faults,
         niceness=settings.worker_nice,
+        rank=rank_now() if streamed else Rank(0, 1),
     )
     staged = isinstance(collate_fn, StagingCollate | RecordedCollate)
     return KeptExecutor(
@@ -270,6 +272,7 @@ class WorkerStart:
         self.nice = nice
         self.then = then
         self.files: tuple[OpenFile, ...] = ()
+        self.rank = rank_now()
 
     def about_to_start(self, context: BaseContext | str | None) -> None:
         """Note what a forked process will share with this one: call it before each start."""
@@ -278,6 +281,7 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker process of this number."""
         open_anew(self.files)
+        tell_rank(self.rank)
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
         if self.nice and sys.platform != "win32":
             os.nice(self.nice)

@@ -83,11 +83,18 @@ def plan_for(
     if spec.is_stream:
         wrapped = spec.transformed or bool(spec.pipelines)
         stream = splits_itself(dataset, worker_init_fn=spec.worker_init_fn, wrapped=wrapped)
+        if stream.here and options.num_workers not in ("auto", 0):
+            raise OptionsError(
+                f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
+                "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
+            )
     cpu = read_cpu_limit(local_ranks=local_ranks)
     choice = TORCH
     if spec.needs_cost:
         shared_memory = shared_slots_supported()
         choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
+    if stream is not None and stream.here:
+        choice = ExecutorChoice("inline", stream.why, alone=True)
     size = None if cost is None else cost.size_bytes
     situation = Situation(
         stage=spec.stage,

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-import torch
 from torch.utils.data import (
     ChainDataset,
     DataLoader,
@@ -24,7 +23,8 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import KeyedIterableDataset
-from lightning_fastdata.tree import held
+from lightning_fastdata.batches.libraries import rank_now
+from lightning_fastdata.tree import held, held_by, is_a
 
 _ASKS: Final = "get_worker_info"
 # What code names that gives each worker its part. Code that names fewer of them seeds a generator,
@@ -56,6 +56,8 @@ class StreamSplit:
     """What it is read from, to go on with after "because"."""
     most_workers: int | None = None
     """Its shards: more workers would find nothing to read. None: it has no such bound."""
+    here: bool = False
+    """Its library reads in processes of its own, and workers could not reach those."""
 
 
 def splits_itself(
@@ -91,14 +93,17 @@ def _look_at(stream: object, *, wrapped: bool, seen: frozenset[int]) -> StreamSp
     seen |= {id(stream)}
     if isinstance(stream, KeyedIterableDataset):
         return _look_at(vars(stream)["_keying"].dataset, wrapped=True, seen=seen)
-    if _is_a(stream, "datasets", "IterableDataset"):
+    if is_a(stream, "datasets", "IterableDataset"):
         return _hugging_face(stream)
+    if any(is_a(part, "ray") for part in held_by(stream).values()):
+        why = "Ray Data reads in processes of its own, which workers cannot reach"
+        return StreamSplit(splits=False, why=why, here=True)
     for package, kind in _OWN_SPLIT:
-        if _is_a(stream, package, kind):
+        if is_a(stream, package, kind):
             return StreamSplit(splits=True, why=f"{package}'s {kind} shares out its chunks")
-    if _is_a(stream, "webdataset", "DataPipeline"):
+    if is_a(stream, "webdataset", "DataPipeline"):
         return _web_dataset(stream, seen)
-    if _is_a(stream, "torch", "_ShardingIterDataPipe"):
+    if is_a(stream, "torch", "_ShardingIterDataPipe"):
         if wrapped:
             return _no("torch shards a DataPipe only where nothing is wrapped around it")
         return StreamSplit(splits=True, why="torch shards it at its sharding_filter()")
@@ -129,7 +134,7 @@ def _by_code(stream: object, *, wrapped: bool, seen: frozenset[int]) -> StreamSp
     unsplit = next((one for one in found if not one.splits), None)
     if unsplit is not None:
         return unsplit
-    joins = isinstance(stream, ChainDataset | IterDataPipe) or _is_a(stream, "webdataset", name)
+    joins = isinstance(stream, ChainDataset | IterDataPipe) or is_a(stream, "webdataset", name)
     if len(parts) > 1 and not joins:
         return _no(f"{name} reads several streams, whose parts need not belong together")
     if _CUTS in names and not piped:
@@ -137,13 +142,6 @@ def _by_code(stream: object, *, wrapped: bool, seen: frozenset[int]) -> StreamSp
     # WebDataset raises in a worker that one of several streams has no shard for.
     bounds = [one.most_workers for one in found if one.most_workers is not None]
     return StreamSplit(splits=True, why=found[0].why, most_workers=min(bounds, default=None))
-
-
-def _is_a(item: object, package: str, name: str) -> bool:
-    return any(
-        base.__name__ == name and base.__module__.split(".")[0] == package
-        for base in type(item).__mro__
-    )
 
 
 def _hugging_face(stream: Any) -> StreamSplit:
@@ -159,12 +157,16 @@ def _web_dataset(stream: object, seen: frozenset[int]) -> StreamSplit:
     stages = list(held(stream, "pipeline") or ())
     if vars(stream).get("nsamples", -1) > 0:
         return _no("with_epoch(n) gives n samples in each worker")
-    if any(_is_a(stage, "webdataset", "ResampledShards") for stage in stages):
+    if any(is_a(stage, "webdataset", "ResampledShards") for stage in stages):
         return StreamSplit(splits=True, why="each worker draws shards of its own")
     urls = (held(stage, "urls") for stage in stages)
     shards = next((len(each) for each in urls if isinstance(each, list)), None)
     names = [stage.__name__ if isinstance(stage, FunctionType) else "" for stage in stages]
-    most = None if shards is None else max(1, shards // _ranks("split_by_node" in names))
+    most = (
+        None
+        if shards is None
+        else max(1, shards // (rank_now().ranks if "split_by_node" in names else 1))
+    )
     found = []
     for name, stage in zip(names, stages, strict=True):
         if isinstance(stage, IterableDataset):
@@ -181,12 +183,6 @@ def _web_dataset(stream: object, seen: frozenset[int]) -> StreamSplit:
     if splitting[0].most_workers is None and shards is None:
         return _no("its number of shards is not known")  # a worker without any would raise
     return splitting[0]
-
-
-def _ranks(split: bool) -> int:
-    distributed = torch.distributed
-    started = split and distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if started else 1
 
 
 # -- code ------------------------------------------------------------------------------------------

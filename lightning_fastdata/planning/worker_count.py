@@ -183,6 +183,8 @@ def count_workers(
     kind, chosen, cpu = KINDS[executor], situation.choice, situation.cpu
     if options.num_workers != "auto":
         return options.num_workers, SET, []
+    if situation.stream is not None and situation.stream.here:
+        return 0, situation.stream.why, []
     if kind.workers is not None and not situation.iterable:
         return *kind.workers, []
     alone = chosen.alone or (situation.batched_fetch and situation.in_memory and not ours)

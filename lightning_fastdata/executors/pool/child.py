@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.batches.collate import for_writing, in_own_side_process
+from lightning_fastdata.batches.libraries import tell_rank
 from lightning_fastdata.batches.slots import map_shared_memory
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
@@ -90,6 +91,7 @@ def child_main(
 def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
     """Set this process up to read for a plan, as one of so many; return the plan as it reads it."""
     os.nice(plan.niceness)
+    tell_rank(plan.rank)
     torch.set_num_threads(1)
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:

@@ -15,13 +15,13 @@ from typing import TypeAlias
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.keyed import tell_epoch
 from lightning_fastdata.batches.layout import (
     MisfitError,
     SampleLayout,
     decodes_in_place,
     layout_of,
 )
+from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.batches.slots import create_shared_memory, map_shared_memory
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan

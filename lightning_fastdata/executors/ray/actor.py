@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES
-from lightning_fastdata.batches.keyed import tell_epoch
+from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.batches.packed import pack, write_leaves
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol

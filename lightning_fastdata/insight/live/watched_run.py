@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from torch import distributed
-
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.usage import read_own_bytes
 from lightning_fastdata.insight.live.publisher import (
@@ -135,13 +133,6 @@ def watch(owner: Owner, facts: Callable[[Owner], RunFacts | None]) -> WatchedRun
         return None
     weakref.finalize(owner, watched.close)
     return watched
-
-
-def own_rank() -> tuple[int, int]:
-    """Return the rank of this process and how many train together."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
 
 
 def _judged(verdict: Verdict | None) -> tuple[str | None, str | None]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lightning_fastdata.batches.keyed import DrawnWords, fetches_in_batches, tell_epoch
+from lightning_fastdata.batches.keyed import DrawnWords, fetches_in_batches
+from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.batches.staged import as_plain, move, row_words
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import FastDataWarning, OptionsError, printable

@@ -1,0 +1,231 @@
+"""Streams of other libraries: what each is told of the epoch and of the ranks, and counts itself.
+
+What is read of LitData, MosaicML Streaming, WebDataset and Hugging Face datasets beyond torch's
+protocol is read here, without importing any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.tree import has_method, held, held_by, is_a
+
+_SHARED_OUT: Final = ("split_by_node", "single_node_only")  # the second one raises in the workers
+_TOLD_LITDATA: Final = (
+    "{name} was made before the ranks were known, for rank {was} of {of}. It has been told that "
+    "this is rank {rank} of {ranks}, and that all get as many samples (drop_last=True), as LitData "
+    "has it among ranks. Make it in train_dataset(), or where the ranks are known, and this "
+    "message goes away."
+)
+_MOSAIC: Final = (
+    "{name} was made for rank {was} of {of}, and this is rank {rank} of {ranks}: ranks would read "
+    "each other's samples. MosaicML's streams take the rank from the environment when they are "
+    "made (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE). Start the program with torchrun, which sets them."
+)
+_EACH_READS_ALL: Final = (
+    "{name} is not shared out among the {ranks} ranks: each reads the whole of it, so that each "
+    "sample comes {ranks} times in an epoch. {remedy}"
+)
+_HUGGING_FACE: Final = (
+    "Use datasets.distributed.split_dataset_by_node(dataset, rank, world_size) in train_dataset()."
+)
+_WEB_DATASET: Final = "Give WebDataset nodesplitter=webdataset.split_by_node."
+
+
+class Rank(NamedTuple):
+    """Which of the training processes this is."""
+
+    number: int
+    ranks: int
+
+
+def rank_now() -> Rank:
+    """Return which rank this process is; 0 of 1 where there are no others, or not yet."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return Rank(0, 1)
+    return Rank(distributed.get_rank(), distributed.get_world_size())
+
+
+def tell_rank(rank: Rank) -> None:
+    """Say in the environment which rank a side process reads for, unless it knows that.
+
+    A forked one has torch's process group of its parent. One that was started anew has none, and
+    a stream that asks for its rank there, as WebDataset does, would read the part of all ranks.
+    """
+    if rank.ranks > 1 and rank_now().ranks == 1:
+        os.environ.setdefault("RANK", str(rank.number))
+        os.environ.setdefault("WORLD_SIZE", str(rank.ranks))
+
+
+# -- the epoch -------------------------------------------------------------------------------------
+
+
+def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
+    """Tell a dataset the epoch, also below datasets that wrap it.
+
+    ``set_epoch`` is called where there is one: :class:`FastImageFolder` and Hugging Face's iterable
+    datasets draw by it. Streams that count epochs themselves count from this one on, so that a
+    training that goes on in another process reads them in the order in which it began. Only what
+    wrappers hold themselves is looked at: a property may open what is to be opened in the workers.
+    """
+    _visit(dataset, lambda one: _told(one, epoch))
+
+
+def _told(one: Any, epoch: int) -> bool:
+    """Tell one dataset the epoch; False: what it holds is to be told."""
+    if is_a(one, "webdataset", "DataPipeline"):
+        for stage in held(one, "pipeline") or ():
+            if is_a(stage, "webdataset", "detshuffle") or is_a(
+                stage, "webdataset", "ResampledShards"
+            ):
+                stage.epoch = epoch - 1  # it adds one when it is begun
+        return False
+    if is_a(one, "streaming", "StreamingDataset") and "next_epoch" in dir(type(one)):
+        one.next_epoch = epoch  # in memory that all its workers share; each says the same
+        return True
+    if not has_method(one, "set_epoch"):
+        return False
+    # LitData's own loader counts its epochs from 1.
+    one.set_epoch(epoch + 1 if is_a(one, "litdata") else epoch)
+    return True
+
+
+def _visit(dataset: object, done: Callable[[Any], bool]) -> None:
+    """Show a dataset to a function, and what it holds if that returns False."""
+    waiting: list[Any] = [dataset]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if not done(one):
+            waiting.extend(_wrapped(one))
+
+
+def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
+    """Yield the datasets that a dataset holds, by themselves or in lists."""
+    for value in list(held_by(dataset).values()):
+        if isinstance(value, Dataset):
+            yield value
+        elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
+            yield from (part for part in value if isinstance(part, Dataset))
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+
+def settle_ranks(dataset: object) -> None:
+    """See that ranks do not read each other's samples of a stream of a known library.
+
+    Warns where each would read the whole. Streams of a user share themselves out on their own, and
+    nothing is known of them.
+
+    Raises:
+        DatasetError: It was made for another rank than this, and cannot be told.
+    """
+    rank = rank_now()
+    if rank.ranks > 1:
+        _visit(dataset, lambda one: _settled(one, rank))
+
+
+def _settled(one: Any, rank: Rank) -> bool:
+    name = type(one).__name__
+    if is_a(one, "litdata", "StreamingDataset"):
+        _settle_litdata(one, rank)
+    elif is_a(one, "streaming", "StreamingDataset"):
+        world = held(one, "_unique_rank_world")
+        if world is not None and (world.rank, world.num_ranks) != rank:
+            values = {"was": world.rank, "of": world.num_ranks}
+            raise DatasetError(
+                _MOSAIC.format(name=name, rank=rank.number, ranks=rank.ranks, **values)
+            )
+    elif is_a(one, "datasets", "IterableDataset"):
+        if held(one, "_distributed") is None and "_distributed" in held_by(one):
+            _warn(_EACH_READS_ALL.format(name=name, ranks=rank.ranks, remedy=_HUGGING_FACE))
+    elif is_a(one, "webdataset", "WebDataset") and not _splits_by_node(one):
+        _warn(_EACH_READS_ALL.format(name=name, ranks=rank.ranks, remedy=_WEB_DATASET))
+    else:
+        return False
+    return True
+
+
+def _settle_litdata(stream: Any, rank: Rank) -> None:
+    env = held(stream, "distributed_env")
+    if env is None or (env.global_rank, env.world_size) == rank:
+        return
+    stream.distributed_env = type(env).detect()
+    stream.shuffler = None  # made for the ranks that there were
+    stream.set_drop_last(True)
+    values = {"was": env.global_rank, "of": env.world_size}
+    _warn(
+        _TOLD_LITDATA.format(
+            name=type(stream).__name__, rank=rank.number, ranks=rank.ranks, **values
+        )
+    )
+
+
+def _splits_by_node(stream: object) -> bool:
+    """Return whether a stage of a WebDataset, or a function of the user's, may share it out."""
+    stages = list(held(stream, "pipeline") or ())
+    names = {stage.__name__ for stage in stages if isinstance(stage, FunctionType)}
+    return (
+        bool(names.intersection(_SHARED_OUT))
+        or any(is_a(stage, "webdataset", "ResampledShards") for stage in stages)
+        or any(
+            isinstance(s, FunctionType) and not s.__module__.startswith("webdataset")
+            for s in stages
+        )
+    )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FastDataWarning, stacklevel=2)
+
+
+# -- how many batches ------------------------------------------------------------------------------
+
+
+class _Loader(Protocol):
+    """What of a loader its length rests on."""
+
+    @property
+    def dataset(self) -> Any: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def drop_last(self) -> bool: ...
+
+
+def batches_of_workers(loader: _Loader) -> int | None:
+    """Return how many batches several workers make of a stream; None: the stream does not tell.
+
+    Each worker ends with a batch of its own that may not be full, so that there are more than
+    the number of samples tells. LitData says what each worker has.
+    """
+    stream, workers, size = loader.dataset, loader.num_workers, loader.batch_size
+    if workers < 2 or size is None or not is_a(stream, "litdata", "StreamingDataset"):
+        return None
+    len(stream)  # makes its shuffler
+    shares = getattr(held(stream, "shuffler"), "get_chunks_and_intervals_per_workers", None)
+    if shares is None:
+        return None
+    env = stream.distributed_env
+    _, intervals = shares(env, workers, stream.batch_size, stream.current_epoch)
+    begin = env.global_rank * workers
+    batches = 0
+    for own in intervals[begin : begin + workers]:
+        samples = sum(int(last) - int(first) for _, first, last, *_ in own)
+        batches += samples // size if loader.drop_last else -(-samples // size)
+    return batches

@@ -1,0 +1,114 @@
+"""A program of two ranks, each of which trains on its part of a stream of another library.
+
+Arguments: the folder of the library's files, one to write to, and the names of cases: a library's,
+and when its stream is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+from conformance.forked_ranks import on_ranks
+from front_door.other_streams import LIBRARIES, as_it_is
+
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning
+
+BATCH, EPOCHS, RANKS = 4, 2, 2
+
+
+def trained(data):
+    """Return what each step of a training had, by epoch."""
+    from lightning.pytorch import LightningModule, Trainer  # not where a worker starts anew
+
+    class Learner(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.epochs = [[] for _ in range(EPOCHS)]
+
+        def training_step(self, batch, batch_idx):
+            self.epochs[self.current_epoch].append(batch["number"].tolist())
+            return self.layer(torch.ones(1)).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    model = Learner()
+    Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=RANKS,
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(model, datamodule=data)
+    return model.epochs
+
+
+def made_in_time(make):
+    """Return a data module that makes its stream when Lightning asks, where ranks are known."""
+
+    class Made(FastDataModule):
+        def train_dataset(self):
+            return make()
+
+    return Made(BATCH, num_workers=1)
+
+
+def read_by_processes_started_anew(make):
+    """Return what a plain loop gets from workers that are not forked."""
+    torch.distributed.init_process_group("gloo", rank=rank_here(), world_size=RANKS)
+    loader = FastDataLoader(
+        make(), BATCH, num_workers=1, persistent_workers=True, multiprocessing_context="spawn"
+    )
+    return [[batch["number"].tolist() for batch in loader] for _ in range(EPOCHS)]
+
+
+def rank_here():
+    return int(os.environ["LOCAL_RANK"])
+
+
+def run(files, case):
+    library, how = case.split(", ")
+    if how == "by torchrun":
+        own = {"RANK": rank_here(), "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+        os.environ |= {name: str(value) for name, value in own.items()}
+    make = partial(LIBRARIES[library].opened, files, False, as_it_is)
+    epochs, failed = [], []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            if how == "made before":
+                data = FastDataModule.from_datasets(make(), batch_size=BATCH, num_workers=1)
+                epochs = trained(data)
+            elif how == "started anew":
+                epochs = read_by_processes_started_anew(make)
+            else:
+                epochs = trained(made_in_time(make))
+        except Exception as error:
+            failed = [f"{type(error).__name__}: {error}"]
+    texts = [str(each.message) for each in told if each.category is FastDataWarning]
+    return {"epochs": epochs, "told": texts + failed}
+
+
+def main(files, folder, cases):
+    torch.set_num_threads(1)
+    found = {}
+    for case in cases:
+        found[case] = run(files, case)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    (folder / f"{rank_here()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    on_ranks(RANKS, partial(main, Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,288 @@
+"""Streams of other libraries, read by ours: each law is one for all of them.
+
+The oracle is torch's ``DataLoader`` with as many workers, kept between epochs, over the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from conformance.forked_ranks import launched
+from front_door.other_streams import (
+    BAD,
+    COUNT,
+    LIBRARIES,
+    SIDE,
+    as_it_is,
+    fails,
+    importable,
+    pixels,
+)
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    FastDataWarning,
+)
+
+BATCH, EPOCHS = 4, 2
+RANKS = Path(__file__).with_name("streams_on_ranks.py")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*num_workers=3 is more than the CPUs:lightning_fastdata.FastDataWarning"
+)
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def library(request):
+    found = LIBRARIES[request.param]
+    if not importable(found.module):
+        pytest.skip(f"{found.module} is not installed, or not beside what is")
+    return found
+
+
+@pytest.fixture(scope="module")
+def files(library, tmp_path_factory):
+    """The library's own files, by number of shards."""
+    written = {}
+
+    def of(shards):
+        if shards not in written:
+            written[shards] = tmp_path_factory.mktemp("shards")
+            library.write(written[shards], shards)
+        return written[shards]
+
+    return of
+
+
+def numbers(batches):
+    return [batch["number"].tolist() for batch in batches]
+
+
+def flat(batches):
+    return [number for batch in batches for number in batch]
+
+
+class Learner(LightningModule):
+    """Writes down the numbers and the pixels of each step, by epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.steps = []
+        self.pixels = {}
+
+    def training_step(self, batch, batch_idx):
+        self.steps.append((self.current_epoch, *batch["number"].tolist()))
+        for number, image in zip(batch["number"].tolist(), batch["image"], strict=True):
+            self.pixels[number] = image.clone()
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trained(data, folder, resume=None, callbacks=(), **arguments):
+    model = Learner()
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=bool(callbacks),
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **{"max_epochs": EPOCHS, **arguments},
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"lightning\.")
+        trainer.fit(model, datamodule=data, ckpt_path=resume)
+    return model
+
+
+def module_of(stream, workers, **how):
+    return FastDataModule.from_datasets(stream, batch_size=BATCH, num_workers=workers, **how)
+
+
+def theirs(library, stream, workers):
+    """What torch's loader gives, told the epoch as the library asks for it."""
+    loader = DataLoader(stream, BATCH, num_workers=workers, persistent_workers=workers > 0)
+    epochs = []
+    for epoch in range(EPOCHS):
+        if library.module == "datasets":
+            stream.set_epoch(epoch)
+        epochs.append(numbers(loader))
+    return epochs
+
+
+@pytest.mark.cases(9)
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("shards", [6, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_epoch_has_each_sample_once_in_the_order_of_the_library(
+    library, files, workers, shards, shuffle
+):
+    if library.module == "webdataset" and workers > shards:
+        pytest.skip("it refuses workers without a shard: see the next test")
+    opened = [library.opened(files(shards), shuffle, as_it_is) for _ in range(2)]
+    expected = theirs(library, opened[0], workers)
+    loader = FastDataLoader(opened[1], BATCH, num_workers=workers, executor="auto")
+    got = [numbers(loader) for _ in range(EPOCHS)]
+    assert got == expected
+    for epoch in got:
+        assert sorted(flat(epoch)) == list(range(COUNT))
+    # As the libraries have it; Hugging Face shuffles its files in each epoch after the first.
+    assert (got[0] != got[1]) == (shuffle or (library.module == "datasets" and shards > 2))
+
+
+def test_fewer_shards_than_workers_are_no_reason_for_more_workers(library, files):
+    stream = library.opened(files(2), False, as_it_is)
+    data = FastDataModule.from_datasets(stream, batch_size=BATCH)
+    loader = data.train_dataloader()
+    if library.module in ("webdataset", "datasets"):
+        assert loader.num_workers <= 2
+        assert "its 2 shards are" in data.explain()
+    assert sorted(flat(numbers(loader))) == list(range(COUNT))
+    if library.module == "webdataset":
+        with pytest.raises(ValueError, match="fewer shards than workers"):
+            numbers(FastDataLoader(stream, BATCH, num_workers=3, executor="auto"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_named_and_nothing_hangs(library, files, workers):
+    stream = library.opened(files(6), False, fails)
+    loader = FastDataLoader(stream, BATCH, num_workers=workers, executor="workers", timeout=100)
+    with pytest.raises(ValueError, match=f"sample {BAD} is damaged") as raised:
+        numbers(loader)
+    notes = "".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert "while reading sample" in notes
+
+
+def test_pixels_are_augmented_on_the_device_and_steps_are_measured(library, files, tmp_path):
+    stream = library.opened(files(6), False, as_it_is)
+    augment = A.Compose([A.HorizontalFlip(p=1), A.InvertImg(p=1)])
+    data = module_of(stream, 2, augment=augment, augment_on="gpu")  # the trainer's device
+    measured = DataThroughputCallback(summary=False, report=False)
+    model = trained(data, tmp_path, max_epochs=1, callbacks=[measured])
+    assert sorted(model.pixels) == list(range(COUNT))
+    for number, image in model.pixels.items():
+        expected = torch.from_numpy(255 - pixels(number)[:, ::-1].copy())
+        assert torch.equal(image, expected)
+    stage = measured.report.as_dict()["stages"]["train"]
+    assert stage["steps"] == COUNT // BATCH
+    assert "on the device" in data.explain()
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("steps", [5, 12, 17])
+def test_a_training_goes_on_from_a_checkpoint_behind_any_step(
+    library, files, tmp_path, workers, steps
+):
+    straight = trained(module_of(library.opened(files(6), True, as_it_is), workers), tmp_path)
+    assert len(straight.steps) == EPOCHS * COUNT // BATCH
+    save = ModelCheckpoint(tmp_path, "last", every_n_train_steps=steps, save_top_k=-1)
+    first = module_of(library.opened(files(6), True, as_it_is), workers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*shuffle buffer", FastDataWarning)
+        begun = trained(first, tmp_path, callbacks=[save], max_steps=steps, max_epochs=-1)
+    assert begun.steps == straight.steps[:steps]
+    again = module_of(library.opened(files(6), True, as_it_is), workers)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        rest = trained(again, tmp_path, resume=tmp_path / "last.ckpt")
+    assert rest.steps == straight.steps[steps:]
+    told = [str(each.message) for each in told if each.category is FastDataWarning]
+    assert all("were read again and dropped" in each or "num_workers" in each for each in told)
+
+
+def test_what_a_clock_shuffles_does_not_resume_and_says_so(tmp_path):
+    wds = pytest.importorskip("webdataset")
+    LIBRARIES["WebDataset"].write(tmp_path, 6)
+
+    def stream():
+        opened = LIBRARIES["WebDataset"].opened(tmp_path, False, as_it_is)
+        assert isinstance(opened, wds.WebDataset)
+        return opened.shuffle(40)
+
+    save = ModelCheckpoint(tmp_path, "last", every_n_train_steps=5)
+    trained(module_of(stream(), 2), tmp_path, callbacks=[save], max_steps=5)
+    with (
+        pytest.warns(FastDataWarning, match="gave other samples.*detshuffle"),
+        pytest.warns(FastDataWarning, match="were read again and dropped"),
+    ):
+        trained(module_of(stream(), 2), tmp_path, resume=tmp_path / "last.ckpt", max_epochs=1)
+
+
+def test_every_batch_of_litdatas_workers_is_trained_on(tmp_path):
+    pytest.importorskip("litdata")
+    LIBRARIES["LitData"].write(tmp_path / "files", 6)
+    stream = LIBRARIES["LitData"].opened(tmp_path / "files", False, as_it_is)
+    data = FastDataModule.from_datasets(stream, batch_size=5, num_workers=3)
+    # 16 samples in each worker are three batches and one that is not full.
+    assert len(data.train_dataloader()) == 12
+    model = trained(data, tmp_path, max_epochs=1)
+    assert sorted(flat(step[1:] for step in model.steps)) == list(range(COUNT))
+    assert len(FastDataLoader(stream, 5, num_workers=3, drop_last=True)) == 9
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_batches_that_webdataset_makes_come_as_they_are(tmp_path, ready):
+    wds = pytest.importorskip("webdataset")
+    LIBRARIES["WebDataset"].write(tmp_path, 6)
+    urls = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    stream = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("image.npy", "number.cls")
+    stream = stream.batched(BATCH) if ready else stream
+    given = DataLoader(stream, batch_size=None if ready else BATCH, num_workers=2)
+    data = FastDataModule.from_loaders(given)
+    expected, got = (
+        [(i.tolist(), list(n)) for i, n in it] for it in (given, data.train_dataloader())
+    )
+    assert got == expected
+    assert sorted(n for _, each in got for n in each) == list(range(COUNT))
+    assert np.shape(got[0][0]) == (BATCH, SIDE, SIDE, 3)
+
+
+def on_two_ranks(files, folder, *names):
+    """What each of two ranks read and was told, by the name of the case."""
+    launched(RANKS, str(files), str(folder), *names)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.cases(2)
+def test_two_ranks_read_each_sample_once(library, files, tmp_path):
+    name = next(name for name, each in LIBRARIES.items() if each is library)
+    cases = [f"{name}, made in train_dataset", f"{name}, made before"]
+    if library.module == "webdataset":
+        cases.append(f"{name}, started anew")
+    if library.module == "streaming":
+        cases = [f"{name}, made before", f"{name}, by torchrun"]
+    ranks = on_two_ranks(files(6), tmp_path, *cases)
+    for case in cases:
+        read = [rank[case]["epochs"] for rank in ranks]
+        told = [" ".join(rank[case]["told"]) for rank in ranks]
+        if "made before" in case and library.module == "streaming":
+            assert all("Start the program with torchrun" in each for each in told)
+            continue
+        for epoch in range(EPOCHS):
+            if "made before" in case and library.module == "datasets":
+                assert [sorted(flat(each[epoch])) for each in read] == [list(range(COUNT))] * 2
+                assert all("each sample comes 2 times" in each for each in told)
+                assert all("split_dataset_by_node" in each for each in told)
+            else:
+                assert len(read[0][epoch]) == len(read[1][epoch])
+                assert sorted(flat(read[0][epoch] + read[1][epoch])) == list(range(COUNT))
+        if "made before" in case and library.module == "litdata":
+            assert all("made before the ranks were known" in each for each in told)
+        elif library.module != "datasets" or "made before" not in case:
+            assert told == ["", ""]
