@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_fastdata import __version__
-from lightning_fastdata.cli.commands import compare, demo, doctor, show_augment
+from lightning_fastdata.cli.commands import compare, demo, doctor, doctor_parser, show_augment
 from lightning_fastdata.cli.data_commands import cache, replay, tune, which
 from lightning_fastdata.cli.live_commands import report, report_parser, top, top_parser
 from lightning_fastdata.cli.run import run
@@ -35,7 +35,6 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subcommands(dest="command")
     functions: dict[str, Callable[..., None]] = {
         "demo": demo,
-        "doctor": doctor,
         "show-augment": show_augment,
         "tune": tune,
         "cache": cache,
@@ -48,7 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_subcommand(
         "compare", _compare_parser(), help="Print what differs between two runs."
     )
-    for name, function, own in (("top", top, top_parser()), ("report", report, report_parser())):
+    for name, function, own in (
+        ("doctor", doctor, doctor_parser()),
+        ("top", top, top_parser()),
+        ("report", report, report_parser()),
+    ):
         functions[name] = function
         commands.add_subcommand(name, own, help=(function.__doc__ or "").partition("\n")[0])
     for name, function in (("replay", replay), ("which", which)):

@@ -44,6 +44,34 @@ def open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
     return made_datamodule(found[name], hyperparameters)
 
 
+def look_at_ray(spec: str | None, step_ms: float, tell: Callable[[str], object]) -> None:
+    """Say what a Ray cluster offers, and how many of its actors would feed the training loaders.
+
+    Args:
+        spec: Names a data module; None: there is none.
+        step_ms: What a training step takes besides waiting for its batch.
+        tell: Is given texts to be printed.
+    """
+    from lightning_fastdata.executors.ray.nodes import look_at_cluster
+    from lightning_fastdata.insight.remote_plan import CORES, plan_remote
+
+    if step_ms < 0:
+        raise OptionsError(f"step_ms is {step_ms}; give milliseconds from 0.")
+    offer = look_at_cluster()
+    tell(offer.text())
+    if spec is None:
+        return
+    mb_per_s, latency_ms = offer.slowest_link
+    room = max(1, offer.room)
+    cores = sorted({room, *(each for each in CORES if each < room)})
+    for loader in flattened(open_datamodule(spec, {}).train_dataloader()):
+        if isinstance(loader, FastDataLoader):
+            plan = plan_remote(
+                loader, step_ms=step_ms, cores=cores, mb_per_s=mb_per_s, latency_ms=latency_ms
+            )
+            tell(f"\n{spec}, {type(loader.dataset).__name__}\n{plan.text()}\n{plan.advice(room)}")
+
+
 def forecast(module: DataModule, tell: Callable[[str], object]) -> None:
     """Say what keeping the samples of training and validation would cost and gain.
 

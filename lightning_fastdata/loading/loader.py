@@ -196,8 +196,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self._inner: Source | None
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
-        counted = executor != "auto" and KINDS[executor].elsewhere and num_workers is None
-        if executor == "auto" or counted:
+        if executor == "auto" or (KINDS[executor].elsewhere and num_workers is None):
             spec = LoaderSpec(
                 dataset=dataset,
                 name=type(dataset).__name__,

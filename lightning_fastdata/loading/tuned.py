@@ -260,6 +260,8 @@ class LoaderWorkers:
     def with_workers(self, workers: int) -> Self:
         """Return a copy of this loader, not read yet, with another number of workers; 0: none."""
         twin = copy.copy(self)
+        twin._keep(None)
+        twin._records_nothing()
         if bool(workers) != bool(self.num_workers):
             twin.executor = "workers" if workers else "inline"
         twin.num_workers = workers

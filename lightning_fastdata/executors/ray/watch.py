@@ -59,9 +59,12 @@ def read_cluster(ray: Any) -> ClusterSeen:
     size = has.get("object_store_memory", 0.0)
     spilled = []
     for address in metrics_addresses(ray.nodes())[:_MOST_NODES]:
-        with contextlib.suppress(OSError, ValueError):  # a firewall, or a Ray without metrics
-            with urllib.request.urlopen(address, timeout=_ANSWERS_S) as answer:
-                spilled.append(spilled_bytes(answer.read(_MOST_BYTES)))
+        # A firewall, or a Ray without metrics.
+        with (
+            contextlib.suppress(OSError, ValueError),
+            urllib.request.urlopen(address, timeout=_ANSWERS_S) as answer,
+        ):
+            spilled.append(spilled_bytes(answer.read(_MOST_BYTES)))
     known = [each for each in spilled if each is not None]
     return ClusterSeen(
         free_cpus=max(0.0, free.get("CPU", 0.0) - own_share(ray)),
