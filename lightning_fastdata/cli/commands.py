@@ -85,9 +85,14 @@ def doctor(*, ray: bool = False, datamodule: str | None = None, step_ms: float =
         step_ms: What a training step takes besides waiting for its batch.
     """
     if ray:
-        from lightning_fastdata.cli.data_modules import look_at_ray
+        from lightning_fastdata.executors.ray.nodes import look_at_cluster
 
-        look_at_ray(datamodule, step_ms, lambda text: print_lines([(text, "")]))
+        offer = look_at_cluster()
+        print_lines([(offer.text(), "")])
+        if datamodule is not None:
+            from lightning_fastdata.cli.data_modules import plan_actors
+
+            plan_actors(datamodule, offer, step_ms, lambda text: print_lines([(text, "")]))
         return
     if datamodule is not None or step_ms:
         raise OptionsError("A data module and step_ms are for --ray; `fastdata tune` takes them.")

@@ -20,6 +20,7 @@ from lightning_fastdata.sources.dataset import SourceDataset
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.executors.ray.nodes import ClusterOffer
     from lightning_fastdata.plugin.contracts import DataModule
 
 _ROWS: Final = 32
@@ -44,23 +45,19 @@ def open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
     return made_datamodule(found[name], hyperparameters)
 
 
-def look_at_ray(spec: str | None, step_ms: float, tell: Callable[[str], object]) -> None:
-    """Say what a Ray cluster offers, and how many of its actors would feed the training loaders.
+def plan_actors(
+    spec: str, offer: ClusterOffer, step_ms: float, tell: Callable[[str], object]
+) -> None:
+    """Say how many actors of a cluster would feed the training loaders of a data module.
 
     Args:
-        spec: Names a data module; None: there is none.
+        spec: Names the data module.
+        offer: What the cluster has.
         step_ms: What a training step takes besides waiting for its batch.
         tell: Is given texts to be printed.
     """
-    from lightning_fastdata.executors.ray.nodes import look_at_cluster
     from lightning_fastdata.insight.remote_plan import CORES, plan_remote
 
-    if step_ms < 0:
-        raise OptionsError(f"step_ms is {step_ms}; give milliseconds from 0.")
-    offer = look_at_cluster()
-    tell(offer.text())
-    if spec is None:
-        return
     mb_per_s, latency_ms = offer.slowest_link
     room = max(1, offer.room)
     cores = sorted({room, *(each for each in CORES if each < room)})

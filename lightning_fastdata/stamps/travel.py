@@ -69,7 +69,8 @@ class ClockOffset:
 
         ``asked_ns`` and ``got_ns`` are of our clock, the others of the other one.
         """
-        least, most = float(ended_ns - got_ns), float(began_ns - asked_ns)
+        meanwhile = _DRIFT * (got_ns - asked_ns)
+        least, most = ended_ns - got_ns - meanwhile, began_ns - asked_ns + meanwhile
         known = self.bounds_ns
         if known is not None:
             loose = _DRIFT * max(0, got_ns - self.as_of_ns)

@@ -232,8 +232,8 @@ class Actors:
 
 
 def actors_here() -> int:
-    """Return how many actors the loaders of this program have."""
-    return sum(len(each.ready) + len(each.coming) for each in _all)
+    """Return how many actors of the loaders of this program read, or may."""
+    return sum(len(each.ready) for each in _all)
 
 
 def _pickled(plan: FetchPlan) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from lightning_fastdata.errors import printable
 from lightning_fastdata.executors.ray.cluster import connect
 from lightning_fastdata.executors.ray.watch import read_cluster
 from lightning_fastdata.stamps.travel import ClusterSeen
@@ -37,6 +38,8 @@ class NodeOffer:
     there within a minute."""
     large_ms: float | None = None
     """The same of 10 MB."""
+    why_not: str = ""
+    """Why no actor started there."""
 
     @property
     def mb_per_s(self) -> float | None:
@@ -91,7 +94,7 @@ class ClusterOffer:
         ]
         for node in self.nodes:
             name = f"{node.name}{' (this one)' if node.trains else ''}"
-            costs = f"{'no actor started there':>28}"
+            costs = f"  no actor started there: {node.why_not}"
             if node.small_ms is not None and node.large_ms is not None:
                 costs = f"{node.small_ms:>10.2f} {node.large_ms:>10.1f} {node.mb_per_s:>6.0f}"
             lines.append(f"{name:<32} {node.cpus:>5g} {_size(node.store_bytes):>9} {costs}")
@@ -119,7 +122,7 @@ def look_at_cluster() -> ClusterOffer:
     seen = read_cluster(ray)
     offers = []
     for node in nodes:
-        small_ms, large_ms = _costs(ray, node["NodeID"])
+        small_ms, large_ms, why_not = _costs(ray, node["NodeID"])
         offers.append(
             NodeOffer(
                 name=f"{node['NodeManagerHostname']}/{node['NodeID'][:8]}",
@@ -128,19 +131,20 @@ def look_at_cluster() -> ClusterOffer:
                 store_bytes=int(node["Resources"].get("object_store_memory", 0)),
                 small_ms=small_ms,
                 large_ms=large_ms,
+                why_not=why_not,
             )
         )
     return ClusterOffer(ray_version=ray.__version__, seen=seen, nodes=tuple(offers))
 
 
-def _costs(ray: Any, node: str) -> tuple[float | None, float | None]:
-    """Return what a small and a large batch from a node cost, in ms; None: it starts no actor."""
+def _costs(ray: Any, node: str) -> tuple[float | None, float | None, str]:
+    """Return what a small and a large batch from a node cost, in ms; or why there are none."""
     with _sender_on(ray, node) as sender:
         try:
             ray.get(sender.send.remote(1), timeout=_STARTS_S)
-        except ray.exceptions.RayError:
-            return None, None
-        return _taken_ms(ray, sender, SMALL_BYTES), _taken_ms(ray, sender, LARGE_BYTES)
+        except ray.exceptions.RayError as error:
+            return None, None, printable(f"{type(error).__name__}: {error}".partition("\n")[0])
+        return _taken_ms(ray, sender, SMALL_BYTES), _taken_ms(ray, sender, LARGE_BYTES), ""
 
 
 @contextlib.contextmanager

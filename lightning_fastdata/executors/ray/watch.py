@@ -83,7 +83,8 @@ def room_for_actors(options: Mapping[str, Any]) -> int:
     """
     ray = connect()
     each = float(options.get("num_cpus", 1))
-    left = free_cpus(ray) + each * actors_here() - own_share(ray)
+    total = float(ray.cluster_resources().get("CPU", 0.0))
+    left = min(total, free_cpus(ray) + each * actors_here()) - own_share(ray)
     return max(1, min(_MOST_ACTORS, int(left / each) if each else _MOST_ACTORS))
 
 
