@@ -133,13 +133,12 @@ def plan_remote(
         OptionsError: An argument is impossible, the loader gives too few batches, or takes no
             stamps, or the report has no steps.
     """
-    for name, value in (
-        ("mb_per_s", mb_per_s), ("core_speed", core_speed), ("latency_ms", latency_ms),
-        ("step_ms", step_ms or 0.0), *(("cores", each) for each in cores or (0,)),
-    ):  # fmt: skip
-        least = 0 if name.endswith("_ms") else 1e-9
-        if not (isinstance(value, int | float) and least <= value < math.inf):
-            raise OptionsError(f"{name} is {value!r}; it has to be a number above 0.")
+    _check("mb_per_s", mb_per_s)
+    _check("core_speed", core_speed)
+    _check("latency_ms", latency_ms, or_zero=True)
+    _check("step_ms", step_ms or 0.0, or_zero=True)
+    if not cores or not all(type(each) is int and each > 0 for each in cores):
+        raise OptionsError(f"cores is {cores!r}; it has to be whole numbers from 1.")
     if run is not None and step_ms is not None:
         raise OptionsError("Both run and step_ms say what the training takes; give one of them.")
     if batches < 2 * _COLD:
@@ -224,6 +223,12 @@ def _bound(step_ms: float, wait_ms: float, taken_ms: float, link_ms: float) -> B
     if step_ms <= GOOD_ENOUGH * max(taken_ms, link_ms):
         return "link" if link_ms > taken_ms else "training process"
     return "cores"
+
+
+def _check(name: str, value: float, *, or_zero: bool = False) -> None:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf or not (value or or_zero):
+        least = "from 0" if or_zero else "above 0"
+        raise OptionsError(f"{name} is {value!r}; it has to be a number {least}.")
 
 
 def _own_ms(run: RunReport | str | Path) -> float:
