@@ -35,7 +35,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -208,7 +210,7 @@ class Waiting(Dataset):
     """Samples of 100 kB that take 5 ms, and no CPU."""
 
     def __len__(self) -> int:
-        return SAMPLES * 60
+        return SAMPLES * 80
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.005)
@@ -218,30 +220,40 @@ class Waiting(Dataset):
 STEP_MS, ACTORS = 10.0, (1, 2, 4, 6)
 
 
+def steps_of(loader: FastDataLoader) -> float:
+    """Milliseconds of a step, the mean over an epoch without its first batches."""
+    asked, steps = time.perf_counter(), []
+    for _ in loader:
+        time.sleep(STEP_MS / 1000)
+        ended = time.perf_counter()
+        steps.append((ended - asked) * 1000)
+        asked = ended
+    return statistics.fmean(steps[16:])
+
+
 def predicted(rounds: int) -> list[tuple[int, float, list[float]]]:
     """Actors, the step that is predicted with them, and the median step of each round; ms."""
-    with connected((1, 6)):
+    with connected((1, sum(ACTORS))):
         mb_per_s, latency_ms = look_at_cluster().slowest_link
         how = {"cores": ACTORS, "mb_per_s": mb_per_s, "latency_ms": latency_ms}
         local = FastDataLoader(Waiting(), SAMPLES, num_workers=1)
         plan = plan_remote(local, step_ms=STEP_MS, **how)
         print(f"\n{plan.text()}\n", flush=True)
-        actor_options = {"scheduling_strategy": "SPREAD", "resources": {"reads": 1}}
-        found: dict[int, list[float]] = {actors: [] for actors in ACTORS}
-        kept = {"executor": "ray", "persistent_workers": True, "actor_options": actor_options}
-        loader = FastDataLoader(Waiting(), SAMPLES, num_workers=max(ACTORS), **kept)
-        for number in range(rounds + 1):
-            for actors in ACTORS:
-                loader.set_workers(actors)
-                asked, steps = time.perf_counter(), []
-                for _ in loader:
-                    time.sleep(STEP_MS / 1000)
-                    ended = time.perf_counter()
-                    steps.append((ended - asked) * 1000)
-                    asked = ended
-                if number:  # actors start in the first round
-                    found[actors].append(statistics.fmean(steps[16:]))
-        loader.close()
+        options = {"scheduling_strategy": "SPREAD", "resources": {"reads": 1}}
+        kept = {"executor": "ray", "persistent_workers": True, "actor_options": options}
+        loaders = {n: FastDataLoader(Waiting(), SAMPLES, num_workers=n, **kept) for n in ACTORS}
+        for actors, loader in loaders.items():
+            records, seen = deque(), set()
+            loader.record_stamps(records)
+            while len(seen) < actors:  # each takes a while to start
+                steps_of(loader)
+                seen |= {task.process for batch in records for task in batch.tasks}
+            loader.record_stamps(None)
+        found = turns.in_turn(
+            {n: partial(steps_of, loader) for n, loader in loaders.items()}, rounds=rounds
+        )
+        for loader in loaders.values():
+            loader.close()
     return [(row.cores, row.step_ms, found[row.cores]) for row in plan.rows]
 
 
