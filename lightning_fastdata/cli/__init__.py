@@ -35,23 +35,21 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subcommands(dest="command")
     functions: dict[str, Callable[..., None]] = {
         "demo": demo,
+        "doctor": doctor,
         "show-augment": show_augment,
         "tune": tune,
         "cache": cache,
     }
     for name, function in functions.items():
         summary = (function.__doc__ or "").partition("\n")[0]
-        command = ArgumentParser(description=summary)
-        command.add_function_arguments(function, as_positional=True)
+        command = doctor_parser() if function is doctor else ArgumentParser(description=summary)
+        if function is not doctor:
+            command.add_function_arguments(function, as_positional=True)
         commands.add_subcommand(name, command, help=summary)
     commands.add_subcommand(
         "compare", _compare_parser(), help="Print what differs between two runs."
     )
-    for name, function, own in (
-        ("doctor", doctor, doctor_parser()),
-        ("top", top, top_parser()),
-        ("report", report, report_parser()),
-    ):
+    for name, function, own in (("top", top, top_parser()), ("report", report, report_parser())):
         functions[name] = function
         commands.add_subcommand(name, own, help=(function.__doc__ or "").partition("\n")[0])
     for name, function in (("replay", replay), ("which", which)):

@@ -208,8 +208,10 @@ def check_elsewhere(executor: Literal["auto"] | ExecutorName, actor_options: obj
         )
 
 
-def room_elsewhere(executor: ExecutorName, actor_options: Mapping[str, Any] | None) -> int | None:
-    """Return how many workers there is room for elsewhere; None: its workers are not elsewhere.
+def room_elsewhere(
+    executor: ExecutorName, actor_options: Mapping[str, Any] | None, ranks: int
+) -> int | None:
+    """Return how many workers elsewhere each of the ranks has room for; None: they are here.
 
     Raises:
         OptionsError: What it needs is not installed.
@@ -219,7 +221,7 @@ def room_elsewhere(executor: ExecutorName, actor_options: Mapping[str, Any] | No
         return None
     from lightning_fastdata.executors.ray.watch import room_for_actors
 
-    return room_for_actors(actor_options or {})
+    return room_for_actors(actor_options or {}, ranks)
 
 
 def open_executor(

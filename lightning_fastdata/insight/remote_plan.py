@@ -202,7 +202,7 @@ def predict_remote(
             link_bytes_per_s=mb_per_s * 1e6,
         )
         found = simulate(sent, setup)
-        step_ms, wait_ms = found.step_ms, found.wait_ms
+        step_ms, wait_ms = found.step_ms, min(found.wait_ms, found.step_ms)
         if rows and rows[-1].step_ms < step_ms:  # those too many have nothing to do
             step_ms, wait_ms = rows[-1].step_ms, rows[-1].wait_ms
         bound = _bound(step_ms, wait_ms, training_ms + taking_ns / 1e6, mean_link_ms)

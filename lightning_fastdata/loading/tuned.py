@@ -137,7 +137,7 @@ def tuner_for(
     forked = plan.multiprocessing_context in (None, "fork")
     most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
     if KINDS[plan.executor].elsewhere:
-        most = room_elsewhere(plan.executor, plan.actor_options) or most
+        most = room_elsewhere(plan.executor, plan.actor_options, local_ranks) or most
     cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)
     about = {
         "dataset": fingerprint(spec.dataset),

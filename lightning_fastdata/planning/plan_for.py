@@ -90,7 +90,7 @@ def plan_for(
         choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
     asked, actors = options.executor, None
     if asked != "auto" and options.num_workers == "auto" and not spec.is_stream:
-        actors = room_elsewhere(asked, options.actor_options)
+        actors = room_elsewhere(asked, options.actor_options, local_ranks)
     size = None if cost is None else cost.size_bytes
     situation = Situation(
         stage=spec.stage,

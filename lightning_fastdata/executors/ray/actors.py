@@ -69,7 +69,7 @@ class Reader:
     clock: ClockOffset | None = None
     """Of another node; None: it has ours."""
     compared_s: float = 0.0
-    """When that was last asked while it had nothing to do, which shows its clock best."""
+    """When it was last asked with nothing to do, for a batch with stamps: its clock shows best."""
     calls: deque[Call] = field(default_factory=deque)
     """In the order in which it does them."""
     since_s: float = 0.0
@@ -79,15 +79,14 @@ class Reader:
     exitcode: int | None = None
     """Not told by Ray."""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether it may be given a batch now.
+    def has_room(self, *, stamped: bool) -> bool:
+        """Return whether it may be given a batch now.
 
-        Once a minute it may run out of work, so that asking it for more shows its clock.
+        While stamps are taken it runs out of work once a minute, so that asking it for more shows
+        its clock.
         """
-        if self.clock is None or time.monotonic() - self.compared_s < _COMPARED_S:
-            return len(self.calls) < EACH
-        return not self.calls
+        fresh = time.monotonic() - self.compared_s < _COMPARED_S
+        return len(self.calls) < (EACH if fresh or not stamped or self.clock is None else 1)
 
     def __str__(self) -> str:
         where = "" if self.place is None else f" on {self.place.address}"

@@ -117,7 +117,7 @@ class RayCrew:
         bytes_under_way = (len(self._tasks) + 1) * self._batch_bytes
         if len(self._tasks) >= 2 and bytes_under_way > self._store_bytes // _SHARE_OF_STORE:
             return False
-        free = [each for each in self._actors.staying if each.has_room]
+        free = [each for each in self._actors.staying if each.has_room(stamped=self._stamped)]
         if not free:
             return False
         self._count += 1
@@ -152,7 +152,8 @@ class RayCrew:
         asked_ns = time.monotonic_ns()
         ref = reader.actor.make.remote(request, number, self._stamped)
         if not reader.calls:
-            reader.since_s = reader.compared_s = time.monotonic()
+            reader.since_s = time.monotonic()
+            reader.compared_s = reader.since_s if self._stamped else reader.compared_s
         reader.calls.append(Call(ref, number, alone, asked_ns))
 
     def _ask_twice(self) -> None:

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.ray.actors import actors_here
 from lightning_fastdata.executors.ray.cluster import connect, free_cpus
 from lightning_fastdata.host.usage import name_of_machine
@@ -53,7 +54,13 @@ def metrics_addresses(nodes: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def read_cluster(ray: Any) -> ClusterSeen:
-    """Ask a cluster what it has, which takes some milliseconds a node."""
+    """Ask a cluster what it has, which takes some milliseconds a node.
+
+    Raises:
+        WorkerError: The program is not connected any more.
+    """
+    if not ray.is_initialized():
+        raise WorkerError("The connection to the Ray cluster was closed.")
     has: dict[str, float] = ray.cluster_resources()
     free: dict[str, float] = ray.available_resources()
     size = has.get("object_store_memory", 0.0)
@@ -74,8 +81,8 @@ def read_cluster(ray: Any) -> ClusterSeen:
     )
 
 
-def room_for_actors(options: Mapping[str, Any]) -> int:
-    """Return how many actors with these options the cluster can have now, at least 1.
+def room_for_actors(options: Mapping[str, Any], ranks: int = 1) -> int:
+    """Return how many actors with these options each of some ranks can have now, at least 1.
 
     Raises:
         OptionsError: Ray is not installed.
@@ -85,7 +92,7 @@ def room_for_actors(options: Mapping[str, Any]) -> int:
     each = float(options.get("num_cpus", 1))
     total = float(ray.cluster_resources().get("CPU", 0.0))
     left = min(total, free_cpus(ray) + each * actors_here()) - own_share(ray)
-    return max(1, min(_MOST_ACTORS, int(left / each) if each else _MOST_ACTORS))
+    return max(1, min(_MOST_ACTORS, int(left / each / ranks) if each else _MOST_ACTORS))
 
 
 def own_share(ray: Any) -> float:
