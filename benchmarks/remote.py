@@ -2,13 +2,17 @@
 
     python benchmarks/remote.py [--rounds 5] [--count 2112] [--json FILE]
 
-Three tables:
+Four tables:
 
 - a folder of JPEG photographs (decode with Pillow, RandomResizedCrop(224), flip, uint8 batches of
   64, 9.6 MB each) read with two workers, each row in a process with a cluster of its own: images/s
   of an epoch, medians over rounds in turn, the first epoch not counted;
 - what a batch costs that takes no time to make, of 64 KiB and of 9.6 MB;
-- the longest wait for a batch after an actor, all actors, or a node was killed.
+- the longest wait for a batch after an actor, all actors, or a node was killed;
+- what `plan_remote` predicts of a step for so many actors, beside what it then takes: batches of 16
+  samples that wait 5 ms each (sleep, as from a slow storage), of 1.6 MB, under a step of 10 ms, on
+  actors of another node. The prediction rests on the loader read by one worker here, and on the
+  link that `fastdata doctor --ray` measures, both before an actor reads.
 
 "near" actors run on the node of the training process, "far" ones on another node: of this machine,
 so that there is no network between them, but an object store of its own, from which every batch is
@@ -31,7 +35,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -45,8 +51,9 @@ from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 
-from lightning_fastdata import FastDataLoader
+from lightning_fastdata import FastDataLoader, plan_remote
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
+from lightning_fastdata.executors.ray.nodes import look_at_cluster
 
 NEAR, FAR = (2,), (0, 2)
 """CPUs of each node; the training process is on the first."""
@@ -85,7 +92,7 @@ def connected(nodes: tuple[int, ...]) -> Iterator[Cluster]:
     how = {"object_store_memory": 2**30, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": nodes[0], **how})
     for cpus in nodes[1:]:
-        cluster.add_node(num_cpus=cpus, **how)
+        cluster.add_node(num_cpus=cpus, resources={"reads": cpus}, **how)
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     try:
         yield cluster
@@ -199,6 +206,57 @@ def recovery(kind: str) -> tuple[float, float]:
     return statistics.median(waits[50:400]), max(waits[401:])
 
 
+class Waiting(Dataset):
+    """Samples of 100 kB that take 5 ms, and no CPU."""
+
+    def __len__(self) -> int:
+        return SAMPLES * 80
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.005)
+        return torch.zeros(100_000, dtype=torch.uint8)
+
+
+STEP_MS, ACTORS = 10.0, (1, 2, 4, 6)
+
+
+def steps_of(loader: FastDataLoader) -> float:
+    """Milliseconds of a step, the mean over an epoch without its first batches."""
+    asked, steps = time.perf_counter(), []
+    for _ in loader:
+        time.sleep(STEP_MS / 1000)
+        ended = time.perf_counter()
+        steps.append((ended - asked) * 1000)
+        asked = ended
+    return statistics.fmean(steps[16:])
+
+
+def predicted(rounds: int) -> list[tuple[int, float, list[float]]]:
+    """Actors, the step that is predicted with them, and the median step of each round; ms."""
+    with connected((1, sum(ACTORS))):
+        mb_per_s, latency_ms = look_at_cluster().slowest_link
+        how = {"cores": ACTORS, "mb_per_s": mb_per_s, "latency_ms": latency_ms}
+        local = FastDataLoader(Waiting(), SAMPLES, num_workers=1)
+        plan = plan_remote(local, step_ms=STEP_MS, **how)
+        print(f"\n{plan.text()}\n", flush=True)
+        options = {"scheduling_strategy": "SPREAD", "resources": {"reads": 1}}
+        kept = {"executor": "ray", "persistent_workers": True, "actor_options": options}
+        loaders = {n: FastDataLoader(Waiting(), SAMPLES, num_workers=n, **kept) for n in ACTORS}
+        for actors, loader in loaders.items():
+            records, seen = deque(), set()
+            loader.record_stamps(records)
+            while len(seen) < actors:  # each takes a while to start
+                steps_of(loader)
+                seen |= {task.process for batch in records for task in batch.tasks}
+            loader.record_stamps(None)
+        found = turns.in_turn(
+            {n: partial(steps_of, loader) for n, loader in loaders.items()}, rounds=rounds
+        )
+        for loader in loaders.values():
+            loader.close()
+    return [(row.cores, row.step_ms, found[row.cores]) for row in plan.rows]
+
+
 def is_actor(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline()).startswith("ray::ReadingActor")
@@ -214,16 +272,17 @@ def row_of(name: str, values: list[float], base: list[float], digits: int) -> st
 def main() -> None:
     parser = turns.arguments(__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=2112, help="number of photographs")
-    parser.add_argument("--kinds", default=",".join(["jpeg", *SIZES, "recovery"]))
+    parser.add_argument("--kinds", default=",".join(["jpeg", *SIZES, "recovery", "predicted"]))
     options = parser.parse_args()
     found: dict[str, Any] = {"machine": turns.machine(), "ray": ray.__version__}
     per_class = -(-options.count // len(PHOTOGRAPHS))
     cut = Cut(train_per_class=per_class, val_per_class=1, shortest_px=375, longest_px=480)
     cache = Path(tempfile.gettempdir()) / f"fastdata-benchmark-{per_class}"
-    folder = cut_photographs(cache, cut) / "train"
-    spawn, pipes, processes = get_context("spawn"), {}, []
     kinds = options.kinds.split(",")
-    for row in ROWS:
+    reads = any(kind in ("jpeg", *SIZES) for kind in kinds)
+    folder = cut_photographs(cache, cut) / "train" if reads else cache
+    spawn, pipes, processes = get_context("spawn"), {}, []
+    for row in ROWS if reads else ():
         pipes[row], theirs = spawn.Pipe()
         processes.append(spawn.Process(target=contender, args=(row, folder, theirs)))
         processes[-1].start()
@@ -245,6 +304,14 @@ def main() -> None:
         for kind in ("one actor", "all actors", "a node of two"):
             found[kind] = recovery(kind)
             print(f"| {kind} | {found[kind][0]:.1f} | {found[kind][1]:.0f} |", flush=True)
+    if "predicted" in kinds:
+        found["predicted"] = predicted(options.rounds)
+        print("| actors | predicted, ms a step | median | least | most | x predicted |")
+        print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+        for actors, expected, steps in found["predicted"]:
+            middle = statistics.median(steps)
+            told = f"{middle:.1f} | {min(steps):.1f} | {max(steps):.1f} | {middle / expected:.2f}"
+            print(f"| {actors} | {expected:.1f} | {told} |", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_fastdata import __version__
-from lightning_fastdata.cli.commands import compare, demo, doctor, show_augment
+from lightning_fastdata.cli.commands import compare, demo, doctor, doctor_parser, show_augment
 from lightning_fastdata.cli.data_commands import cache, replay, tune, which
 from lightning_fastdata.cli.live_commands import report, report_parser, top, top_parser
 from lightning_fastdata.cli.run import run
@@ -42,8 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
     }
     for name, function in functions.items():
         summary = (function.__doc__ or "").partition("\n")[0]
-        command = ArgumentParser(description=summary)
-        command.add_function_arguments(function, as_positional=True)
+        command = doctor_parser() if function is doctor else ArgumentParser(description=summary)
+        if function is not doctor:
+            command.add_function_arguments(function, as_positional=True)
         commands.add_subcommand(name, command, help=summary)
     commands.add_subcommand(
         "compare", _compare_parser(), help="Print what differs between two runs."

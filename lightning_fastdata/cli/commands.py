@@ -15,6 +15,8 @@ from lightning_fastdata.errors import FastDataError, OptionsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jsonargparse import ArgumentParser
+
     from lightning_fastdata.host.memory import DeviceMemory
 
 
@@ -72,8 +74,28 @@ def show_augment(
     print_lines([(f"{out} written.", "dim")])
 
 
-def doctor() -> None:
-    """Print what this machine allows, and what of it limits data loading."""
+def doctor(*, ray: bool = False, datamodule: str | None = None, step_ms: float = 0.0) -> None:
+    """Print what this machine allows, and what of it limits data loading; or what a cluster does.
+
+    Args:
+        ray: Look at the Ray cluster in the place of this machine: its nodes, and what a batch from
+            each costs.
+        datamodule: With ``ray``, where a data module is, to tell how many actors would feed it:
+            module:name, or path/to/file.py:name.
+        step_ms: What a training step takes besides waiting for its batch.
+    """
+    if ray:
+        from lightning_fastdata.executors.ray.nodes import look_at_cluster
+
+        offer = look_at_cluster()
+        print_lines([(offer.text(), "")])
+        if datamodule is not None:
+            from lightning_fastdata.cli.data_modules import plan_actors
+
+            plan_actors(datamodule, offer, step_ms, lambda text: print_lines([(text, "")]))
+        return
+    if datamodule is not None or step_ms:
+        raise OptionsError("A data module and step_ms are for --ray; `fastdata tune` takes them.")
     from lightning_fastdata.host.cpu import read_cpu_limit
     from lightning_fastdata.host.machine import doctor_text, read_versions
     from lightning_fastdata.host.memory import read_host_memory
@@ -110,6 +132,35 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         print_found(comparison)
     if comparison.failed:
         raise SystemExit(1)
+
+
+def doctor_parser() -> ArgumentParser:
+    """Return the parser of ``doctor``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Print what this machine allows, and what of it limits data loading; or what a "
+        "Ray cluster does."
+    )
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="Look at the Ray cluster in the place of this machine: its nodes, and what a batch "
+        "from each costs.",
+    )
+    parser.add_argument(
+        "--datamodule",
+        default=None,
+        help="With --ray, where a data module is, to tell how many actors would feed it: "
+        "module:name, or path/to/file.py:name.",
+    )
+    parser.add_argument(
+        "--step_ms",
+        type=float,
+        default=0.0,
+        help="What a training step takes besides waiting for its batch.",
+    )
+    return parser
 
 
 def _read_gpus() -> list[tuple[str, DeviceMemory]]:

@@ -20,6 +20,7 @@ from lightning_fastdata.sources.dataset import SourceDataset
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.executors.ray.nodes import ClusterOffer
     from lightning_fastdata.plugin.contracts import DataModule
 
 _ROWS: Final = 32
@@ -42,6 +43,30 @@ def open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
     if name not in found:
         raise OptionsError(f"{module_name} has no {name!r}.")
     return made_datamodule(found[name], hyperparameters)
+
+
+def plan_actors(
+    spec: str, offer: ClusterOffer, step_ms: float, tell: Callable[[str], object]
+) -> None:
+    """Say how many actors of a cluster would feed the training loaders of a data module.
+
+    Args:
+        spec: Names the data module.
+        offer: What the cluster has.
+        step_ms: What a training step takes besides waiting for its batch.
+        tell: Is given texts to be printed.
+    """
+    from lightning_fastdata.insight.remote_plan import CORES, plan_remote
+
+    mb_per_s, latency_ms = offer.slowest_link
+    room = max(1, offer.room)
+    cores = sorted({room, *(each for each in CORES if each < room)})
+    for loader in flattened(open_datamodule(spec, {}).train_dataloader()):
+        if isinstance(loader, FastDataLoader):
+            plan = plan_remote(
+                loader, step_ms=step_ms, cores=cores, mb_per_s=mb_per_s, latency_ms=latency_ms
+            )
+            tell(f"\n{spec}, {type(loader.dataset).__name__}\n{plan.text()}\n{plan.advice(room)}")
 
 
 def forecast(module: DataModule, tell: Callable[[str], object]) -> None:

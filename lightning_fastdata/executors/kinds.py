@@ -76,8 +76,7 @@ class ExecutorKind:
     """Shares out the samples of one batch among its side processes, where they are read one at a
     time and collated by default. False: one of them makes the whole batch."""
     elsewhere: bool = False
-    """Its workers may be on other machines: the CPUs of this one neither bound nor count them, and
-    how many there are has to be said."""
+    """Its workers may be on other machines: the CPUs of this one neither bound nor count them."""
     workers: tuple[int, str] | None = None
     """``num_workers`` and the reason, where that is not chosen by CPUs and samples."""
 
@@ -199,21 +198,30 @@ def unsuited(
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
 
 
-def check_elsewhere(
-    executor: Literal["auto"] | ExecutorName, num_workers: object, actor_options: object
-) -> None:
-    """Raise an :class:`OptionsError` if it is not said which workers there are elsewhere."""
+def check_elsewhere(executor: Literal["auto"] | ExecutorName, actor_options: object) -> None:
+    """Raise an :class:`OptionsError` if something is said of workers elsewhere that are not."""
     elsewhere = executor != "auto" and KINDS[executor].elsewhere
     if actor_options is not None and not (elsewhere and isinstance(actor_options, dict)):
         raise OptionsError(
             f"actor_options is {actor_options!r} and executor {executor!r}; allowed are None and, "
             "with executor='ray', a dict of what ray.remote() takes, as {'num_cpus': 2}."
         )
-    if num_workers in (None, "auto") and elsewhere:
-        raise OptionsError(
-            f"executor is {executor!r}, and num_workers is {num_workers!r}: say how many actors "
-            "are to read. Each takes a CPU of the cluster; `ray status` shows how many are free."
-        )
+
+
+def room_elsewhere(
+    executor: ExecutorName, actor_options: Mapping[str, Any] | None, ranks: int
+) -> int | None:
+    """Return how many workers elsewhere each of the ranks has room for; None: they are here.
+
+    Raises:
+        OptionsError: What it needs is not installed.
+        WorkerError: No cluster can be reached or started.
+    """
+    if not KINDS[executor].elsewhere:
+        return None
+    from lightning_fastdata.executors.ray.watch import room_for_actors
+
+    return room_for_actors(actor_options or {}, ranks)
 
 
 def open_executor(

@@ -58,7 +58,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
         num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
-            process. None: 0, or what suits the dataset if ``executor`` is ``"auto"``.
+            process. None: 0, or what suits the dataset if ``executor`` is ``"auto"``, or as many
+            as the cluster has CPUs for, up to 8, if it is ``"ray"``.
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
@@ -109,8 +110,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             how many batches of it were taken, in place of ``epoch``.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
-        tune: With ``executor="auto"`` and no ``num_workers``: ``"auto"`` changes the number of
-            ``"workers"`` as the steps show what pays, ``"off"`` does not. Or a ``Tuner`` for them.
+        tune: With ``executor="auto"`` or ``"ray"`` and no ``num_workers``: ``"auto"`` changes the
+            number of workers as the steps show what pays, ``"off"`` does not. Or a ``Tuner``.
         actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them; see
             :class:`LoaderOptions`.
 
@@ -195,7 +196,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self._inner: Source | None
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
-        if executor == "auto":
+        if executor == "auto" or (KINDS[executor].elsewhere and num_workers is None):
             spec = LoaderSpec(
                 dataset=dataset,
                 name=type(dataset).__name__,
@@ -217,6 +218,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
                 persistent_workers=persistent_workers,
                 multiprocessing_context=multiprocessing_context,
                 on_bad_sample=BadSamples.of(on_bad_sample).policy,
+                executor=executor,
+                actor_options=actor_options,
             )
             tune = tuner_for(plan, spec, tune if isinstance(tune, Tuner) else None) or "off"
             executor, num_workers = plan.executor, plan.num_workers

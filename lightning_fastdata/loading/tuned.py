@@ -14,7 +14,7 @@ from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.fingerprint import fingerprint
@@ -60,11 +60,11 @@ class _Loader(LoaderFacts, Protocol):
 def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
     """Return the setup of a loader; None for what the model does not know.
 
-    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"sidecar"``,
-    and those that read in the training process when a batch is asked for. It knows neither
-    ``"gather"``, whose caller helps its threads, nor ``"ray"``, whose CPUs may be others, nor
-    datasets that stay on the device. It takes samples to be of one shape, and memory to suffice for
-    the whole look-ahead.
+    It knows loaders whose workers read by themselves: torch's own, ``"workers"``, ``"sidecar"`` and
+    ``"ray"`` (on which machines, the stamps tell: :func:`~..tuning.remote.as_seen`), and those that
+    read in the training process when a batch is asked for. It knows neither ``"gather"``, whose
+    caller helps its threads, nor datasets that stay on the device. It takes samples to be of one
+    shape, and memory to suffice for the whole look-ahead.
 
     Args:
         loader: As it is set up now; it is not iterated.
@@ -75,11 +75,13 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
     streamed = isinstance(loader.dataset, IterableDataset)
     torchs = reads_with_torch(loader)
     kind = KINDS[loader.executor]
-    unknown = (kind.gathers or kind.elsewhere) and not streamed and not torchs
+    unknown = kind.gathers and not streamed and not torchs
     if unknown or loader.device_resident is not False:
         return None
     workers = loader.num_workers if torchs or not kind.caller_reads else 0
     scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
+    if kind.elsewhere:
+        scheduling = "actors"
     if torchs or streamed:
         scheduling = "batch"
     ahead = 1
@@ -134,6 +136,8 @@ def tuner_for(
         return None if plan.tune == "off" else own
     forked = plan.multiprocessing_context in (None, "fork")
     most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
+    if KINDS[plan.executor].elsewhere:
+        most = room_elsewhere(plan.executor, plan.actor_options, local_ranks) or most
     cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)
     about = {
         "dataset": fingerprint(spec.dataset),
@@ -256,6 +260,8 @@ class LoaderWorkers:
     def with_workers(self, workers: int) -> Self:
         """Return a copy of this loader, not read yet, with another number of workers; 0: none."""
         twin = copy.copy(self)
+        twin._keep(None)
+        twin._records_nothing()
         if bool(workers) != bool(self.num_workers):
             twin.executor = "workers" if workers else "inline"
         twin.num_workers = workers

@@ -115,6 +115,7 @@ class Situation:
     split: bool = False  # the samples of one batch may be read by several workers
     choice: ExecutorChoice = TORCH
     start_method: str | None = None  # if the options leave it open; None: Python's default
+    actors: int | None = None  # that a cluster has room for, where they are to read
     instead_of_fork: str | None = None  # to start processes by, as forked ones were seen to fail
     platform: str = sys.platform
 

@@ -105,7 +105,7 @@ def check_loader(
     ordered = any(order is not None for order in orders.values())
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
     check_among("executor", executor, _EXECUTORS)
-    check_elsewhere(executor, whole["num_workers"][0], actor_options)
+    check_elsewhere(executor, actor_options)
     check_among("page_lock", page_lock, _PAGE_LOCKS)
     check_among("tune", tune, _TUNE)
     for name, (function, takes) in functions.items():
@@ -337,7 +337,7 @@ class LoaderOptions:
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)
-        check_elsewhere(self.executor, self.num_workers, self.actor_options)
+        check_elsewhere(self.executor, self.actor_options)
         check_among("page_lock", self.page_lock, _PAGE_LOCKS)
         check_among("tune", self.tune, _TUNE)
         BadSamples(self.on_bad_sample, self.bad_sample_budget, self.quarantine_file)

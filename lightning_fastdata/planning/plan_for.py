@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName, unsuited
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere, unsuited
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -95,6 +95,9 @@ def plan_for(
         choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
     if stream is not None and stream.here:
         choice = ExecutorChoice("inline", stream.why, alone=True)
+    asked, actors = options.executor, None
+    if asked != "auto" and options.num_workers == "auto" and not spec.is_stream:
+        actors = room_elsewhere(asked, options.actor_options, local_ranks)
     size = None if cost is None else cost.size_bytes
     situation = Situation(
         stage=spec.stage,
@@ -111,6 +114,7 @@ def plan_for(
         cost=cost,
         split=facts.split and not recorded,
         choice=choice,
+        actors=actors,
         start_method=facts.start_method or multiprocessing.get_start_method(),
         instead_of_fork=facts.start_method,
     )

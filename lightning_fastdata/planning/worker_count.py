@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SET: Final = "set by you"
 _MOST_WAITING: Final = 64
+_FIRST_ACTORS: Final = 8  # each takes seconds to start, and a CPU that others may want
 _SHORTEST_WAIT_MS: Final = 0.2  # a sample that is handed out and taken back waits for about as long
 _HANDOVER_MS: Final = 0.1  # CPU time for the messages of a sample, its key, its copy into the batch
 _LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow batch
@@ -113,6 +114,18 @@ def workers_for(
     return count, f"{why} ({cpu.reason})"
 
 
+def actors_for(stage: Stage, room: int, *, batches: int | None) -> tuple[int, str]:
+    """Return with how many actors a loader begins, and why; those of training are tuned then.
+
+    ``room``: For so many the cluster has free CPUs, without one for the training process.
+    """
+    count, why = min(room, _FIRST_ACTORS), f"the cluster has CPUs for {room}"
+    count = max(1, count // 2) if stage == "val" else count
+    if batches is not None and batches < count:
+        return max(1, batches), f"no more than there are batches ({batches})"
+    return count, why
+
+
 def workers_of_stream(
     computing: int, why: str, stream: StreamSplit | None
 ) -> tuple[int, str, list[str]]:
@@ -187,6 +200,8 @@ def count_workers(
         return 0, situation.stream.why, []
     if kind.workers is not None and not situation.iterable:
         return *kind.workers, []
+    if situation.actors is not None:
+        return *actors_for(situation.stage, situation.actors, batches=situation.batches), []
     alone = chosen.alone or (situation.batched_fetch and situation.in_memory and not ours)
     if alone and (options.executor == "auto" or kind.is_torch):
         return 0, "fetching a batch costs less than handing it over", []

@@ -1,6 +1,7 @@
 """When each part of a batch was made, by whom, and what held it up.
 
-All times are nanoseconds of ``CLOCK_MONOTONIC``, which is one clock for all processes of a machine.
+All times are nanoseconds of ``CLOCK_MONOTONIC``, which is one clock for all processes of a machine;
+those of other machines are moved to it (:mod:`.travel`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.lines import LineTime, LineWatch
     from lightning_fastdata.stamps.operations import OperationTime, OperationWatch
+    from lightning_fastdata.stamps.travel import Way
 
 BUCKETS: Final = 256
 _STEPS_BITS: Final = 2
@@ -156,6 +158,8 @@ class TaskStamps(NamedTuple):
     helpers_ns: int | None = None
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
     where several threads of it read, or the task was too short to ask."""
+    way: Way | None = None
+    """How an actor's batch came here; None: it was made in memory that is shared."""
 
     def held_ns(self, began_ns: float, ended_ns: float) -> float:
         """Return how much of an interval it was on a CPU, by its mean; 0 if that is not known."""

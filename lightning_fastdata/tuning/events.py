@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 
 from lightning_fastdata.executors.pool.splitter import rows_per_task
 
-Scheduling: TypeAlias = Literal["batch", "queue", "sample"]
+Scheduling: TypeAlias = Literal["batch", "queue", "sample", "actors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class BatchCost:
     """To take it, if it was complete when it was asked for."""
     step_ns: float
     """From then until the training asks for the next batch."""
+    size_bytes: float = 0.0
+    """Of the batch, where actors make it."""
     task_ns: float = 0.0
     """To begin and end one of the tasks that it is made in: time on a CPU, not in ``cpu_ns``."""
 
@@ -50,7 +52,8 @@ class LoaderSetup:
     """Batches under way at once; torch: ``workers * prefetch_factor``."""
     scheduling: Scheduling = "sample"
     """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
-    free does. ``"sample"``: whoever is free makes some samples of a batch."""
+    free does. ``"sample"``: whoever is free makes some samples of a batch. ``"actors"``: whole
+    batches, two of which are given to a worker while the training waits for one."""
     in_order: bool = True
     """Batches are delivered in order."""
     cpus: float = 1.0
@@ -65,9 +68,17 @@ class LoaderSetup:
     """Of ``cpus``, those that other programs use when they have to share."""
     worker_threads: float = 1.0
     """CPUs that a worker uses while it computes: above 1 where it starts threads of its own."""
+    far_share: float = 0.0
+    """Part of the workers, 0 to 1, that are on other machines, each with CPUs of its own there."""
+    sent_share: float = 0.0
+    """Part of the workers, 0 to 1, whose batches come over the link."""
+    link_bytes_per_s: float = math.inf
+    """What comes over it a second, one batch after the other."""
 
 
 _DONE_NS: Final = 1e-3
+_EACH: Final = 2
+"""Batches that an actor is given at once."""
 _PARTS_PER_WORKER: Final = 2
 """Of one batch: more parts keep workers no busier, and take longer to model."""
 _TAKING_FROM_TORCH: Final = 0.5
@@ -90,7 +101,15 @@ class EventModel:
         self._taking_cpus = _TAKING_FROM_TORCH if setup.scheduling == "batch" else 1.0
         self._weight = _NICE_FACTOR**-setup.worker_nice
         self._now_ns = 0.0
-        lanes = setup.workers if setup.scheduling == "batch" else 1
+        self._far, self._sent = (
+            round(share * setup.workers) for share in (setup.far_share, setup.sent_share)
+        )
+        self._link_free_ns = 0.0
+        self._came_by_link: dict[int, float] = {}
+        """What each batch that came over the link took of it."""
+        self._todo: deque[_Job] = deque()
+        """Of actors: what none was given yet."""
+        lanes = setup.workers if setup.scheduling in ("batch", "actors") else 1
         self._lanes: list[deque[_Job]] = [deque() for _ in range(lanes)]
         self._held = [0] * lanes
         """Batches of each lane that are not delivered."""
@@ -117,7 +136,8 @@ class EventModel:
             batch, complete = self._wait()
             cost = self._cost(batch)
             # What was complete a moment ago may still be on its way, which takes no CPU.
-            there = complete + cost.handover_ns - cost.taking_ns
+            link_ns = self._came_by_link.pop(batch, 0.0)
+            there = complete + max(0.0, cost.handover_ns - link_ns - cost.taking_ns)
             self._pass(there - self._now_ns, cpus=0.0)
             self._pass(cost.taking_ns, cpus=self._taking_cpus)
             waited += self._now_ns - requested
@@ -138,8 +158,32 @@ class EventModel:
             self._lane_of[number] = lane
             jobs = self._jobs(number, lane)
             self._open[number] = len(jobs)
-            self._lanes[lane].extend(jobs)
+            if self._setup.scheduling == "actors":
+                self._todo.extend(jobs)
+            else:
+                self._lanes[lane].extend(jobs)
+        self._hand_out()
         self._start()
+
+    def _hand_out(self) -> None:
+        """Give batches to actors that have fewer than two, the least busy first."""
+        while self._todo:
+            busy = [len(lane) for lane in self._lanes]
+            for job in self._running:
+                busy[job.worker] += 1
+            least = min(range(len(busy)), key=busy.__getitem__)
+            if busy[least] >= _EACH:
+                break
+            self._lanes[least].append(self._todo.popleft())
+
+    def _arrival_ns(self, job: _Job) -> float:
+        """Return when a batch that is made now has come over the link, if it has to."""
+        if job.worker >= self._sent or self._setup.link_bytes_per_s == math.inf:
+            return self._now_ns
+        link_ns = self._cost(job.batch).size_bytes / self._setup.link_bytes_per_s * 1e9
+        self._link_free_ns = max(self._link_free_ns, self._now_ns) + link_ns
+        self._came_by_link[job.batch] = link_ns
+        return self._link_free_ns
 
     def _next_lane(self) -> int:
         """Return whose batch the next one is: in turn, or out of order whose queue has room."""
@@ -183,7 +227,8 @@ class EventModel:
             lane = self._lanes[0 if shared else worker]
             if lane:
                 job = lane.popleft()
-                job.began_ns = self._now_ns
+                job.began_ns, job.worker = self._now_ns, worker
+                job.far = worker < self._far
                 self._running.append(job)
                 self._idle.remove(worker)
             elif shared:
@@ -194,6 +239,9 @@ class EventModel:
         awaited = min((*self._open, *self._complete))
         while not self._complete or (self._setup.in_order and awaited not in self._complete):
             self._advance(math.inf, cpus=0.0)
+            if self._todo:  # actors are given more while the training looks, and not in its step
+                self._hand_out()
+                self._start()
         if not self._setup.in_order:
             awaited = min(self._complete, key=self._complete.__getitem__)
         return awaited, self._complete.pop(awaited)
@@ -207,8 +255,9 @@ class EventModel:
     def _advance(self, own_ns: float, *, cpus: float) -> float:
         """Go on to the next end of a job or of the training's own work; return its progress."""
         running = self._running
-        count = len(running)
-        share = sum([job.cpu_share for job in running]) / count if count else 0.0
+        here = [job for job in running if not job.far] if self._far else running
+        count = len(here)
+        share = sum([job.cpu_share for job in here]) / count if count else 0.0
         threads = count * self._setup.worker_threads
         there = left_over(threads * share + cpus, self._setup.cpus, self._setup.other_cpus)
         slow, own_slow = slowdowns(threads, share, cpus, there, self._weight)
@@ -216,21 +265,21 @@ class EventModel:
         extra = slow - 1
         span = own_ns * own_stretch
         for job in running:
-            span = min(span, job.left_ns * (1 + job.cpu_share * extra))
+            span = min(span, job.left_ns * (1 + job.cpu_share * extra * (not job.far)))
         self._now_ns += span
         for job in running:
-            job.left_ns -= span / (1 + job.cpu_share * extra)
+            job.left_ns -= span / (1 + job.cpu_share * extra * (not job.far))
         ended = [job for job in running if job.left_ns <= _DONE_NS]
         for job in ended:
             running.remove(job)
-            self._idle.append(job.lane)
+            self._idle.append(job.worker)
             each = (self._now_ns - job.began_ns) / job.samples
             known = self._sample_ns
             self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
             self._open[job.batch] -= 1
             if not self._open[job.batch]:
                 del self._open[job.batch]
-                self._complete[job.batch] = self._now_ns
+                self._complete[job.batch] = self._arrival_ns(job)
         if ended:
             self._start()
         return span / own_stretch
@@ -248,6 +297,9 @@ class _Job:
     cpu_share: float
     """Of its time at full speed, that on a CPU."""
     began_ns: float = 0.0
+    worker: int = 0
+    far: bool = False
+    """It takes no CPU of the training's machine."""
 
 
 def left_over(wanted: float, cpus: float, others: float) -> float:

@@ -203,7 +203,9 @@ def propose(
         return None
     if _computes(costs):
         # More would share the same CPUs; what they seem to gain is noise, or taken from others.
-        numbers = [number for number in numbers if number <= max(now, math.ceil(here.cpus))]
+        # Those on other machines have CPUs of their own.
+        near, cpus = 1 - here.far_share, math.ceil(here.cpus)
+        numbers = [number for number in numbers if number * near <= max(now * near, cpus)]
 
     def simulated_ms(number: int, these: Sequence[BatchCost]) -> float:
         setup = setup_with(number)

@@ -3,7 +3,8 @@
 Each batch costs what its stamps say: time on a CPU, time blocked, collation, hand-over, and the
 training's own time until it asks for the next one. The model schedules these costs as torch's
 DataLoader does (one batch a task, workers in turn) or as this package does (samples of one batch
-over all workers), and lets everything that needs a CPU at the same time share the CPUs there are.
+over all workers; whole batches of actors), and lets everything that needs a CPU of a machine at the
+same time share the CPUs there are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final
 
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.tuning.events import BatchCost, EventModel, LoaderSetup
+from lightning_fastdata.tuning.remote import transit_of_actors
 
 _NS_PER_MS: Final = 1e6
 _SHORT: Final = 0.25
@@ -96,7 +98,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
         step_queued: Part of the recorded steps, waits for batches left out, in which the training
             was ready to run but had no CPU, 0 to 1.
     """
-    handover, taking = _transit(stamps)
+    handover, taking = transit_of_actors(stamps) or _transit(stamps)
     pause = min(handover, _quantile(list(_pauses(stamps)), _SHORT))
     task_ns = pause + _quantile(
         [
@@ -133,6 +135,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
                 handover_ns=handover,
                 taking_ns=taking,
                 step_ns=max(0, following.requested_ns - batch.delivered_ns) * (1 - step_queued),
+                size_bytes=sum(task.way.size_bytes for task in batch.tasks if task.way),
                 task_ns=task_ns,
             )
         )

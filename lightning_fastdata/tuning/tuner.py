@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import WorkerError
@@ -33,6 +32,7 @@ from lightning_fastdata.tuning.moves import (
     still_open,
 )
 from lightning_fastdata.tuning.prior import Prior
+from lightning_fastdata.tuning.remote import Placement
 from lightning_fastdata.tuning.step_watch import StepWatch
 
 if TYPE_CHECKING:
@@ -233,10 +233,12 @@ class Tuner:
         self._decided = window
         numbers = numbers_to_try(now, most=self.most_workers)
         step_cpus, costs = self._watch.costs()
+        cpus = {"cpus": self._cpus, "step_cpus": min(self._cpus, step_cpus)}
+        seen = Placement.of(self._watch.stamps)
         proposal = propose(
             window,
             costs,
-            partial(loader.setup_with, cpus=self._cpus, step_cpus=min(self._cpus, step_cpus)),
+            lambda workers: seen.applied(loader.setup_with(workers, **cpus)),
             now,
             [number for number in numbers if number in self._open],
         )

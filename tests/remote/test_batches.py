@@ -21,7 +21,7 @@ from remote.clusters import actors, wait_until
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import DatasetError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -172,12 +172,6 @@ def test_what_cannot_begin_says_why() -> None:
     how = {"executor": "ray", "num_workers": 1, "worker_init_fn": failing}
     with pytest.raises(FileNotFoundError, match="no folder for 0"):
         next(iter(FastDataLoader(Missing(), **how)))
-    for wrong in (
-        lambda: FastDataLoader(Missing(), executor="ray"),
-        lambda: LoaderOptions(executor="ray"),
-    ):
-        with pytest.raises(OptionsError, match="say how many actors"):
-            wrong()
 
 
 def test_a_loader_that_is_closed_leaves_no_actor_and_the_connection_as_it_was(cluster) -> None:

@@ -21,6 +21,7 @@ from lightning_fastdata.insight.model.remedies import (
     choose,
     with_workers,
 )
+from lightning_fastdata.insight.model.remote import NodeSeen, RemoteSeen
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
 from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS
@@ -32,7 +33,15 @@ from lightning_fastdata.tuning.moves import GOOD_ENOUGH
 from lightning_fastdata.tuning.simulate import simulate
 
 MS = 1e6
-CODES = [*(f"FD3{row:02}" for row in range(1, 20)), "FD323", "FD324"]
+CODES = [
+    *(f"FD3{row:02}" for row in range(1, 20)),
+    "FD323",
+    "FD324",
+    "FD327",
+    "FD328",
+    "FD329",
+    "FD330",
+]
 DOCS = Path(__file__).parents[2] / "docs" / "verdicts"
 
 
@@ -71,6 +80,14 @@ FINE = {"step_ms": 40.0, "wait_ms": 0.0, "stall_ms": 0.1}
 BLUR = OperationShare(name="Blur", calls=9, mean_ms=2.0, share=0.6)
 IO = {"costs": costs(blocked=40.0), "setup": setup()}
 CPU = {"costs": costs(cpu=40.0), "setup": setup()}
+
+NODE = NodeSeen(name="two/2", batches=40, sample_ms=10.0)
+SLOW_NODE = NodeSeen(name="one/1", batches=20, sample_ms=30.0)
+CLUSTER = RemoteSeen(
+    batch_bytes=9.6e6, way_ms=40.0, link_bytes_per_s=2.4e8, free_cpus=6.0, store_used_share=0.2,
+    spilled_bytes=0, nodes=(NODE,),
+)  # fmt: skip
+EVEN = {"read_cpu_ms": 8.0, "read_blocked_ms": 8.0, "collate_ms": 8.0}
 
 TABLE = {
     "FD301": (Evidence(step_ms=40.0, wait_ms=20.0, stall_ms=0.5), "20"),
@@ -112,6 +129,21 @@ TABLE = {
     "FD319": (Evidence(**FINE), "0.2%"),
     "FD323": (late({"sampler_ms": 18.0, "handover_ms": 1.0, "read_cpu_ms": 5.0}), "75%"),
     "FD324": (late({"unpack_ms": 12.0, "handover_ms": 4.0, "read_cpu_ms": 8.0}), "50%"),
+    "FD327": (late({"network_ms": 16.0, "read_cpu_ms": 8.0}, remote=CLUSTER), "9.6 MB in 40 ms"),
+    "FD328": (
+        late(EVEN, remote=replace(CLUSTER, spilled_bytes=2 * 10**9)),
+        "wrote 2000 MB to disk",
+    ),
+    "FD329": (
+        late({"read_blocked_ms": 20.0}, remote=CLUSTER, busy_share=0.98,
+             costs=costs(blocked=80.0), setup=setup(2, scheduling="actors")),
+        "2 actors, busy 98% of the time, make batches more slowly",
+    ),
+    "FD330": (
+        late(EVEN, remote=replace(CLUSTER, nodes=(SLOW_NODE, NODE), free_cpus=0.0),
+             costs=costs(blocked=80.0), setup=setup(2, scheduling="actors")),
+        "30 ms on one/1, 3.0 times as long",
+    ),
 }  # fmt: skip
 
 
@@ -131,7 +163,7 @@ def test_nothing_measured_gives_no_findings():
 @pytest.mark.parametrize("code", CODES)
 def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
     evidence = replace(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
-    about_late_batches = {*CODES[1:9], "FD311", "FD315", "FD323", "FD324"}
+    about_late_batches = {*CODES[1:9], "FD311", "FD315", *CODES[-6:]}
     assert not about_late_batches & {found.code for found in findings(evidence)}
 
 
@@ -401,7 +433,7 @@ def test_choosing_without_anything_recorded_is_an_error():
 
 @max_examples(100)
 @given(
-    shares=st.lists(st.floats(0, 1), min_size=12, max_size=12), stall=st.floats(0.03, 0.99),
+    shares=st.lists(st.floats(0, 1), min_size=13, max_size=13), stall=st.floats(0.03, 0.99),
 )  # fmt: skip
 def test_gains_never_promise_less_than_no_time(shares, stall):
     names = [field.name for field in fields(WaitParts)]
@@ -526,3 +558,58 @@ def test_workers_that_give_way_to_other_programs_are_told_not_to():
     nicer = replace(beside, setup=replace(beside.setup or setup(2), worker_nice=5))
     (found,) = [each for each in findings(nicer) if each.code == "FD315"]
     assert "LoaderOptions(worker_nice=0)" in found.remedy
+
+
+def remote_codes(evidence):
+    return {each.code for each in findings(evidence)} & set(CODES[-4:])
+
+
+HEALTHY = {
+    "FD327": [late({"network_ms": 4.0, "read_cpu_ms": 20.0}, remote=CLUSTER)],
+    "FD328": [
+        late(EVEN, remote=CLUSTER),
+        late(EVEN, remote=replace(CLUSTER, store_used_share=0.99)),  # which Ray has let go
+        late(EVEN, remote=replace(CLUSTER, spilled_bytes=None)),
+    ],
+    "FD329": [
+        replace(TABLE["FD329"][0], remote=replace(CLUSTER, free_cpus=0.0)),
+        replace(TABLE["FD329"][0], remote=replace(CLUSTER, free_cpus=None)),
+        replace(TABLE["FD329"][0], setup=setup(8, scheduling="actors")),
+        replace(TABLE["FD329"][0], tuned=True),
+    ],
+    "FD330": [
+        replace(TABLE["FD330"][0], remote=replace(CLUSTER, nodes=nodes))
+        for nodes in (
+            (SLOW_NODE,),
+            (replace(NODE, sample_ms=14.0), NODE),
+            (replace(SLOW_NODE, batches=7), NODE),
+        )
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", HEALTHY)
+def test_a_healthy_cluster_shows_none_of_it(code):
+    assert code in remote_codes(TABLE[code][0])
+    for evidence in HEALTHY[code]:
+        assert code not in remote_codes(evidence)
+
+
+def test_stores_that_do_not_tell_what_is_on_disk_are_full_at_nine_tenths():
+    full = late(EVEN, remote=replace(CLUSTER, spilled_bytes=None, store_used_share=0.95))
+    assert remote_codes(full) == {"FD328"}
+
+
+def test_more_actors_are_told_up_to_the_cpus_that_are_free_and_what_they_gain():
+    few = findings(TABLE["FD329"][0])[0]
+    assert few.remedy == "LoaderOptions(num_workers=8)"
+    assert few.gain.basis == "simulated"
+    assert few.gain.after_ms == pytest.approx(40.0 * 10.1 / 40.0, rel=0.1)
+    one = replace(TABLE["FD329"][0], remote=replace(CLUSTER, free_cpus=1.0))
+    assert "num_workers=3" in findings(one)[0].remedy
+
+
+def test_a_slow_node_is_worth_what_its_samples_take_longer():
+    gain = findings(TABLE["FD330"][0])[0].gain
+    assert gain.basis == "floor"
+    assert gain.after_ms < gain.before_ms

@@ -17,6 +17,7 @@ from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.ray.actor import Place, ReadingActor
 from lightning_fastdata.executors.ray.cluster import free_cpus, offers
 from lightning_fastdata.host.usage import adopted, name_of_machine
+from lightning_fastdata.stamps.travel import ClockOffset
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
@@ -33,6 +34,10 @@ _TOLD_S: Final = 30.0
 _GIVEN_UP_S: Final = 600.0
 """Without an actor. A cluster that grows takes minutes."""
 _PINGS: Final = 3
+EACH: Final = 2
+"""Batches that an actor is given at once."""
+_COMPARED_S: Final = 60.0
+"""So long what is known of a clock is exact enough."""
 _DEATHS_AT_START: Final = 3
 _all: weakref.WeakSet[Actors] = weakref.WeakSet()
 """Those of all loaders of this program."""
@@ -48,6 +53,8 @@ class Call:
     """Number of the task."""
     alone: int | None
     """Position in the batch of a sample that is read on trial; None: the batch itself."""
+    asked_ns: int
+    """When it was."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +66,10 @@ class Reader:
     """Ray's handle."""
     place: Place | None = None
     """None until it is ready."""
-    offset_ns: int = 0
-    """What its clock is ahead of ours."""
+    clock: ClockOffset | None = None
+    """Of another node; None: it has ours."""
+    compared_s: float = 0.0
+    """When it was last asked with nothing to do, for a batch with stamps: its clock shows best."""
     calls: deque[Call] = field(default_factory=deque)
     """In the order in which it does them."""
     since_s: float = 0.0
@@ -69,6 +78,15 @@ class Reader:
     """Why it was killed."""
     exitcode: int | None = None
     """Not told by Ray."""
+
+    def has_room(self, *, stamped: bool) -> bool:
+        """Return whether it may be given a batch now.
+
+        While stamps are taken it runs out of work once a minute, so that asking it for more shows
+        its clock.
+        """
+        fresh = time.monotonic() - self.compared_s < _COMPARED_S
+        return len(self.calls) < (EACH if fresh or not stamped or self.clock is None else 1)
 
     def __str__(self) -> str:
         where = "" if self.place is None else f" on {self.place.address}"
@@ -139,7 +157,7 @@ class Actors:
         try:
             begun: Place | protocol.InitFailed = self.ray.get(ref)
             if isinstance(begun, Place) and begun.node != self._node:
-                reader.offset_ns = self._offset_ns(reader.actor)
+                self._compare_clocks(reader)
         except RayError as error:
             self.kill(reader)
             self._died_starting += 1
@@ -159,15 +177,13 @@ class Actors:
             adopted.add(begun.process)
         self.ready.append(reader)
 
-    def _offset_ns(self, actor: Any) -> int:
-        """Return what an actor's clock is ahead of ours, by the quickest of some questions."""
-        found = []
+    def _compare_clocks(self, reader: Reader) -> None:
+        """Ask an actor a few times for its clock; each of its batches tells more."""
+        reader.clock, reader.compared_s = ClockOffset(), time.monotonic()
         for _ in range(_PINGS):
             asked_ns = time.monotonic_ns()
-            there_ns: int = self.ray.get(actor.clock_ns.remote())
-            took_ns = time.monotonic_ns() - asked_ns
-            found.append((took_ns, there_ns - asked_ns - took_ns // 2))
-        return min(found)[1]
+            there_ns: int = self.ray.get(reader.actor.clock_ns.remote())
+            reader.clock.note(asked_ns, there_ns, there_ns, time.monotonic_ns())
 
     def resize(self, wanted: int) -> None:
         """Be so many from now on; those too many finish what they have."""
@@ -212,6 +228,11 @@ class Actors:
             raise WorkerError(text)
         self._told = True
         warnings.warn(text, FastDataWarning, stacklevel=2)
+
+
+def actors_here() -> int:
+    """Return how many actors of the loaders of this program read, or may."""
+    return sum(len(each.ready) for each in _all)
 
 
 def _pickled(plan: FetchPlan) -> bytes:

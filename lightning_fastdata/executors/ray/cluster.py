@@ -19,12 +19,12 @@ _STORE_BYTES: Final = 2**31
 """Taken for the size of an object store that is not told."""
 
 
-def connect() -> Any:
+def connect(*, start: bool = True) -> Any:
     """Return Ray, connected to a cluster.
 
     A connection of the program is used as it is. Otherwise it is the cluster of ``RAY_ADDRESS``,
     the one that runs on this machine, or a new one, of this machine alone, which ends with the
-    program.
+    program; without ``start`` none is started.
 
     Raises:
         OptionsError: Ray is not installed.
@@ -36,10 +36,16 @@ def connect() -> Any:
         raise OptionsError(_INSTALL.format(error=error)) from error
     if not ray.is_initialized():
         try:
-            ray.init(_address(), logging_level=logging.ERROR, log_to_driver=False)
+            address = _address()
+            if not start:
+                if address is not None:
+                    raise ConnectionError("The cluster that ran on this machine last is gone.")
+                address = "auto"
+            ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
         except Exception as error:  # of many classes
             raise WorkerError(
-                f"No Ray cluster can be reached or started: {type(error).__name__}: {error} Start "
+                f"No Ray cluster can be reached{' or started' * start}: "
+                f"{type(error).__name__}: {error} Start "
                 "one (`ray start --head`), set RAY_ADDRESS to the address of one, or call "
                 'ray.init(...) before the training; or use executor="workers".'
             ) from error

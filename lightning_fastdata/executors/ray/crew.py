@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
 from lightning_fastdata.executors.ray.actors import Actors, Call, Reader
 from lightning_fastdata.executors.ray.cluster import connect, offers, store_bytes
+from lightning_fastdata.executors.ray.watch import ClusterWatch, read_cluster, stamped
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.pool.splitter import Task
     from lightning_fastdata.executors.ray.actor import Made
 
-_EACH: Final = 2
-"""Batches that an actor is given at once."""
 _LOOK_S: Final = 0.25
 _LATE: Final = 3.0
 """A batch that takes so many times the usual is asked of an idle actor, too."""
@@ -56,6 +56,7 @@ class RayCrew:
         self._plan = plan
         self._actors = Actors(self._ray, plan, actors, options)
         self._store_bytes = store_bytes(self._ray)
+        self._watch = ClusterWatch(partial(read_cluster, self._ray))
         self.children: dict[int, ChildProcess] = {}
         """None: actors are no processes of ours."""
         self.owing: list[ChildProcess] = []
@@ -116,7 +117,7 @@ class RayCrew:
         bytes_under_way = (len(self._tasks) + 1) * self._batch_bytes
         if len(self._tasks) >= 2 and bytes_under_way > self._store_bytes // _SHARE_OF_STORE:
             return False
-        free = [each for each in self._actors.staying if len(each.calls) < _EACH]
+        free = [each for each in self._actors.staying if each.has_room(stamped=self._stamped)]
         if not free:
             return False
         self._count += 1
@@ -148,10 +149,12 @@ class RayCrew:
             alone = self._doubtful.get(task.batch.number)
         if alone is not None:
             request = request._replace(start=alone, indices=task.indices[alone : alone + 1])
+        asked_ns = time.monotonic_ns()
         ref = reader.actor.make.remote(request, number, self._stamped)
         if not reader.calls:
             reader.since_s = time.monotonic()
-        reader.calls.append(Call(ref, number, alone))
+            reader.compared_s = reader.since_s if self._stamped else reader.compared_s
+        reader.calls.append(Call(ref, number, alone, asked_ns))
 
     def _ask_twice(self) -> None:
         """Ask an idle actor for the batch that is needed first, if another one is late with it.
@@ -206,7 +209,9 @@ class RayCrew:
 
         memory: NDArray[np.uint8] | None = None
         try:
+            taking_ns = time.monotonic_ns()
             made: Made = self._ray.get(call.ref)
+            got_ns = taking_ns, time.monotonic_ns()
             ended, memory = made
         except RayTaskError as error:  # what it made cannot be handed over
             failure = protocol.TaskError(0, RuntimeError, f"({reader}) in handing over.\n{error}")
@@ -231,10 +236,9 @@ class RayCrew:
         self._longest_s = max(self._longest_s, spent_s)
         files = [] if memory is None else self._take_in(task, memory)
         if ended.stamps is not None:
-            began_ns, ended_ns = ended.stamps.began_ns, ended.stamps.ended_ns
-            stamps = ended.stamps._replace(
-                began_ns=began_ns - reader.offset_ns, ended_ns=ended_ns - reader.offset_ns
-            )
+            size_bytes = 0 if memory is None else memory.size
+            seen = self._watch.news()
+            stamps = stamped(ended.stamps, reader, call, got_ns, size_bytes, seen)
             ended = ended._replace(stamps=stamps)
         yield Answer(reader, task, ended, files)
 

@@ -14,12 +14,14 @@ from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummar
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model import setups
 from lightning_fastdata.insight.model.finding import STALL_LOW
+from lightning_fastdata.insight.model.remote import RemoteSeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare, WaitCauses
 from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.remote import Placement
 from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
 
 
@@ -122,6 +124,8 @@ class Evidence:
     """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
     read_rates: ReadRates | None = None
     """What few of the workers read together, and what all do, while batches were waited for."""
+    remote: RemoteSeen | None = None
+    """What its batches tell of the cluster whose actors make them."""
     epochs: int | None = None
     epoch_wait_ms: float | None = None
     steps_per_epoch: float | None = None
@@ -216,7 +220,8 @@ class Evidence:
         cpu *= self.setup.worker_threads
         busy = 1.0 if self.busy_share is None else self.busy_share
         own = self.setup.step_cpus * (1 - min(1.0, self.stall_share or 0.0))
-        return self.setup.workers * busy * cpu / max(1.0, whole) + own
+        here = self.setup.workers * (1 - self.setup.far_share)
+        return here * busy * cpu / max(1.0, whole) + own
 
 
 def stage_evidence(
@@ -277,6 +282,7 @@ def evidence_of(
     if setup is not None:
         setup = replace(
             setup,
+            **Placement.of(stamps)._asdict(),
             other_cpus=_taken_cpus(setup.cpus, **measured),
             worker_threads=setups.worker_threads(stamps),
         )
@@ -300,6 +306,7 @@ def evidence_of(
         busy_share=None if setup is None else setups.busy_share(stamps, setup.workers),
         runqueue_share=setups.runqueue_share(stamps),
         interpreter_share=setups.interpreter_share(epochs),
+        remote=RemoteSeen.of(stamps),
         epochs=len(epochs),
         epoch_wait_ms=_mean_ms(cold),
         steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,

@@ -84,7 +84,11 @@ def best_workers(evidence: Evidence, *, computing: bool = False) -> LoaderSetup 
     now = evidence.setup
     if now is None or not evidence.costs:
         return None
-    most = min(evidence.most_workers, max(1, int(now.cpus))) if computing else evidence.most_workers
+    most = evidence.most_workers
+    if evidence.remote is not None:
+        most = now.workers + int(evidence.remote.free_cpus or 0.0)
+    elif computing:
+        most = min(most, max(1, int(now.cpus)))
     numbers = {n for n in WORKERS if n <= most} | {now.workers}
     candidates = [now if n == now.workers else with_workers(now, n) for n in sorted(numbers)]
     return choose(evidence.costs, candidates)[0]

@@ -20,6 +20,7 @@ from lightning_fastdata.insight.model.finding import STALL_HIGH, STALL_LOW, Find
 from lightning_fastdata.insight.verdicts import (
     late_batches,
     pauses,
+    remote,
     step_costs,
     without_stamps,
     workers,
@@ -32,6 +33,7 @@ RULES: Final[tuple[Rule[Evidence], ...]] = tuple(
             *workers.RULES,
             *late_batches.RULES,
             *pauses.RULES,
+            *remote.RULES,
             *step_costs.RULES,
         ),
         key=lambda rule: (rule.after or rule.code, rule.code),

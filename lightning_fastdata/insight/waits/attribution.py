@@ -3,7 +3,8 @@
 A batch is late because its last task ended late. The wait for it is what that task's thread did
 meanwhile: this task, the tasks it had before, or nothing; and the hand-over after it. A complete
 batch whose thread has gone on to the next one and is on a CPU with it waits for that: in Python it
-holds the interpreter that the hand-over needs. The parts of a wait add up to the wait.
+holds the interpreter that the hand-over needs. A batch of an actor comes over a network, or out of
+an object store, and goes on while others wait for it. The parts of a wait add up to the wait.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class WaitParts:
     sampler_ms: float = 0.0
     unpack_ms: float = 0.0
     queued_ms: float = 0.0
+    network_ms: float = 0.0
     handover_ms: float = 0.0
     idle_ms: float = 0.0
 
@@ -67,13 +69,14 @@ PART_WORDS: Final[Mapping[str, str]] = {
     "sampler_ms": "asking the sampler which samples come next, in the training process",
     "unpack_ms": "unpickling batches, in the training process",
     "queued_ms": "the training process was ready to take batches, but others had the CPUs",
+    "network_ms": "batches of actors on their way: object store, network, copy",
     "handover_ms": "handing complete batches over to the training process",
     "idle_ms": "nothing was being done for the batch: workers started, or had nothing to do",
 }
 
 PARTS: Final = tuple(part.name for part in fields(WaitParts))
 _CPU, _RUNQUEUE, _BLOCKED, _READ, _SLOW, _COLLATE, _PIN = range(7)
-_SAMPLER, _UNPACK, _QUEUED, _HANDOVER, _IDLE = range(7, len(PARTS))
+_SAMPLER, _UNPACK, _QUEUED, _NETWORK, _HANDOVER, _IDLE = range(7, len(PARTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +141,13 @@ class WaitCutter:
         unpacked = min(handover - sampled, _overlap_ns(batch.own.unpacked_ns, made, end))
         handover -= sampled + unpacked
         ns[_SAMPLER], ns[_UNPACK] = sampled, unpacked
+        if last.way is not None:  # an actor that goes on with the next batch does not slow it down
+            ns[_NETWORK] = min(handover, max(0, last.way.landed_ns - made))
+            handover -= ns[_NETWORK]
         worst: TaskStamps | None = None
         for task in reversed(self._threads[last.process, last.thread]):
             overlap = min(task.ended_ns, made) - max(task.began_ns, start)
-            after = task.held_ns(made, end)
+            after = task.held_ns(made, end) if last.way is None else 0.0
             if after > 0:
                 after = min(after, handover)
                 handover -= after

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _NS_PER_MS: Final = 1e6
 _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
-_OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms")
+_OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms", "network_ms")
 _SLOWEST: Final = 5
 _MOST_HELD: Final = 32
 _FEWEST_TIMES: Final = 100

@@ -1,0 +1,284 @@
+"""What actors do is measured and explained, and their number is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from remote.clusters import wait_until
+from torch.utils.data import Dataset, Subset
+
+from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.cli import main
+from lightning_fastdata.executors.ray.watch import (
+    ClusterWatch,
+    read_cluster,
+    room_for_actors,
+    spilled_bytes,
+)
+from lightning_fastdata.insight.model.evidence import evidence_of
+from lightning_fastdata.insight.model.finding import Finding
+from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.waits.attribution import WaitCutter
+from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
+from lightning_fastdata.stamps.travel import ClusterSeen
+from lightning_fastdata.tuning.tuner import Tuner
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+QUICK, LARGE, LONG, UNEVEN = range(4)
+"""Kinds of samples, which an index has as its thousands."""
+FREE = ClusterSeen(free_cpus=4.0, store_bytes=10**9, store_used_bytes=0, spilled_bytes=0)
+
+
+class Kinds(Dataset):
+    """Samples that are large, or take long, or take long on one node."""
+
+    def __init__(self, slow_node: Path) -> None:
+        self.slow_node = slow_node
+        """A file that holds the begin of its id: which node has actors is not known before."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> Any:
+        kind, slow = index // 1000, False
+        if kind == UNEVEN:
+            node = ray.get_runtime_context().get_node_id()
+            slow = node.startswith(self.slow_node.read_text())
+        time.sleep({QUICK: 0.0, LARGE: 0.0, LONG: 0.02, UNEVEN: 0.012 if slow else 0.004}[kind])
+        return np.full(4_000_000 if kind == LARGE else 1000, index % 100, np.int8)
+
+
+class Reads:
+    """A loader whose actors stay while tests read one kind of samples after the other."""
+
+    def __init__(self, slow_node: Path) -> None:
+        self.batches = list[list[int]]()
+        how = {"batch_sampler": self, "persistent_workers": True, "num_workers": 4}
+        self.loader = FastDataLoader(Kinds(slow_node), executor="ray", **how)
+        self.actors: dict[int, str] = {}
+        """The node of each that has read, in short."""
+        wait_until(self.all_have_read, 120)
+        self.slow_node = min(self.actors.values(), key=list(self.actors.values()).count)
+        slow_node.write_text(self.slow_node)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def all_have_read(self) -> bool:
+        tasks = [task for batch in self.stamps(LONG, 12) for task in batch.tasks]
+        self.actors |= {task.process: task.way.node.partition("/")[2] for task in tasks}
+        return len(self.actors) == self.loader.num_workers
+
+    def stamps(self, kind: int, batches: int) -> list[BatchStamps]:
+        """Return the stamps of some batches of a kind."""
+        self.batches = [[1000 * kind + number % 120] * 4 for number in range(batches)]
+        records: deque[BatchStamps] = deque()
+        self.loader.record_stamps(records)
+        for _ in self.loader:
+            pass
+        return list(records)
+
+    def shows(self, kind: int, batches: int) -> dict[str, Finding]:
+        """Return by code what they show, where a cluster has four CPUs free."""
+        stamps = self.stamps(kind, batches)
+        (task,) = stamps[-1].tasks
+        task = task._replace(way=task.way._replace(cluster=FREE))
+        stamps[-1] = stamps[-1]._replace(tasks=(task,))
+        evidence = evidence_of(stamps, setup_of(self.loader, cpus=2.0, step_cpus=0.1))
+        return {each.code: each for each in findings(evidence)}
+
+
+@pytest.fixture(scope="module")
+def reads(cluster, tmp_path_factory):
+    read = Reads(tmp_path_factory.mktemp("slow") / "node")
+    yield read
+    read.loader.close()
+
+
+def test_batches_carry_their_way_and_the_parts_of_their_waits_add_up(reads) -> None:
+    stamps = reads.stamps(QUICK, 100)
+    ways = [task.way for batch in stamps for task in batch.tasks]
+    assert all(4000 <= way.size_bytes < 5000 for way in ways)
+    assert len({way.node for way in ways}) >= 2
+    assert not any(way.other_machine for way in ways)
+    assert any(way.other_node for way in ways)
+    cutter = WaitCutter()
+    for batch in stamps:
+        cutter.note(batch)
+    for batch in stamps:
+        (task,) = batch.tasks
+        assert task.way.taken_ns > 0
+        assert task.began_ns <= task.ended_ns <= task.way.landed_ns <= batch.delivered_ns
+        parts, _ = cutter.cut(batch)
+        assert min(parts) >= -1e-3
+        assert sum(parts) == pytest.approx(batch.delivered_ns - batch.requested_ns, abs=10)
+
+
+def test_large_batches_that_cost_nothing_to_make_are_bound_by_their_way(reads) -> None:
+    codes = reads.shows(LARGE, 40)
+    assert "16 MB in" in codes["FD327"].cause
+    assert codes["FD327"].gain.after_ms < codes["FD327"].gain.before_ms
+
+
+def test_a_slow_node_is_named(reads) -> None:
+    codes = reads.shows(UNEVEN, 320)
+    assert reads.slow_node in codes["FD330"].cause
+    assert reads.slow_node in codes["FD330"].remedy
+    assert codes["FD330"].gain is not None
+
+
+def test_small_batches_that_take_long_need_more_actors_and_not_a_network(reads) -> None:
+    reads.loader.set_workers(1)
+    reads.stamps(QUICK, 20)  # what was given to the others is done
+    codes = reads.shows(LONG, 30)
+    assert "FD327" not in codes
+    assert codes["FD329"].remedy.startswith("LoaderOptions(num_workers=")
+    assert codes["FD329"].gain.factor > 1.5
+    assert not codes.keys() & {"FD303", "FD305", "FD309"}
+
+
+def test_what_goes_to_disk_is_seen_in_what_ray_publishes() -> None:
+    seen = read_cluster(ray)
+    assert seen.store_bytes > 0
+    wait_until(lambda: read_cluster(ray).spilled_bytes is not None)  # metrics come after a while
+    before = read_cluster(ray).spilled_bytes
+    held = [ray.put(np.zeros(seen.store_bytes // 8, np.uint8)) for _ in range(9)]
+    wait_until(lambda: read_cluster(ray).spilled_bytes > before)
+    del held
+
+
+def test_metrics_that_do_not_tell_are_no_zero() -> None:
+    name = 'ray_object_store_memory{Component="raylet",Location="SPILLED",NodeAddress="a"}'
+    assert spilled_bytes(b"# nothing\n") is None
+    assert spilled_bytes(f"{name} 0.0\n".encode()) == 0
+    assert spilled_bytes(f"x 1\n{name} 1.5e+06\n{name} 10\n".encode()) == 1_500_010
+
+
+def test_a_cluster_is_looked_at_from_time_to_time_and_told_once() -> None:
+    now_s, looks = [0.0], []
+
+    def read() -> ClusterSeen:
+        looks.append(now_s[0])
+        return FREE._replace(free_cpus=float(len(looks)))
+
+    watch = ClusterWatch(read, lambda: now_s[0])
+    assert watch.news() is None
+    wait_until(lambda: (seen := watch.news()) is not None and seen.free_cpus == 1.0)
+    now_s[0] = 5.0
+    assert watch.news() is None
+    now_s[0] = 11.0
+    watch.news()
+    wait_until(lambda: watch.news() is not None)
+    assert looks == [0.0, 11.0]
+
+
+def test_a_cluster_that_does_not_answer_keeps_nobody() -> None:
+    def read() -> ClusterSeen:
+        raise ConnectionError("it is gone")
+
+    watch = ClusterWatch(read)
+    assert watch.news() is watch.news() is None
+
+
+def test_without_a_number_there_are_as_many_actors_as_free_cpus_but_one() -> None:
+    def planned() -> FastDataLoader:
+        return FastDataLoader(Kinds(Path()), 4, executor="ray")
+
+    wait_until(lambda: room_for_actors({}) == 4)  # actors of tests before this one go
+    loader = planned()
+    assert loader.plan.num_workers == 4
+    assert "CPUs for 4" in loader.plan.explain()
+    assert isinstance(loader.tune, Tuner)
+    assert loader.tune.most_workers == 4
+    few = FastDataLoader(Kinds(Path()), 4, executor="ray", num_workers=3)
+    assert (few.num_workers, few.tune) == (3, "auto")
+    assert few.plan is None
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_training_with_actors_is_explained_and_tuned_as_any_other(tmp_path) -> None:
+    module = FastDataModule.from_datasets(
+        Subset(Kinds(Path()), range(400)), batch_size=4, options=LoaderOptions(executor="ray")
+    )
+    watch = DataThroughputCallback()
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, default_root_dir=tmp_path, callbacks=[watch],
+    )  # fmt: skip
+    trainer.fit(model=Model(), datamodule=module)
+    stage = watch.report.stages[0]
+    assert stage.causes.wait.network_ms > 0
+    assert watch.report.as_dict()["stages"]["train"]["causes"]["wait"]["network_ms"] > 0
+    for move in watch.report.moves:
+        assert 1 <= move.after <= 4
+    assert "num_workers" in " ".join(watch.report.notes) or not watch.report.moves
+
+
+def test_the_doctor_tells_what_a_cluster_offers(capsys, tmp_path, monkeypatch) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from lightning_fastdata import FastDataModule\n"
+        "class Slow(TensorDataset):\n"
+        "    def __getitem__(self, index):\n"
+        "        import time\n"
+        "        time.sleep(0.01)\n"
+        "        return torch.zeros(100)\n"
+        "def Data():\n"
+        "    return FastDataModule.from_datasets(Slow(torch.zeros(400, 2)), batch_size=4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    main(["doctor", "--ray", "--datamodule", "own.py:Data", "--step_ms", "5"])
+    told = capsys.readouterr().out
+    assert f"Ray {ray.__version__}; 3 nodes, 5 CPUs" in told
+    assert told.count("(this one)") == 1
+    assert "own.py:Data, Slow" in told
+    assert "ms a step" in told
+    assert "actors" in told.splitlines()[-1]
+
+
+def test_the_doctor_without_a_cluster_or_ray_says_what_to_do(tmp_path, monkeypatch) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    code = "import sys; sys.modules['ray'] = None\nfrom lightning_fastdata.cli import main; main()"
+    command = [sys.executable, "-c", code, "doctor", "--ray"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'lightning-fastdata[ray]'" in done.stderr
+    command = [sys.executable, "-m", "lightning_fastdata", "doctor", "--ray"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "No Ray cluster can be reached: " in done.stderr
+    assert "ray start --head" in done.stderr
+    with pytest.raises(SystemExit, match="are for --ray"):
+        main(["doctor", "--step_ms", "5"])
