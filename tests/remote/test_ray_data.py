@@ -1,10 +1,11 @@
-"""Ray Data reads in processes of its own: it is read in the training process, and shared by ranks."""
+"""Ray Data has processes of its own: it is read in the training process, and shared by ranks."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import ray
 from front_door.other_streams import COUNT, RayRows, as_it_is, fails, open_ray, write_ray
 
 from lightning_fastdata import FastDataLoader, FastDataModule
@@ -34,7 +35,7 @@ def test_its_rows_are_read_once_and_explain_says_why_without_workers(folder):
 
 def test_workers_that_would_wait_for_ever_are_refused(folder):
     stream = open_ray(folder, False, as_it_is)
-    with pytest.raises(OptionsError, match="they would wait for ever. Leave num_workers out"):
+    with pytest.raises(OptionsError, match=r"they would wait for ever\. Leave num_workers out"):
         FastDataModule.from_datasets(stream, num_workers=2).train_dataloader()
 
 
@@ -47,5 +48,5 @@ def test_two_consumers_of_a_streaming_split_share_the_rows(folder):
 
 
 def test_a_row_that_cannot_be_read_is_named(folder):
-    with pytest.raises(Exception, match="is damaged"):
+    with pytest.raises(ray.exceptions.RayError, match="is damaged"):
         numbers(FastDataLoader(open_ray(folder, False, fails), 4, num_workers=0))
