@@ -1,6 +1,6 @@
 """Streams of other libraries: samples a second through FastDataLoader and torch's DataLoader.
 
-    python benchmarks/streams.py [--rounds 5] [--samples 4000]
+    python benchmarks/streams.py [--rounds 5] [--samples 1000]
 
 Both read the same files, with two workers kept between epochs, in turn in one process. Files are
 written by each library's own writer; libraries that are not installed are left out.
@@ -45,10 +45,10 @@ def loaders_of(opened: Callable[[], Any]) -> dict[str, Callable[[], float]]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=4000, help="in the files of each library")
+    parser.add_argument("--samples", type=int, default=1000, help="in the files of each library")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    other.COUNT, other.SIDE = asked.samples, 64
+    other.COUNT, other.SIDE = asked.samples, 32
     found = {}
     print("| library | ours / DataLoader, median | lowest-highest |")
     print("| --- | ---: | ---: |")
