@@ -6,11 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+from front_door import other_streams
 from front_door.other_streams import COUNT, RayRows, as_it_is, fails, open_ray, write_ray
 
 from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.errors import OptionsError
 
+ray.cloudpickle.register_pickle_by_value(other_streams)  # which workers of Ray cannot import
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
