@@ -34,6 +34,7 @@ from lightning_fastdata import (
     FastDataModule,
     FastDataWarning,
 )
+from lightning_fastdata.errors import BatchError
 
 BATCH, EPOCHS = 4, 2
 RANKS = Path(__file__).with_name("streams_on_ranks.py")
@@ -286,3 +287,40 @@ def test_two_ranks_read_each_sample_once(library, files, tmp_path):
             assert all("made before the ranks were known" in each for each in told)
         elif library.module != "datasets" or "made before" not in case:
             assert told == ["", ""]
+
+
+@pytest.fixture
+def as_one_of_two_ranks():
+    """A process group of two ranks, of which there is this one."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("as_one_of_two_ranks")
+def test_ranks_that_would_all_read_the_whole_of_a_webdataset_are_warned(tmp_path):
+    wds = pytest.importorskip("webdataset")
+    LIBRARIES["WebDataset"].write(tmp_path, 2)
+    urls = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    for splitter, told in ((None, 1), (wds.split_by_node, 0)):
+        stream = wds.WebDataset(urls, shardshuffle=False, nodesplitter=splitter).decode()
+        loader = FastDataLoader(stream.to_tuple("number.cls"), BATCH, num_workers=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            read = sum(len(batch[0]) for batch in loader)
+        texts = [str(each.message) for each in caught if each.category is FastDataWarning]
+        assert len(texts) == told
+        assert all("each sample comes 2 times" in text for text in texts)
+        assert read == COUNT // (2 - told)
+
+
+def test_pixels_of_ready_batches_are_refused_with_a_reason(tmp_path):
+    wds = pytest.importorskip("webdataset")
+    LIBRARIES["WebDataset"].write(tmp_path, 2)
+    urls = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    stream = wds.WebDataset(urls, shardshuffle=False).decode().to_tuple("image.npy").batched(4)
+    given = DataLoader(stream, batch_size=None, num_workers=2)
+    data = FastDataModule.from_loaders(given, augment=A.Compose([A.HorizontalFlip()]))
+    with pytest.raises(BatchError, match="No image was found in"):
+        next(iter(data.train_dataloader()))

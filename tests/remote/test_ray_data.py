@@ -5,11 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import ray
+from front_door import other_streams
 from front_door.other_streams import COUNT, RayRows, as_it_is, fails, open_ray, write_ray
 
 from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.errors import OptionsError
 
+ray.cloudpickle.register_pickle_by_value(other_streams)  # which workers of Ray cannot import
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
@@ -47,5 +50,5 @@ def test_two_consumers_of_a_streaming_split_share_the_rows(folder):
 
 
 def test_a_row_that_cannot_be_read_is_named(folder):
-    with pytest.raises(Exception, match="is damaged"):
+    with pytest.raises(ray.exceptions.RayError, match="is damaged"):
         numbers(FastDataLoader(open_ray(folder, False, fails), 4, num_workers=0))
