@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -79,14 +79,27 @@ _NICE_FACTOR: Final = 1.25
 class EventModel:
     """One run of a training whose batches cost what is given, over and over.
 
+    Several of them, each a rank that waits for the others at the end of a step, are a training on
+    several devices: :meth:`step` and :meth:`rest_until` take them through it step by step.
+
     Args:
         costs: Of the batches, at least one.
         setup: The loader, with at least one worker.
+        carried: What brings a batch from its workers to the training, such as a network: given its
+            number and when its last task ended (ns), it returns when it has arrived (ns, not
+            before). It is called once for each batch, as they are made. None: they are there at
+            once.
     """
 
-    def __init__(self, costs: Sequence[BatchCost], setup: LoaderSetup) -> None:
+    def __init__(
+        self,
+        costs: Sequence[BatchCost],
+        setup: LoaderSetup,
+        carried: Callable[[int, float], float] | None = None,
+    ) -> None:
         self._costs = costs
         self._setup = setup
+        self._carried = carried
         self._taking_cpus = _TAKING_FROM_TORCH if setup.scheduling == "batch" else 1.0
         self._weight = _NICE_FACTOR**-setup.worker_nice
         self._now_ns = 0.0
@@ -103,6 +116,7 @@ class EventModel:
         """When the batches that wait for delivery were complete."""
         self._lane_of: dict[int, int] = {}
         self._given = 0
+        self._steps = 0
         self._sample_ns: float | None = None
         """What a sample takes, as the loader knows it: waiting for CPUs included."""
 
@@ -112,20 +126,35 @@ class EventModel:
         for number in range(warm_up + steps):
             if number == warm_up:
                 began, waited = self._now_ns, 0.0
-            requested = self._now_ns
-            self._give()
-            batch, complete = self._wait()
-            cost = self._cost(batch)
-            # What was complete a moment ago may still be on its way, which takes no CPU.
-            there = complete + cost.handover_ns - cost.taking_ns
-            self._pass(there - self._now_ns, cpus=0.0)
-            self._pass(cost.taking_ns, cpus=self._taking_cpus)
-            waited += self._now_ns - requested
-            self._held[self._lane_of.pop(batch)] -= 1
-            if self._setup.scheduling == "batch":
-                self._give()
-            self._pass(self._cost(number).step_ns, cpus=self._setup.step_cpus)
+            waited += self.step()
         return (self._now_ns - began) / steps, waited / steps
+
+    def step(self) -> float:
+        """Ask for the next batch, and train on it; return how long it was waited for, in ns."""
+        requested = self._now_ns
+        self._give()
+        batch, complete = self._wait()
+        cost = self._cost(batch)
+        # What was complete a moment ago may still be on its way, which takes no CPU.
+        there = complete + cost.handover_ns - cost.taking_ns
+        self._pass(there - self._now_ns, cpus=0.0)
+        self._pass(cost.taking_ns, cpus=self._taking_cpus)
+        waited = self._now_ns - requested
+        self._held[self._lane_of.pop(batch)] -= 1
+        if self._setup.scheduling == "batch":
+            self._give()
+        self._pass(self._cost(self._steps).step_ns, cpus=self._setup.step_cpus)
+        self._steps += 1
+        return waited
+
+    def rest_until(self, moment_ns: float) -> None:
+        """Let the training do nothing until then, as one that waits for other ranks."""
+        self._pass(moment_ns - self._now_ns, cpus=0.0)
+
+    @property
+    def now_ns(self) -> float:
+        """What the clock shows, which begins at 0."""
+        return self._now_ns
 
     def _cost(self, number: int) -> BatchCost:
         return self._costs[number % len(self._costs)]
@@ -230,7 +259,11 @@ class EventModel:
             self._open[job.batch] -= 1
             if not self._open[job.batch]:
                 del self._open[job.batch]
-                self._complete[job.batch] = self._now_ns
+                self._complete[job.batch] = (
+                    self._now_ns
+                    if self._carried is None
+                    else self._carried(job.batch, self._now_ns)
+                )
         if ended:
             self._start()
         return span / own_stretch
