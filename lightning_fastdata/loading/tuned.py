@@ -24,7 +24,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
-from lightning_fastdata.tuning.events import LoaderSetup, Scheduling
+from lightning_fastdata.tuning.costs import LoaderSetup, Scheduling
 from lightning_fastdata.tuning.prior import Prior, about_dataset
 from lightning_fastdata.tuning.tuner import Tuner, log
 

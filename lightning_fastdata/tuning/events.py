@@ -8,73 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from lightning_fastdata.executors.pool.splitter import rows_per_task
-
-Scheduling: TypeAlias = Literal["batch", "queue", "sample", "actors"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchCost:
-    """What one batch costs, whoever makes it; times without any waiting for CPUs."""
-
-    samples: int
-    cpu_ns: float
-    """To read its samples: time on a CPU."""
-    blocked_ns: float
-    """To read its samples: time neither on a CPU nor waiting for one."""
-    collate_ns: float
-    """To collate it: time on a CPU."""
-    slowest_ns: float
-    """Of ``cpu_ns + blocked_ns``, what its slowest sample takes."""
-    handover_ns: float
-    """From the end of its last task until the training has it, if the training is waiting."""
-    taking_ns: float
-    """To take it, if it was complete when it was asked for."""
-    step_ns: float
-    """From then until the training asks for the next batch."""
-    size_bytes: float = 0.0
-    """Of the batch, where actors make it."""
-    task_ns: float = 0.0
-    """To begin and end one of the tasks that it is made in: time on a CPU, not in ``cpu_ns``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderSetup:
-    """A loader as the model knows it."""
-
-    workers: int
-    """Side processes or threads that read; 0: the training process does."""
-    look_ahead: int
-    """Batches under way at once; torch: ``workers * prefetch_factor``."""
-    scheduling: Scheduling = "sample"
-    """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
-    free does. ``"sample"``: whoever is free makes some samples of a batch. ``"actors"``: whole
-    batches, two of which are given to a worker while the training waits for one."""
-    in_order: bool = True
-    """Batches are delivered in order."""
-    cpus: float = 1.0
-    """CPUs this process and its workers may use."""
-    step_cpus: float = 1.0
-    """CPUs the training uses between two requests: 1 where it drives a device, or more."""
-    worker_nice: int = 0
-    """Niceness of the workers above that of the training, 0 to 19."""
-    inline: bool = False
-    """Its executor reads in the training process, however many workers it has."""
-    other_cpus: float = 0.0
-    """Of ``cpus``, those that other programs use when they have to share."""
-    worker_threads: float = 1.0
-    """CPUs that a worker uses while it computes: above 1 where it starts threads of its own."""
-    far_share: float = 0.0
-    """Part of the workers, 0 to 1, that are on other machines, each with CPUs of its own there."""
-    sent_share: float = 0.0
-    """Part of the workers, 0 to 1, whose batches come over the link."""
-    link_bytes_per_s: float = math.inf
-    """What comes over it a second, one batch after the other."""
-
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 
 _DONE_NS: Final = 1e-3
 _EACH: Final = 2
@@ -90,14 +29,27 @@ _NICE_FACTOR: Final = 1.25
 class EventModel:
     """One run of a training whose batches cost what is given, over and over.
 
+    Several of them, each a rank that waits for the others at the end of a step, are a training on
+    several devices: :meth:`step` and :meth:`rest_until` take them through it step by step.
+
     Args:
         costs: Of the batches, at least one.
         setup: The loader, with at least one worker.
+        carried: What brings a batch from its workers to the training, such as a network: given its
+            number and when its last task ended (ns), it returns when it has arrived (ns, not
+            before). It is called once for each batch, as they are made. None: they are there at
+            once.
     """
 
-    def __init__(self, costs: Sequence[BatchCost], setup: LoaderSetup) -> None:
+    def __init__(
+        self,
+        costs: Sequence[BatchCost],
+        setup: LoaderSetup,
+        carried: Callable[[int, float], float] | None = None,
+    ) -> None:
         self._costs = costs
         self._setup = setup
+        self._carried = carried
         self._taking_cpus = _TAKING_FROM_TORCH if setup.scheduling == "batch" else 1.0
         self._weight = _NICE_FACTOR**-setup.worker_nice
         self._now_ns = 0.0
@@ -122,6 +74,7 @@ class EventModel:
         """When the batches that wait for delivery were complete."""
         self._lane_of: dict[int, int] = {}
         self._given = 0
+        self._steps = 0
         self._sample_ns: float | None = None
         """What a sample takes, as the loader knows it: waiting for CPUs included."""
 
@@ -131,21 +84,36 @@ class EventModel:
         for number in range(warm_up + steps):
             if number == warm_up:
                 began, waited = self._now_ns, 0.0
-            requested = self._now_ns
-            self._give()
-            batch, complete = self._wait()
-            cost = self._cost(batch)
-            # What was complete a moment ago may still be on its way, which takes no CPU.
-            link_ns = self._came_by_link.pop(batch, 0.0)
-            there = complete + max(0.0, cost.handover_ns - link_ns - cost.taking_ns)
-            self._pass(there - self._now_ns, cpus=0.0)
-            self._pass(cost.taking_ns, cpus=self._taking_cpus)
-            waited += self._now_ns - requested
-            self._held[self._lane_of.pop(batch)] -= 1
-            if self._setup.scheduling == "batch":
-                self._give()
-            self._pass(self._cost(number).step_ns, cpus=self._setup.step_cpus)
+            waited += self.step()
         return (self._now_ns - began) / steps, waited / steps
+
+    def step(self) -> float:
+        """Ask for the next batch, and train on it; return how long it was waited for, in ns."""
+        requested = self._now_ns
+        self._give()
+        batch, complete = self._wait()
+        cost = self._cost(batch)
+        # What was complete a moment ago may still be on its way, which takes no CPU.
+        link_ns = self._came_by_link.pop(batch, 0.0)
+        there = complete + max(0.0, cost.handover_ns - link_ns - cost.taking_ns)
+        self._pass(there - self._now_ns, cpus=0.0)
+        self._pass(cost.taking_ns, cpus=self._taking_cpus)
+        waited = self._now_ns - requested
+        self._held[self._lane_of.pop(batch)] -= 1
+        if self._setup.scheduling == "batch":
+            self._give()
+        self._pass(self._cost(self._steps).step_ns, cpus=self._setup.step_cpus)
+        self._steps += 1
+        return waited
+
+    def rest_until(self, moment_ns: float) -> None:
+        """Let the training do nothing until then, as one that waits for other ranks."""
+        self._pass(moment_ns - self._now_ns, cpus=0.0)
+
+    @property
+    def now_ns(self) -> float:
+        """What the clock shows, which begins at 0."""
+        return self._now_ns
 
     def _cost(self, number: int) -> BatchCost:
         return self._costs[number % len(self._costs)]
@@ -279,7 +247,10 @@ class EventModel:
             self._open[job.batch] -= 1
             if not self._open[job.batch]:
                 del self._open[job.batch]
-                self._complete[job.batch] = self._arrival_ns(job)
+                arrived_ns = self._arrival_ns(job)
+                if self._carried is not None:
+                    arrived_ns = self._carried(job.batch, arrived_ns)
+                self._complete[job.batch] = arrived_ns
         if ended:
             self._start()
         return span / own_stretch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
-from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.simulate import scaled, simulate
 
 if TYPE_CHECKING:

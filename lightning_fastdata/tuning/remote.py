@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
     from lightning_fastdata.stamps.travel import Way
-    from lightning_fastdata.tuning.events import LoaderSetup
+    from lightning_fastdata.tuning.costs import LoaderSetup
 
 _FEWEST_SEEN: Final = 4
 """Of fewer batches nothing is said."""

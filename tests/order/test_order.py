@@ -17,9 +17,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
-from lightning_fastdata.order.samplers import EvaluationBatchSampler, ShuffleSampler, index_batches
+from lightning_fastdata.order.samplers import (
+    EvaluationBatchSampler,
+    RankBatchSampler,
+    RankSampler,
+    ShuffleSampler,
+    index_batches,
+)
 
 SIZES = {
     "length": st.integers(0, 60),
@@ -240,3 +247,31 @@ def test_the_order_of_a_large_dataset_is_torchs_own_permutation(length) -> None:
     torch.randperm(max(1, length), generator=theirs)
     assert np.concatenate(list(index_batches(sampler))).tolist() == order.tolist()
     assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+class Huge(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 10**12
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def of_many_ranks() -> FastDataLoader:
+    """One rank's loader of a million ranks, whose batches pass 2**28 samples a step."""
+    sampler = RankSampler(Huge(), batch_size=256, num_replicas=2**20, rank=7, seed=3)
+    batches = RankBatchSampler(sampler, 256, drop_last=False)
+    return FastDataLoader(Huge(), batch_sampler=batches, num_workers=0, executor="inline")
+
+
+def test_a_position_behind_more_samples_than_are_checked_goes_on_without_a_digest() -> None:
+    whole = iter(of_many_ranks())
+    expected = [next(whole).tolist() for _ in range(3)]
+    stopped = of_many_ranks()
+    assert next(iter(stopped)).tolist() == expected[0]
+    state = stopped.state_dict()
+    assert (state["samples"], state["digest"]) == (2**28, None)
+    again = of_many_ranks()
+    again.load_state_dict(state)
+    rest = iter(again)
+    assert [next(rest).tolist() for _ in range(2)] == expected[1:]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     Move,

@@ -28,7 +28,8 @@ from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.events import BatchCost, LoaderSetup, left_over
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.events import left_over
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH
 from lightning_fastdata.tuning.simulate import simulate
 

@@ -15,7 +15,7 @@ from lightning_fastdata.insight.verdicts.workers import working_workers
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
 from lightning_fastdata.plugin.seams.loaders import keyed
-from lightning_fastdata.tuning.events import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.simulate import least_step_ms, simulate
 
 MS = 1e6
