@@ -220,12 +220,10 @@ def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind,
     workers = loader.num_workers
     assert workers > 1, data.explain()
     given = DataLoader(stream, 4, num_workers=workers)
-    if kind == "LitData":
-        # Its workers end with smaller batches, more than torch's `len(loader)` tells, where
-        # Lightning ends an epoch of torch's loader.
-        theirs = [batch["x"].tolist() for batch in given]
-    else:
-        theirs = fitted(None, given)
+    # LitData's workers end with smaller batches, more than torch's `len(loader)` tells, where
+    # Lightning ends an epoch of torch's loader.
+    read = [batch["x"].tolist() for batch in given]
+    theirs = read if kind == "LitData" else fitted(None, given)
     assert fitted(data) == theirs
     alone = FastDataLoader(stream, 4, executor="auto")
     assert alone.num_workers == workers
