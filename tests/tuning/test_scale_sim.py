@@ -79,11 +79,12 @@ def test_one_rank_is_the_training_that_the_package_simulates(costs, how):
 @given(costs=ranks(least=2), how=setups)
 def test_together_they_are_never_faster_than_the_slowest_alone(costs, how):
     assume(how.scheduling != "sample")  # which shares out samples by how long they took so far
+    # Who waits leaves its workers a CPU, which changes how long the others take.
+    how = replace(how, cpus=how.workers + 2.0)
     together = sum(steps_of(costs, how, warm_up=0).took_ms)
     for rank in costs:
         alone = sum(steps_of([rank], how, warm_up=0).took_ms)
-        # Who waits leaves its workers a CPU, which may change in which order they end.
-        assert together >= alone * 0.98
+        assert together >= alone * 0.999
 
 
 @few
