@@ -6,7 +6,6 @@ The training is a task of Ray on a node whose store is the smallest that Ray all
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +73,12 @@ def read(mib: int, loaders: int, filled: int) -> list[list[int]]:
 
 
 def test_loaders_of_a_node_keep_within_their_share_of_its_store(small) -> None:
-    assert on_small(partial(read, 4, 2, 0)) == [list(range(24))] * 2
+    assert on_small(read, 4, 2, 0) == [list(range(24))] * 2
     assert spilled(small) == 0
 
 
 def test_a_store_that_is_full_neither_loses_nor_reorders(small) -> None:
-    assert on_small(partial(read, 20, 1, 60)) == [list(range(24))]
+    assert on_small(read, 20, 1, 60) == [list(range(24))]
     assert spilled(small) > 0
 
 
