@@ -34,3 +34,4 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.remote)
+            item.add_marker(pytest.mark.timeout(900))  # on a loaded machine a start takes minutes

@@ -15,12 +15,10 @@ import tempfile
 import pytest
 from remote import head_that_ends
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # A minute is what Ray gives a head to come back.
-    environment = {**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "30", **environment}
+    environment = {**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "20", **environment}
     return subprocess.run(
         [sys.executable, head_that_ends.__file__, *arguments],
         env=environment,
@@ -37,6 +35,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         ("gcs_server", r"The head of the Ray cluster at \S+ has not answered for \d+ s"),
         ("raylet", r"Ray has ended on this machine"),
     ],
+    ids=["the head", "Ray on the training's machine"],
 )
 def test_a_training_whose_cluster_ends_says_so_and_goes_on_from_its_checkpoint(
     what, says, cluster, tmp_path

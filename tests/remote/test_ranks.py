@@ -14,7 +14,9 @@ from remote import train_on_ranks
 from remote.clusters import actors, wait_until
 from remote.train_on_ranks import LENGTH, read
 
-pytestmark = pytest.mark.timeout(600)
+from lightning_fastdata.executors.ray.cluster import _free_cpus_by_node, read_nodes
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def see_each_sample_once(ranks) -> None:
@@ -34,9 +36,26 @@ def torchrun(folder: Path, **environment: str) -> subprocess.CompletedProcess[st
         env={**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=800,
         check=False,
     )
+
+
+def test_free_cpus_of_nodes_are_those_that_ray_gives_in_sum(cluster) -> None:
+    """It has no public name for those of each node."""
+    held = ray.remote(num_cpus=1)(Holder).remote()
+    ray.get(held.is_there.remote())
+    wait_until(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"] - 1)
+    nodes = read_nodes(ray)
+    assert _free_cpus_by_node(ray).keys() == {node.id for node in nodes}
+    assert [node.is_own for node in nodes].count(True) == 1
+    wait_until(lambda: sum(n.cpus - n.free_cpus for n in read_nodes(ray)) == 1)
+    ray.kill(held)
+
+
+class Holder:
+    def is_there(self) -> bool:
+        return True
 
 
 def test_two_ranks_that_want_all_cpus_each_get_half_and_say_so_once(cluster, tmp_path) -> None:

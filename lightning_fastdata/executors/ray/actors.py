@@ -182,7 +182,7 @@ class Actors:
         for number, where in zip(missing, places, strict=False):
             self._hire(number, where, nodes)
         share = share_of_rank(nodes, self._needs, self.training)
-        first = os.environ.get("RANK", "0") == "0" and "share" not in _told
+        first = self.training.rank == 0 and "share" not in _told
         if len(places) < len(missing) and share is not None and first:
             _told.add("share")
             text = share_in_words(share, self.wanted, self.training)

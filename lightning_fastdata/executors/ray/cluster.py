@@ -56,7 +56,7 @@ def connect() -> Any:
         raise OptionsError(_INSTALL.format(error=error)) from error
     if not ray.is_initialized():
         address = _address()
-        if address == "local" and (ranks := count_ranks()) > 1:
+        if address == "local" and (ranks := _ranks()[0]) > 1:
             raise WorkerError(_NO_CLUSTER.format(ranks=ranks))
         try:
             ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
@@ -117,23 +117,25 @@ def _free_cpus_by_node(ray: Any) -> dict[str, float]:
 def read_training(ray: Any) -> Training:
     """Return the ranks of this training, and what Ray has given each of them."""
     context = ray.get_runtime_context()
-    held = {} if context.get_actor_id() is None else context.get_assigned_resources()
+    is_worker = context.get_actor_id() is not None or context.get_task_id() is not None
+    held = context.get_assigned_resources() if is_worker else {}
     here = ranks_on_host(os.environ)
+    ranks, rank = _ranks()
     if os.environ.get("MASTER_ADDR") in {"127.0.0.1", "localhost"}:  # Lightning's own launcher
-        here = max(here, count_ranks())
-    return Training(
-        ranks=count_ranks(), ranks_here=here, held_cpus=float((held or {}).get("CPU", 0.0))
-    )
+        here = max(here, ranks)
+    held_cpus = float(held.get("CPU", 0.0))
+    return Training(ranks=ranks, rank=rank, ranks_here=here, held_cpus=held_cpus)
 
 
-def count_ranks() -> int:
-    """Return how many processes train together; 1 if nothing says so."""
+def _ranks() -> tuple[int, int]:
+    """Return how many processes train together, and the number of this one among them."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    told = os.environ.get("WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
+        return distributed.get_world_size(), distributed.get_rank()
+    told = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")]
+    ranks, rank, local = (int(each) if each.isdecimal() else 0 for each in told)
+    return max(1, ranks), rank or local
 
 
 def offers(ray: Any) -> str:

@@ -125,21 +125,23 @@ class RayCrew:
 
         How large batches are is not known before the first one has come.
         """
-        size_bytes, loaders = self._batch_bytes, self._actors.loaders
-        training, under_way = self._actors.training, Counter[str]()
+        size_bytes = self._batch_bytes
+        each_has = _EACH if size_bytes else 1
+        free = [each for each in self._actors.staying if len(each.calls) < each_has]
+        if not free:
+            return []
+        training, loaders, under_way = self._actors.training, self._actors.loaders, Counter[str]()
         for each in self._actors.ready:
             under_way[each.node] += len(each.calls)
         here = most_under_way(self._actors.store_bytes, size_bytes, loaders * training.ranks_here)
         if under_way.total() >= here:
             return []
-
-        def has_room(reader: Reader) -> bool:
-            most = most_under_way(reader.store_bytes, size_bytes, loaders * training.ranks)
-            return (
-                len(reader.calls) < (_EACH if size_bytes else 1) and under_way[reader.node] < most
-            )
-
-        return [each for each in self._actors.staying if has_room(each)]
+        sharers = loaders * training.ranks
+        return [
+            each
+            for each in free
+            if under_way[each.node] < most_under_way(each.store_bytes, size_bytes, sharers)
+        ]
 
     def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
         """Wait for events and return them; None if there is none until then (``monotonic``).

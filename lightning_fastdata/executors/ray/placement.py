@@ -50,6 +50,8 @@ class Training:
 
     ranks: int = 1
     """Of the whole training."""
+    rank: int = 0
+    """This one's number among them."""
     ranks_here: int = 1
     """Of those, so many on this machine."""
     held_cpus: float = 0.0
