@@ -1,6 +1,7 @@
 """A small object store: what is under way stays within its share, and a full one loses nothing.
 
-The training is a task of Ray on a node whose store is the smallest that Ray allows (75 MiB).
+The training is a task of Ray on a node whose store is about the smallest that Ray allows, and its
+actors are there, too: what does not fit is on disk, where a test sees it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def read(mib: int, loaders: int, filled: int) -> tuple[list[list[int]], int]:
     Also returns how many files of the store were on disk at once.
     """
     held = [ray.put(np.ones(MIB, np.uint8)) for _ in range(filled)]
-    how = {"executor": "ray", "num_workers": 4, "prefetch_factor": 4}
+    there = {"resources": {"small": 0.01}, "num_cpus": 0.1}
+    how = {"executor": "ray", "num_workers": 4, "prefetch_factor": 4, "actor_options": there}
     each = [FastDataLoader(Large(mib), 1, **how) for _ in range(loaders)]
     seen: list[list[int]] = [[] for _ in each]
     most = 0
@@ -73,7 +75,7 @@ def read(mib: int, loaders: int, filled: int) -> tuple[list[list[int]], int]:
         for numbers, batch in zip(seen, batches, strict=True):
             assert batch.min() == batch.max()
             numbers.append(int(batch[0, 0, 0]))
-        time.sleep(0.05)
+        time.sleep(0.1)  # as a step takes, while actors read ahead
         most = max(most, spilled())
     for loader in each:
         loader.close()
@@ -82,7 +84,7 @@ def read(mib: int, loaders: int, filled: int) -> tuple[list[list[int]], int]:
 
 
 def test_loaders_of_a_node_keep_within_their_share_of_its_store(small) -> None:
-    seen, files = on_small(read, 4, 2, 0)
+    seen, files = on_small(read, 8, 2, 0)
     assert seen == [list(range(24))] * 2
     assert files == 0
 
