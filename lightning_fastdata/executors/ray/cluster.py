@@ -165,6 +165,8 @@ class ClusterWatch:
         self._head, self._node = context.gcs_address, context.get_node_id()
         own = next(each for each in ray.nodes() if each["NodeID"] == self._node)
         self._raylet = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
+        # What cannot be reached from here even now, as with Ray Client, says nothing later.
+        self._watched = {each for each in (self._head, self._raylet) if _answers(each)}
         self._patience_s = _PATIENCE * float(os.environ.get(_ENDS, "60"))
         self._looked_s, self._gone_since_s = time.monotonic(), math.inf
 
@@ -183,13 +185,13 @@ class ClusterWatch:
         if not now and now_s - self._looked_s < _ASK_S:
             return
         self._looked_s = now_s
-        if not _answers(self._raylet):
+        if not self._answers(self._raylet):
             self._gone_since_s = now_s
             raise WorkerError(
                 f"Ray has ended on this machine (node {self._node}), and with it the actors of "
                 f"this program. {_GO_ON}"
             )
-        if _answers(self._head):
+        if self._answers(self._head):
             self._gone_since_s = math.inf
             return
         if not self.is_gone:
@@ -206,6 +208,9 @@ class ClusterWatch:
                 f"The head of the Ray cluster at {self._head} has not answered for {gone_s:.0f} s, "
                 f"and Ray is about to end this program. {_GO_ON}"
             )
+
+    def _answers(self, address: str) -> bool:
+        return address not in self._watched or _answers(address)
 
 
 def _answers(address: str) -> bool:
