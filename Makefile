@@ -1,5 +1,6 @@
 # make demo    the package in a fresh .venv, trained on real photographs: what data stalls cost
-# make test    the tests
+# make test    the tests, without those of clusters
+# make test-remote   the tests of clusters: nodes of Ray on this machine
 # make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make dist-check   sdist and wheel, built, installed in an environment of their own, and used
@@ -18,16 +19,20 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-long test-lowest dist-check check lint format docs measure clean
+.PHONY: demo test test-remote test-long test-lowest dist-check check lint format docs measure clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata demo
 
 test: $(VENV)/.ready-test
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_ARGS) -m "not remote"
+
+# In one process, which has one cluster for nearly all of them.
+test-remote: $(VENV)/.ready-test
+	$(PY) -m pytest -n 0 -m remote tests/remote
 
 test-long: export TEST_LONG := 1
-test-long: test
+test-long: test test-remote
 
 # Apart from CI, since it installs another torch.
 test-lowest: $(LOWEST)/.ready
@@ -38,7 +43,7 @@ test-lowest: $(LOWEST)/.ready
 dist-check: $(VENV)/.ready-demo
 	$(PY) tools/check_dist.py
 
-check: lint test
+check: lint test test-remote
 
 lint: $(VENV)/.ready-test
 	$(PY) -m ruff check .

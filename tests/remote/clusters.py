@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 
@@ -15,15 +16,27 @@ from ray.cluster_utils import Cluster
 @contextlib.contextmanager
 def cluster_of(*cpus: int) -> Iterator[Cluster]:
     """Be connected to nodes with so many CPUs each; the training process is on the first."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0]})
+    # Ray has its workers give way to all other programs, which takes minutes on a loaded machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0]}))
     try:
         for each in cpus[1:]:
-            cluster.add_node(num_cpus=each)
+            patiently(lambda each=each: cluster.add_node(num_cpus=each))
         ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def patiently(start):
+    """Return what a call starts; Ray gives a node 30 s, which a loaded machine may not keep."""
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:
+            told = error
+    raise told
 
 
 def actors(cluster: Cluster) -> list[psutil.Process]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.util import list_named_actors
 from remote.clusters import actors, wait_until
 from torch.utils.data import Dataset, get_worker_info
 
@@ -203,8 +204,9 @@ def test_a_program_that_is_killed_leaves_no_actor(cluster) -> None:
     ) as program:
         assert program.stdout.readline() == "tensor([0])\n"
         assert actors(cluster)
+        assert not list_named_actors(all_namespaces=True)  # as one that outlives its program is
         program.kill()
-    wait_until(lambda: not actors(cluster), 30)
+    wait_until(lambda: not actors(cluster), 120)
 
 
 def test_a_cluster_that_is_gone_is_not_looked_for() -> None:

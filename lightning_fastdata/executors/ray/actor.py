@@ -11,17 +11,19 @@ import socket
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES
 from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.batches.packed import pack, write_leaves
+from lightning_fastdata.errors import BatchError
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child import prepare_process
 from lightning_fastdata.executors.pool.child_task import describe_error
+from lightning_fastdata.executors.ray.cluster import read_nodes
 from lightning_fastdata.host.usage import name_of_machine
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
 
 Made: TypeAlias = "tuple[protocol.TaskEnded, NDArray[np.uint8] | None]"
 """How a task ended, and the memory of its batch, if it has any."""
+
+
+_TOO_LARGE: Final = (
+    "The batch has {:.1f} MiB, and the object store of the node that makes it, or of the one that "
+    "trains, {:.1f} MiB: it does not fit. Make batches smaller (batch_size; images as uint8), or "
+    "the store larger (`ray start --object-store-memory BYTES`, ray.init(object_store_memory=...))."
+)
 
 
 class Place(NamedTuple):
@@ -45,13 +54,15 @@ class Place(NamedTuple):
     """Of :func:`.name_of_machine`."""
     process: int
     """Number of its process there."""
+    store_bytes: int
+    """Size of the object store of its node."""
 
 
 class ReadingActor:
     """Makes batches, one after the other; an actor of Ray is one of these."""
 
     def begin(
-        self, plan: list[Any], number: int, actors: int, base_seed: int
+        self, plan: list[Any], number: int, actors: int, base_seed: int, store_bytes: int
     ) -> Place | protocol.InitFailed:
         """Get ready to read for a plan, as one of so many.
 
@@ -60,6 +71,7 @@ class ReadingActor:
             number: Of this actor, counted from 0.
             actors: How many there are.
             base_seed: Takes the place of the plan's.
+            store_bytes: Size of the object store where the training runs.
         """
         import ray
         from ray import cloudpickle
@@ -79,8 +91,9 @@ class ReadingActor:
         self._fetcher = Fetcher(given)
         self._epoch: int | None = None
         self._watch = TaskWatch(number, 0, OperationWatch(given.dataset), LineWatch())
-        node = ray.get_runtime_context().get_node_id()
-        return Place(node, socket.gethostname(), name_of_machine(), os.getpid())
+        own = next(node for node in read_nodes(ray) if node.is_own)
+        self._store_bytes = min(own.store_bytes, store_bytes)
+        return Place(own.id, socket.gethostname(), name_of_machine(), os.getpid(), own.store_bytes)
 
     def clock_ns(self) -> int:
         """Return the clock of the stamps, which each machine has of its own."""
@@ -114,6 +127,10 @@ class ReadingActor:
             return protocol.NothingLeft(), None
         began_ns = time.monotonic_ns()
         packed, leaves = pack(batch, self._cloudpickle.Pickler)
+        if packed.size_bytes > self._store_bytes:
+            raise BatchError(
+                _TOO_LARGE.format(packed.size_bytes / 2**20, self._store_bytes / 2**20)
+            )
         memory = np.empty(max(1, packed.size_bytes), np.uint8)
         write_leaves(packed, leaves, memory)
         if self._fetcher.stamps is not None:

@@ -7,90 +7,55 @@ import os
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError, as_error
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.ray.actor import Place, ReadingActor
-from lightning_fastdata.executors.ray.cluster import free_cpus, offers
+from lightning_fastdata.executors.ray.cluster import (
+    HeadWatch,
+    offers,
+    read_nodes,
+    read_training,
+)
+from lightning_fastdata.executors.ray.placement import (
+    Node,
+    Where,
+    has_free,
+    place,
+    placed,
+    placed_by_user,
+    share_in_words,
+    share_of_rank,
+)
+from lightning_fastdata.executors.ray.reader import Reader
 from lightning_fastdata.host.usage import adopted, name_of_machine
 from lightning_fastdata.stamps.travel import ClockOffset
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool import protocol
-    from lightning_fastdata.executors.pool.process import Hang
 
 _OPTIONS: Final = {
-    "num_cpus": 1,
     "scheduling_strategy": "SPREAD",
     "max_restarts": 0,
     "max_task_retries": 0,
 }
+_HIRE_S: Final = 0.5
+"""How often nodes are looked at while actors are missing."""
 _TOLD_S: Final = 30.0
+_STARTED_S: Final = 120.0
+"""The same where CPUs are free, so that it is the start that takes long."""
 _GIVEN_UP_S: Final = 600.0
 """Without an actor. A cluster that grows takes minutes."""
 _PINGS: Final = 3
-EACH: Final = 2
-"""Batches that an actor is given at once."""
-_COMPARED_S: Final = 60.0
-"""So long what is known of a clock is exact enough."""
 _DEATHS_AT_START: Final = 3
 _all: weakref.WeakSet[Actors] = weakref.WeakSet()
 """Those of all loaders of this program."""
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A batch, or one sample of it, that an actor was asked for."""
-
-    ref: Any
-    """What Ray knows the answer by."""
-    task: int
-    """Number of the task."""
-    alone: int | None
-    """Position in the batch of a sample that is read on trial; None: the batch itself."""
-    asked_ns: int
-    """When it was."""
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """An actor, as it is seen from here."""
-
-    number: int
-    actor: Any
-    """Ray's handle."""
-    place: Place | None = None
-    """None until it is ready."""
-    clock: ClockOffset | None = None
-    """Of another node; None: it has ours."""
-    compared_s: float = 0.0
-    """When it was last asked with nothing to do, for a batch with stamps: its clock shows best."""
-    calls: deque[Call] = field(default_factory=deque)
-    """In the order in which it does them."""
-    since_s: float = 0.0
-    """When it began with the first of them, as far as is known here."""
-    hang: Hang | None = None
-    """Why it was killed."""
-    exitcode: int | None = None
-    """Not told by Ray."""
-
-    def has_room(self, *, stamped: bool) -> bool:
-        """Return whether it may be given a batch now.
-
-        While stamps are taken it runs out of work once a minute, so that asking it for more shows
-        its clock.
-        """
-        fresh = time.monotonic() - self.compared_s < _COMPARED_S
-        return len(self.calls) < (EACH if fresh or not stamped or self.clock is None else 1)
-
-    def __str__(self) -> str:
-        where = "" if self.place is None else f" on {self.place.address}"
-        return f"actor {self.number}{where}"
+_told: set[str] = set()
+"""What this program has said once."""
 
 
 class Actors:
@@ -107,14 +72,23 @@ class Actors:
         self.coming: dict[Any, Reader] = {}
         """By what Ray knows their first answer by."""
         self._plan = plan
-        self._options = {**_OPTIONS, **options}
+        self._options = {"num_cpus": 1, **options}
+        self._needs = {"CPU": float(self._options["num_cpus"])}
+        self._needs |= self._options.get("resources", {})
+        self.training = read_training(ray)
         self._class = ray.remote(ReadingActor)
         self._pickled = ray.put(_pickled(plan))
         self._node = ray.get_runtime_context().get_node_id()
+        self._cluster = HeadWatch(ray)
+        self.store_bytes = next(each.store_bytes for each in read_nodes(ray) if each.is_own)
+        """Size of the object store where this program runs."""
+        self._hired_s = 0.0
         self._died_starting = 0
         self._none_since_s: float | None = None
         self._told = False
-        self.close = weakref.finalize(self, _kill_all, ray, self.ready, self.coming, os.getpid())
+        self.close = weakref.finalize(
+            self, _kill_all, ray, self.ready, self.coming, self._cluster, os.getpid()
+        )
         _all.add(self)
 
     @property
@@ -122,27 +96,55 @@ class Actors:
         """Those that are ready, without those that are to go."""
         return [reader for reader in self.ready if reader.number < self.wanted]
 
-    def hire_missing(self) -> None:
-        """Ask for the actors that are wanted and not there.
+    @property
+    def loaders(self) -> int:
+        """Loaders of this program that have actors."""
+        return max(1, sum(1 for each in _all if each.ready or each.coming))
 
-        One that validates would wait for ever for a CPU that one that trains holds, and both never
-        read at once: it shares that CPU.
+    def look_at_cluster(self) -> None:
+        """Replace actors that are missing, if that is due, and look whether the cluster is there.
+
+        Raises:
+            WorkerError: It is gone, and this program about to be ended.
         """
+        if time.monotonic() - self._hired_s >= _HIRE_S:
+            self.hire_missing()
+        self._cluster.look()
+
+    def hire_missing(self) -> None:
+        """Ask for the actors that are wanted and not there."""
         there = {each.number for each in (*self.ready, *self.coming.values())}
         missing = sorted(set(range(self.wanted)) - there)
-        if not missing:
+        if not missing or self._cluster.is_gone:
             return
-        options, each_cpus = self._options, self._options["num_cpus"]
-        others = any(other.ready or other.coming for other in _all if other is not self)
-        free = free_cpus(self.ray) if others else None
-        for number in missing:
-            if free is not None:
-                if free < each_cpus:
-                    options = {**options, "num_cpus": 0}
-                free -= each_cpus
-            actor = self._class.options(**options).remote()
-            ref = actor.begin.remote([self._pickled], number, self.wanted, self._plan.base_seed)
-            self.coming[ref] = Reader(number, actor)
+        self._hired_s = time.monotonic()
+        readers = [(each, one) for each in _all for one in (*each.ready, *each.coming.values())]
+        nodes = read_nodes(self.ray)
+        places = place(
+            nodes,
+            missing=len(missing),
+            needs=self._needs,
+            training=self.training,
+            by_user=placed_by_user(self._options),
+            held=sum(reader.has_cpu for _, reader in readers),
+            first=not there,
+            others=any(owner is not self for owner, _ in readers),
+        )
+        for number, where in zip(missing, places, strict=False):
+            self._hire(number, where, nodes)
+        share = share_of_rank(nodes, self._needs, self.training)
+        first = self.training.rank == 0 and "share" not in _told
+        if len(places) < len(missing) and share is not None and first:
+            _told.add("share")
+            text = share_in_words(share, self.wanted, self.training)
+            warnings.warn(f"{text} {offers(self.ray)}.", FastDataWarning, stacklevel=2)
+
+    def _hire(self, number: int, where: Where, nodes: list[Node]) -> None:
+        options = {**_OPTIONS, **placed(self._options, where, nodes, self._node)}
+        actor = self._class.options(**options).remote()
+        asked = number, self.wanted, self._plan.base_seed, self.store_bytes
+        ref = actor.begin.remote([self._pickled], *asked)
+        self.coming[ref] = Reader(number, actor, has_cpu=options["num_cpus"] > 0)
 
     def welcome(self, ref: Any) -> None:
         """Take in an actor that has answered, or has died.
@@ -160,6 +162,7 @@ class Actors:
                 self._compare_clocks(reader)
         except RayError as error:
             self.kill(reader)
+            self.check_cluster()
             self._died_starting += 1
             if self._died_starting >= _DEATHS_AT_START and not self.ready:
                 raise WorkerError(
@@ -220,6 +223,9 @@ class Actors:
         none_s = now_s - self._none_since_s
         if none_s < (_GIVEN_UP_S if self._told else _TOLD_S):
             return
+        nodes = read_nodes(self.ray)
+        if none_s < _STARTED_S and has_free(nodes, self._needs):
+            return
         text = (
             f"No actor has started for {none_s:.0f} s. {self.wanted} are wanted, each with "
             f"{self._options}. {offers(self.ray)}. Ask for fewer, or add nodes."
@@ -227,7 +233,22 @@ class Actors:
         if self._told:
             raise WorkerError(text)
         self._told = True
-        warnings.warn(text, FastDataWarning, stacklevel=2)
+        warnings.warn(
+            f"{text} One starts without a CPU of its own meanwhile.", FastDataWarning, stacklevel=2
+        )
+        waiting = next((ref for ref, each in self.coming.items() if each.has_cpu), None)
+        if waiting is not None:
+            reader = self.coming.pop(waiting)
+            self.kill(reader)
+            self._hire(reader.number, "shared", nodes)
+
+    def check_cluster(self) -> None:
+        """Look at once whether the cluster is there, as something of it has died.
+
+        Raises:
+            WorkerError: It is gone.
+        """
+        self._cluster.look(now=True)
 
 
 def actors_here() -> int:
@@ -257,11 +278,14 @@ def _kill(ray: Any, reader: Reader) -> None:
         ray.kill(reader.actor)
 
 
-def _kill_all(ray: Any, ready: list[Reader], coming: dict[Any, Reader], owner: int) -> None:
+def _kill_all(
+    ray: Any, ready: list[Reader], coming: dict[Any, Reader], cluster: HeadWatch, owner: int
+) -> None:
     """End actors, if this is the process of id ``owner`` and it is still connected."""
     if os.getpid() != owner or not ray.is_initialized():
         return
     for reader in (*ready, *coming.values()):
-        _kill(ray, reader)
+        if not cluster.is_gone:  # Ray would wait for its head
+            _kill(ray, reader)
     ready.clear()
     coming.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -18,8 +19,10 @@ from lightning_fastdata.batches.slots import create_shared_memory, map_shared_me
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
-from lightning_fastdata.executors.ray.actors import Actors, Call, Reader
-from lightning_fastdata.executors.ray.cluster import connect, offers, store_bytes
+from lightning_fastdata.executors.ray.actors import Actors
+from lightning_fastdata.executors.ray.cluster import connect, offers
+from lightning_fastdata.executors.ray.placement import most_under_way
+from lightning_fastdata.executors.ray.reader import Call, Reader
 from lightning_fastdata.executors.ray.watch import ClusterWatch, read_cluster, stamped
 
 if TYPE_CHECKING:
@@ -35,8 +38,6 @@ _LATE: Final = 3.0
 """A batch that takes so many times the usual is asked of an idle actor, too."""
 _HANG_S: Final = 60.0
 _HANG_TASKS: Final = 20
-_SHARE_OF_STORE: Final = 4
-"""Batches under way take one part of so many of this machine's object store."""
 _DEATHS_IN_A_ROW: Final = 20
 
 
@@ -55,7 +56,6 @@ class RayCrew:
         self._ray = connect()
         self._plan = plan
         self._actors = Actors(self._ray, plan, actors, options)
-        self._store_bytes = store_bytes(self._ray)
         self._watch = ClusterWatch(partial(read_cluster, self._ray))
         self.children: dict[int, ChildProcess] = {}
         """None: actors are no processes of ours."""
@@ -114,16 +114,39 @@ class RayCrew:
 
     def give(self, task: Task) -> bool:
         """Have an actor make a batch; False if all have enough to do, or memory runs short."""
-        bytes_under_way = (len(self._tasks) + 1) * self._batch_bytes
-        if len(self._tasks) >= 2 and bytes_under_way > self._store_bytes // _SHARE_OF_STORE:
-            return False
-        free = [each for each in self._actors.staying if each.has_room(stamped=self._stamped)]
+        free = self._with_room()
         if not free:
             return False
         self._count += 1
         self._tasks[self._count] = task
         self._ask(min(free, key=lambda reader: len(reader.calls)), self._count)
         return True
+
+    def _with_room(self) -> list[Reader]:
+        """Return the actors that may be given another batch, as far as memory allows it.
+
+        How large batches are is not known before the first one has come.
+        """
+        size_bytes = self._batch_bytes
+        free = [
+            each
+            for each in self._actors.staying
+            if each.has_room(stamped=self._stamped) and (size_bytes or not each.calls)
+        ]
+        if not free:
+            return []
+        training, loaders, under_way = self._actors.training, self._actors.loaders, Counter[str]()
+        for each in self._actors.ready:
+            under_way[each.node] += len(each.calls)
+        here = most_under_way(self._actors.store_bytes, size_bytes, loaders * training.ranks_here)
+        if under_way.total() >= here:
+            return []
+        sharers = loaders * training.ranks
+        return [
+            each
+            for each in free
+            if under_way[each.node] < most_under_way(each.store_bytes, size_bytes, sharers)
+        ]
 
     def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
         """Wait for events and return them; None if there is none until then (``monotonic``).
@@ -133,7 +156,11 @@ class RayCrew:
             Exception: Whatever ``worker_init_fn`` or unpickling the dataset raised.
         """
         while True:
-            moved, events = self._look(until)
+            try:
+                moved, events = self._look(until)
+            except OSError:  # of the object store
+                self._actors.check_cluster()
+                raise
             if moved or events:  # an actor that has become free can be given something
                 return iter(events)
             if until is not None and time.monotonic() >= until:
@@ -161,7 +188,7 @@ class RayCrew:
 
         Whichever answer comes first counts; both have the same content.
         """
-        idle = next((each for each in self._actors.staying if not each.calls), None)
+        idle = next((each for each in self._with_room() if not each.calls), None)
         if idle is None or not self._task_s:
             return
         now_s = time.monotonic()
@@ -179,7 +206,7 @@ class RayCrew:
 
     def _look(self, until: float | None) -> tuple[bool, list[Answer | Loss]]:
         """Wait a moment; return whether anything has come, and what of it is for others."""
-        self._actors.hire_missing()
+        self._actors.look_at_cluster()
         left_s = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - time.monotonic()))
         ref = self._first_answer(0.0)  # what has come while nobody looked is not late
         if ref is None:
@@ -234,6 +261,7 @@ class RayCrew:
         spent_s = ended.spent_ns / 1e9
         self._task_s = 0.9 * self._task_s + 0.1 * spent_s if self._task_s else spent_s
         self._longest_s = max(self._longest_s, spent_s)
+        self._batch_bytes = max(self._batch_bytes, 1 if memory is None else memory.size)
         files = [] if memory is None else self._take_in(task, memory)
         if ended.stamps is not None:
             size_bytes = 0 if memory is None else memory.size
@@ -244,7 +272,6 @@ class RayCrew:
 
     def _take_in(self, task: Task, memory: NDArray[np.uint8]) -> list[int]:
         """Copy a batch into its slot, or into a file of its own if it has none that fits."""
-        self._batch_bytes = max(self._batch_bytes, memory.size)
         slot, files = task.batch.slot, list[int]()
         if slot is not None and slot.size_bytes >= memory.size:
             mapping = slot.mapping
@@ -271,6 +298,7 @@ class RayCrew:
         self.respawned += 1
         self._plan.faults.deaths += 1
         self._died_in_a_row += 1
+        self._actors.check_cluster()
         if self._died_in_a_row > _DEATHS_IN_A_ROW + 2 * self.wanted:
             raise WorkerError(
                 f"{self._died_in_a_row} actors died one after the other, and no batch was made "

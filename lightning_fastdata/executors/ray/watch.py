@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.ray.actors import actors_here
-from lightning_fastdata.executors.ray.cluster import connect, free_cpus
+from lightning_fastdata.executors.ray.cluster import connect, read_nodes, read_training
 from lightning_fastdata.host.usage import name_of_machine
 from lightning_fastdata.stamps.travel import ClusterSeen, Way
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.ray.actor import Place
-    from lightning_fastdata.executors.ray.actors import Call, Reader
+    from lightning_fastdata.executors.ray.reader import Call, Reader
     from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 _EVERY_S: Final = 10.0
@@ -91,15 +91,15 @@ def room_for_actors(options: Mapping[str, Any], ranks: int = 1) -> int:
     ray = connect()
     each = float(options.get("num_cpus", 1))
     total = float(ray.cluster_resources().get("CPU", 0.0))
-    left = min(total, free_cpus(ray) + each * actors_here()) - own_share(ray)
+    free = sum(node.free_cpus for node in read_nodes(ray))
+    left = min(total, free + each * actors_here()) - own_share(ray)
     return max(1, min(_MOST_ACTORS, int(left / each / ranks) if each else _MOST_ACTORS))
 
 
 def own_share(ray: Any) -> float:
-    """Return the CPUs of this node that are left to the training: one, if Ray has any of it."""
-    own = ray.get_runtime_context().get_node_id()
-    cpus = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["NodeID"] == own]
-    return float(min(1.0, sum(cpus)))
+    """Return the CPUs of this node that are left to the training, if Ray has any of them."""
+    kept = read_training(ray).kept_cpus
+    return sum(min(node.cpus, kept) for node in read_nodes(ray) if node.is_own)
 
 
 class ClusterWatch:
