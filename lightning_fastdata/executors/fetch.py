@@ -73,11 +73,12 @@ class FetchPlan:
     """How side processes start: a ``multiprocessing`` context, its name, or None for Python's."""
     look_ahead: int = 8
     """Batches under way at once."""
+    ahead_bytes: int = 2**28
+    """More than one batch for each side process is under way only within this."""
     memory_limit_bytes: int = 2**31
     """What the slots may take together."""
     sharing_strategy: str | None = None
-    """How torch shares the memory of tensors in side processes; None: as it is by default. What is
-    delivered does not rest on it, but samples may."""
+    """How torch shares tensors of samples in side processes; None: as it is by default."""
     guard: SampleGuard = field(default_factory=SampleGuard)
     """What becomes of samples that cannot be read."""
     faults: FaultLog = field(default_factory=FaultLog)

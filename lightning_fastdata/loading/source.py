@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Final, Protocol, TypeAlias
@@ -248,6 +249,8 @@ def _open_executor(
         niceness=settings.worker_nice,
         rank=rank_now() if streamed else Rank(0, 1),
     )
+    if settings.asked_prefetch_factor:  # large batches, too, as far as memory allows
+        plan = replace(plan, ahead_bytes=plan.memory_limit_bytes)
     staged = isinstance(collate_fn, StagingCollate | RecordedCollate)
     return KeptExecutor(
         name=executor,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
@@ -165,3 +165,23 @@ def test_a_folder_of_images_is_decoded_as_by_torch(tmp_path, executor, persisten
         for one, two in zip(epoch, theirs, strict=True):
             assert all(map(torch.equal, one, two))
     assert not torch.equal(epochs[0][0][0], epochs[1][0][0])
+
+
+class Large(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((24, 2**20), index, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("prefetch_factor", "ahead"), [(None, 5), (8, 16)])
+def test_large_batches_are_fetched_as_far_ahead_as_was_asked(prefetch_factor, ahead):
+    loader = FastDataLoader(
+        Large(), 2, num_workers=2, executor="workers", prefetch_factor=prefetch_factor, tune="off"
+    )
+    batches = iter(loader)
+    assert [int(next(batches)[0, 0, 0]) for _ in range(2)] == [0, 2]
+    (now,) = loader.now()
+    assert now.ready + now.under_way == ahead - 1  # and the one that was taken
+    assert [int(batch[0, 0, 0]) for batch in batches] == list(range(4, 40, 2))

@@ -27,8 +27,6 @@ from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps, WaitWatch
 from lightning_fastdata.types import Batch
 
-_AHEAD_BYTES: Final = 2**28
-"""More than one batch for each process is fetched ahead only within this."""
 _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
 _LONG_TASK_NS: Final = 25_000_000
@@ -276,7 +274,7 @@ class Splitter:
             size = self.layout.offsets(len(batches[-1].indices))[1]
         # Large batches take long to use, so that few of them bridge as much time.
         count = len(batches)
-        if count >= max(2, processes) and (count + 1) * size > _AHEAD_BYTES:
+        if count >= max(2, processes) and (count + 1) * size > self.plan.ahead_bytes:
             return False
         return not self.in_place or self._slots.may_grow(size)
 
