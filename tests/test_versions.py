@@ -106,7 +106,13 @@ MAY_BE_THERE = {"IPython", "fsspec", "pyarrow", "pytorch_lightning", "ray", "tor
 
 
 def imported_by(file):
-    for node in ast.walk(ast.parse(file.read_text())):
+    """Yield the packages that a module imports, but for those that only type checkers look at."""
+    waiting = [ast.parse(file.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (one.name.partition(".")[0] for one in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
