@@ -1,7 +1,7 @@
 """A training whose cluster is broken in its midst, and one that goes on from its checkpoint.
 
 Arguments: what ends (``gcs_server``: the head's; ``raylet``: of the training's machine), or
-``nothing``, and the folder of the checkpoint.
+``nothing``, and the folder of the checkpoint (of ``nothing``, several).
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def go_on(folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "nothing":
-        go_on(Path(sys.argv[2]))
+        for each in sys.argv[2:]:
+            go_on(Path(each))
     else:
         break_off(sys.argv[1], Path(sys.argv[2]))

@@ -196,7 +196,8 @@ import lightning_fastdata
 from lightning_fastdata import FastDataLoader
 assert "ray" not in sys.modules
 loader = FastDataLoader(torch.arange(10**6), executor="ray", num_workers=2)
-print(next(iter(loader)), flush=True)
+batches = iter(loader)
+print(next(batches), flush=True)
 sys.stdin.read()
 """
 

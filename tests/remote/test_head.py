@@ -5,6 +5,7 @@ The training goes on in another cluster with the batch after the last one of its
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,47 +13,51 @@ import subprocess
 import sys
 import tempfile
 
-import pytest
 from remote import head_that_ends
 
+ENDINGS = {
+    "gcs_server": r"The head of the Ray cluster at \S+ has not answered for \d+ s",
+    "raylet": r"Ray has ended on this machine",
+}
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+
+def started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     # A minute is what Ray gives a head to come back.
     environment = {**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "20", **environment}
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, head_that_ends.__file__, *arguments],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
-        check=False,
     )
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("gcs_server", r"The head of the Ray cluster at \S+ has not answered for \d+ s"),
-        ("raylet", r"Ray has ended on this machine"),
-    ],
-    ids=["the head", "Ray on the training's machine"],
-)
 def test_a_training_whose_cluster_ends_says_so_and_goes_on_from_its_checkpoint(
-    what, says, cluster, tmp_path
+    cluster, tmp_path
 ) -> None:
-    # Apart from the cluster of the other tests, and short, as its sockets are in there.
-    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
-        broken = run(what, str(tmp_path), RAY_TMPDIR=folder)
-    told = (tmp_path / "error.txt").read_text()
-    assert re.search(says, told), broken.stderr[-3000:]
-    assert 'trainer.fit(..., ckpt_path="last")' in told
-    done = run("nothing", str(tmp_path), RAY_ADDRESS=cluster.address)
-    assert done.returncode == 0, done.stderr[-3000:]
-    before = json.loads((tmp_path / "before.json").read_text())
-    rest, whole = json.loads((tmp_path / "after.json").read_text())
-    assert len(whole) == 300
-    assert before == whole[: len(before)]
-    assert 10 <= len(before) < 300
-    taken = len(whole) - len(rest)  # of those, so many are in the checkpoint
-    assert 0 < taken <= len(before)
-    assert rest == whole[taken:]
+    folders = {what: tmp_path / what for what in ENDINGS}
+    with contextlib.ExitStack() as stack:
+        broken = {}
+        for what, folder in folders.items():
+            # Clusters of their own, in short folders, as sockets are in there.
+            own = tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True)
+            broken[what] = started(what, str(folder), RAY_TMPDIR=stack.enter_context(own))
+        said = {what: program.communicate(timeout=400)[0] for what, program in broken.items()}
+    for what, folder in folders.items():
+        assert (folder / "error.txt").exists(), said[what][-3000:]
+        told = (folder / "error.txt").read_text()
+        assert re.search(ENDINGS[what], told)
+        assert 'trainer.fit(..., ckpt_path="last")' in told
+    then = started("nothing", *map(str, folders.values()), RAY_ADDRESS=cluster.address)
+    output, _ = then.communicate(timeout=400)
+    assert then.returncode == 0, output[-3000:]
+    for folder in folders.values():
+        before = json.loads((folder / "before.json").read_text())
+        rest, whole = json.loads((folder / "after.json").read_text())
+        assert len(whole) == 300
+        assert 10 <= len(before) < 300
+        assert before == whole[: len(before)]
+        taken = len(whole) - len(rest)  # of those, so many are in the checkpoint
+        assert 0 < taken <= len(before)
+        assert rest == whole[taken:]
