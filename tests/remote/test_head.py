@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 
-import pytest
 from remote import head_that_ends
 
 ENDINGS = {
