@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
 from remote import head_that_ends
 
 ENDINGS = {
