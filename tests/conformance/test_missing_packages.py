@@ -17,7 +17,7 @@ ALONE = {
     "pillow": {"PIL", "matplotlib", "mpl_toolkits", "torchvision"},
     "rich": {"rich"},
     "simplejpeg": {"simplejpeg", "turbojpeg"},
-    "tensorboard": {"tensorboard"},
+    "tensorboard": {"tensorboard", "tensorboardX"},
     "torchvision": {"torchvision"},
 }
 OTHERS = {"datasets", "h5py", "lmdb", "obstore", "pyarrow", "skimage", "sklearn", "zarr"}

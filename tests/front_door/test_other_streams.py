@@ -5,6 +5,7 @@ The oracle is torch's ``DataLoader`` with as many workers, kept between epochs, 
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from pathlib import Path
@@ -123,6 +124,8 @@ def theirs(library, stream, workers):
         if library.module == "datasets":
             stream.set_epoch(epoch)
         epochs.append(numbers(loader))
+    del loader
+    gc.collect()  # its workers end with it
     return epochs
 
 
@@ -142,8 +145,10 @@ def test_each_epoch_has_each_sample_once_in_the_order_of_the_library(
     assert got == expected
     for epoch in got:
         assert sorted(flat(epoch)) == list(range(COUNT))
-    # As the libraries have it; Hugging Face shuffles its files in each epoch after the first.
-    assert (got[0] != got[1]) == (shuffle or (library.module == "datasets" and shards > 2))
+    # As the libraries have it; Hugging Face shuffles its files in each epoch after the first. Two
+    # shards may come in the same order twice.
+    if shards > 2 or not shuffle:
+        assert (got[0] != got[1]) == (shuffle or (library.module == "datasets" and shards > 2))
 
 
 def test_fewer_shards_than_workers_are_no_reason_for_more_workers(library, files):
