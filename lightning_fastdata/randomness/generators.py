@@ -26,6 +26,16 @@ GENERATORS: Final = ("random", "numpy", "torch")
 _MT19937_WORDS: Final = 624
 _MT19937_BYTES: Final = 4 * (_MT19937_WORDS + 1)
 """A Mersenne Twister in memory: its words, and the position among them."""
+_Twister: TypeAlias = ctypes.Array[ctypes.c_char]
+"""Its memory; read and written, as ``raw``, while the interpreter's lock is held."""
+
+
+_without_deviate: bytes | None = None
+"""Words at which ``numpy.random`` keeps no normal deviate back, which it is slow to ask."""
+
+
+def _twister_at(address: int) -> _Twister:
+    return (ctypes.c_char * _MT19937_BYTES).from_address(address)
 
 
 class DrawWatch:
@@ -67,14 +77,15 @@ class DrawWatch:
 
 
 class PythonGenerator:
-    """The state behind ``random``, read from memory: ``getstate`` and a comparison take 15 us.
+    """The state behind ``random``, in memory: ``getstate`` and a comparison take 15 us.
 
     Its position and words are at ``address``; 0: ``getstate`` is to be asked. Default: where
     CPython keeps them.
     """
 
     def __init__(self, address: int | None = None) -> None:
-        self._address = _python_address() if address is None else address
+        address = _python_address() if address is None else address
+        self._memory = _twister_at(address) if address else None
         self._state: Any = None
 
     def begin(self) -> None:
@@ -87,19 +98,16 @@ class PythonGenerator:
 
     def restore(self) -> None:
         """Put the remembered state back."""
-        if not self._address:
+        if self._memory is None:
             random.setstate(self._state)
-            return
-        memory, kept_back = self._state
-        position, *words = np.frombuffer(memory, np.uint32).tolist()
-        random.setstate((random.Random.VERSION, (*words, position), kept_back))
+        else:
+            self._memory.raw, _PYTHON.gauss_next = self._state
 
     def _read(self) -> object:
-        if not self._address:
+        if self._memory is None:
             return random.getstate()
         # A normal deviate is kept back beside the words.
-        kept_back = _PYTHON.gauss_next
-        return ctypes.string_at(self._address, _MT19937_BYTES), kept_back
+        return self._memory.raw, _PYTHON.gauss_next
 
 
 @cache
@@ -119,50 +127,57 @@ def _python_address() -> int:
 
 
 class _NumpyGenerator:
-    """The state behind ``numpy.random``, read from memory: its own ``get_state`` takes 30 us."""
+    """The state behind ``numpy.random``, in memory: ``get_state`` and ``set_state`` take 100 us."""
 
     def __init__(self) -> None:
         self._owner: object = None
-        self._address = 0
+        self._memory: _Twister | None = None
         self._words: bytes | None = None
-        self._plain: bytes | None = None
         self._state: Any = None
 
     def begin(self) -> None:
-        words = self._read()
-        if words is None or words != self._plain:
+        global _without_deviate
+        self._words, self._state = self._read(), None
+        if self._words is None or self._words != _without_deviate:
             # A normal deviate is kept back beside the words; while there is none, and the words
             # stay the same, there will be none.
             self._state = np.random.get_state(legacy=False)
-            self._plain = words if self._state.get("has_gauss") == 0 else None
-        self._words = words
+            if self._words is not None and self._state["has_gauss"] == 0:
+                self._state, _without_deviate = None, self._words
 
     def moved(self) -> bool:
-        if self._words is not None and self._plain is not None:
+        if self._state is None:
             return self._read() != self._words
         return not _equal(self._state, np.random.get_state(legacy=False))
 
     def restore(self) -> None:
-        np.random.set_state(self._state)
+        if self._state is not None or self._words is None:
+            np.random.set_state(self._state)
+        elif self._read() != self._words:
+            np.random.seed(0)  # keeps no deviate back
+            if self._memory is None:  # of a generator that has taken its place
+                raise RuntimeError("numpy.random got a generator of another kind in between")
+            self._memory.raw = self._words
 
     def _read(self) -> bytes | None:
         generator = np.random.mtrand.get_bit_generator()
         if generator is not self._owner:
             known = isinstance(generator, np.random.MT19937)
-            self._address = generator.ctypes.state_address if known else 0
+            self._memory = _twister_at(generator.ctypes.state_address) if known else None
             self._owner = generator
-        return ctypes.string_at(self._address, _MT19937_BYTES) if self._address else None
+        return None if self._memory is None else self._memory.raw
 
 
 class _TorchGenerator:
     """The state of torch's CPU generator."""
 
     def begin(self) -> None:
-        self._state = torch.get_rng_state()
-        self._bytes = self._state.numpy().tobytes()
+        self._state = torch.default_generator.get_state()
 
     def moved(self) -> bool:
-        return torch.get_rng_state().numpy().tobytes() != self._bytes
+        now = torch.default_generator.get_state()
+        # Bytes are compared faster than tensors, and than memoryviews.
+        return bool(now.numpy().tobytes() != self._state.numpy().tobytes())
 
     def restore(self) -> None:
         torch.set_rng_state(self._state)

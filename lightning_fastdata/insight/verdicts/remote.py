@@ -65,8 +65,11 @@ def _store(e: Evidence) -> Finding | None:
 
 
 def _few_actors(e: Evidence) -> Finding | None:
-    wanted, now, seen = remedies.best_workers(e), e.setup, e.remote
-    if not e.stalls or e.tuned or wanted is None or now is None or seen is None:
+    now, seen = e.setup, e.remote
+    if not e.stalls or e.tuned or now is None or seen is None:
+        return None
+    wanted = remedies.best_workers(e)
+    if wanted is None:
         return None
     gain = remedies.gain_of_setup(e, wanted)
     if wanted.workers <= now.workers or gain is None or not gain.worthwhile:
