@@ -26,7 +26,7 @@ from lightning_fastdata.caches.folders import (
 from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.shared_flags import SharedFlags
+from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch, MapDataset

@@ -19,7 +19,7 @@ from lightning_fastdata.caches.folders import (
 from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.shared_flags import SharedFlags
+from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.sources.source import Raw, Source
 
 

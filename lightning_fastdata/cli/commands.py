@@ -85,7 +85,7 @@ def doctor(*, ray: bool = False, datamodule: str | None = None, step_ms: float =
         step_ms: What a training step takes besides waiting for its batch.
     """
     if ray:
-        from lightning_fastdata.executors.ray.nodes import look_at_cluster
+        from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
 
         offer = look_at_cluster()
         print_lines([(offer.text(), "")])

@@ -20,7 +20,7 @@ from lightning_fastdata.sources.dataset import SourceDataset
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.executors.ray.nodes import ClusterOffer
+    from lightning_fastdata.executors.ray.cluster_seen import ClusterOffer
     from lightning_fastdata.plugin.contracts import DataModule
 
 _ROWS: Final = 32

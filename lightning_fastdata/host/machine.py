@@ -1,4 +1,4 @@
-"""What this machine and its libraries are, and what of it limits data loading."""
+"""This machine: what is installed, what of it limits data loading, and what it runs short of."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.errors import VersionError
-from lightning_fastdata.host.cpu import CpuLimit, read_cpu_limit
+from lightning_fastdata.host.cpu import CpuLimit, CpuThrottling, read_cpu_limit, read_cpu_throttling
+from lightning_fastdata.host.memory import read_host_memory
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,10 @@ _REPORTED: Final = (
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _ENOUGH_OPEN_FILES: Final = 65536
+_SHORT_BYTES: Final = 512 * 2**20
+"""Memory is short where no more than this is left."""
+_THROTTLED: Final = 0.2
+"""Of the scheduler's periods: workers had to stop so often because the quota was used up."""
 
 
 def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> None:
@@ -153,3 +158,27 @@ def _size(size_bytes: int) -> str:
     if size_bytes >= _GIB:
         return f"{size_bytes / _GIB:.1f} GiB"
     return f"{size_bytes / _MIB:.0f} MiB"
+
+
+class Pressure(NamedTuple):
+    """What the machine has no more of."""
+
+    memory: bool = False
+    throttled: bool = False
+
+
+class PressureReader:
+    """Compares what the machine has left with the last time it was asked."""
+
+    def __init__(self) -> None:
+        self._last: CpuThrottling | None = None
+
+    def __call__(self) -> Pressure:
+        """Return what is short now."""
+        last, now = self._last, read_cpu_throttling()
+        self._last = now
+        throttled = False
+        if last is not None and now is not None:
+            held = now.throttled_periods - last.throttled_periods
+            throttled = held > _THROTTLED * (now.periods - last.periods)
+        return Pressure(read_host_memory().available_bytes < _SHORT_BYTES, throttled)

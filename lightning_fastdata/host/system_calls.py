@@ -1,8 +1,9 @@
-"""What is asked of the operating system for this process and its files."""
+"""What is asked of the operating system for this process, its files and memory that it shares."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import secrets
 import signal
@@ -207,3 +208,28 @@ def append_privately(path: str | os.PathLike[str], text: str) -> None:
         os.write(descriptor, text.encode())
     finally:
         os.close(descriptor)
+
+
+class SharedFlags:
+    """Flags by number, all down at first: a byte each in memory that forked processes share.
+
+    A copy that was sent to another process or made by ``copy`` begins anew.
+
+    Args:
+        count: Number of flags.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        # Closed with the last process that has it; a length of 0 is refused.
+        self._raised = mmap.mmap(-1, max(1, count))
+
+    def __contains__(self, index: int) -> bool:
+        return self._raised[index] == 1
+
+    def add(self, index: int) -> None:
+        """Raise a flag, in all processes."""
+        self._raised[index] = 1
+
+    def __reduce__(self) -> tuple[type[SharedFlags], tuple[int]]:
+        return SharedFlags, (self._count,)

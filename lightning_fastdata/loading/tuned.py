@@ -17,7 +17,6 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.fingerprint import fingerprint
 from lightning_fastdata.loading.kept_executor import KeptExecutor
 from lightning_fastdata.loading.source import LoaderFacts, makes_batches, reads_with_torch
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -25,7 +24,7 @@ from lightning_fastdata.planning.worker_count import look_ahead_batches, most_wo
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
 from lightning_fastdata.tuning.costs import LoaderSetup, Scheduling
-from lightning_fastdata.tuning.prior import Prior, about_dataset
+from lightning_fastdata.tuning.prior import Prior, about_dataset, fingerprint
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.host.pressure import Pressure, PressureReader
+from lightning_fastdata.host.machine import Pressure, PressureReader
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     LITTLE,

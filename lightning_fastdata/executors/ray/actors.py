@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError, as_error
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.ray.actor import Place, ReadingActor
+from lightning_fastdata.executors.ray.actor import Place, Reader, ReadingActor
 from lightning_fastdata.executors.ray.cluster import (
     HeadWatch,
     offers,
@@ -30,7 +30,6 @@ from lightning_fastdata.executors.ray.placement import (
     share_in_words,
     share_of_rank,
 )
-from lightning_fastdata.executors.ray.reader import Reader
 from lightning_fastdata.host.usage import adopted, name_of_machine
 from lightning_fastdata.stamps.travel import ClockOffset
 

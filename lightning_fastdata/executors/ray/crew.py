@@ -19,11 +19,11 @@ from lightning_fastdata.batches.slots import create_shared_memory, map_shared_me
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
+from lightning_fastdata.executors.ray.actor import Call, Reader, stamped
 from lightning_fastdata.executors.ray.actors import Actors
 from lightning_fastdata.executors.ray.cluster import connect, offers
+from lightning_fastdata.executors.ray.cluster_seen import ClusterWatch, read_cluster
 from lightning_fastdata.executors.ray.placement import most_under_way
-from lightning_fastdata.executors.ray.reader import Call, Reader
-from lightning_fastdata.executors.ray.watch import ClusterWatch, read_cluster, stamped
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lightning_fastdata.loading.fingerprint import fingerprint
 from lightning_fastdata.plugin.data.datasets import named
 from lightning_fastdata.plugin.guard.memory import MemoryReader, reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import GuardDecision, Probe, decide, skipped
-from lightning_fastdata.tuning.prior import KeptFile, about_dataset
+from lightning_fastdata.tuning.prior import KeptFile, about_dataset, fingerprint
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
