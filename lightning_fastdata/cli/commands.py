@@ -1,4 +1,4 @@
-"""The commands that look at this machine, at a pipeline or at a data module, and what they print."""
+"""Commands that look at a machine, a pipeline or a data module, and what commands print."""
 
 from __future__ import annotations
 

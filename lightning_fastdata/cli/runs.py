@@ -102,7 +102,7 @@ def top(run: str | None = None, *, once: bool = False, web: bool = False, port: 
         return live_page(read_all(live_folder(), now_s), run, now_s)
 
     if web:
-        from lightning_fastdata.insight.live.server import PageServer
+        from lightning_fastdata.insight.live.page import PageServer
 
         page()  # an error is better told here
         with PageServer(lambda: as_html(page(), _EVERY_S), port) as server:

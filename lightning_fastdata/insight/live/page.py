@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
-from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.model.finding import duration_text
-from lightning_fastdata.insight.waits.attribution import PART_WORDS
 import secrets
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from lightning_fastdata.errors import OptionsError
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.insight.model.finding import duration_text
+from lightning_fastdata.insight.waits.attribution import PART_WORDS
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from lightning_fastdata.insight.live.status import Status, WorkerStatus
     from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from lightning_fastdata.insight.live.status import Status, WorkerStatus
 
 _MOST_WORKERS: Final = 24
 _MOST_WAITS: Final = 3

@@ -1,22 +1,19 @@
-"""What the stamps of a loader tell: how busy its workers were; of actors, their link and nodes too."""
+"""What the stamps of a loader tell: how busy workers were; of actors, their link and nodes."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
+
 from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.tuning.simulate import TrainingTimes, by_epoch
-import math
-import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from lightning_fastdata.tuning.remote import journeys, link_bytes_per_s, ways_of
-
-if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+from lightning_fastdata.tuning.simulate import TrainingTimes, by_epoch
 
 _SEVERAL_THREADS: Final = 1.3
 """CPUs: up to there, what sends batches away explains it."""

@@ -6,11 +6,13 @@ sheet, no script, no network. Texts are escaped.
 
 from __future__ import annotations
 
+import html
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
+
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.waiting_cost import WaitingCost, cost_text
@@ -22,10 +24,6 @@ from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
-import html
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
-from typing import TYPE_CHECKING
 
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
