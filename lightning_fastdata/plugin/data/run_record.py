@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import math
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.stream_position import counts_only
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, LoaderState, Place
-from lightning_fastdata.plugin.seams.loaders import with_paths
+from lightning_fastdata.loading.resume import own_version
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.run_record import RunRecord, RunSpan
+from lightning_fastdata.order.samplers import RankSampler, rows_in
+from lightning_fastdata.plugin.seams.loaders import flattened, with_paths
 from lightning_fastdata.plugin.seams.trainer import (
     is_to_be_restored,
     mend_counts,
     move_place,
     training_place,
 )
-import json
-import math
-import pickle
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
-import torch
-from torch.utils.data import BatchSampler, IterableDataset
-from lightning_fastdata.loading.resume import own_version
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
-from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.run_record import RunRecord, RunSpan
-from lightning_fastdata.order.samplers import RankSampler, rows_in
-from lightning_fastdata.plugin.seams.loaders import flattened
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import PixelPlace
 

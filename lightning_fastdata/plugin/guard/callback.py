@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
 from lightning_fastdata.plugin.data.datasets import named
-from lightning_fastdata.plugin.guard.earlier import by_earlier, earlier_peaks, keep
 from lightning_fastdata.plugin.guard.memory import (
     CudaMemoryReader,
     is_out_of_memory,
@@ -23,7 +22,13 @@ from lightning_fastdata.plugin.guard.prediction import (
     skipped,
 )
 from lightning_fastdata.plugin.guard.replay import RunsInParts, samples_of, why_not_in_parts
-from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.guard.steps import (
+    apply_decision,
+    by_earlier,
+    earlier_peaks,
+    keep_peaks,
+    run_guard,
+)
 from lightning_fastdata.plugin.guard.tried_steps import collates, guard_batch, guard_rows
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
@@ -224,7 +229,7 @@ class GuardHooks:
         datamodule.notes.append(note)
         log.info(note)
         if trainer.is_global_zero:
-            keep(kept, [*decision.probes, actual])
+            keep_peaks(kept, [*decision.probes, actual])
 
     def on_before_backward(
         self,

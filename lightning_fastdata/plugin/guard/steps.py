@@ -10,14 +10,17 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
+
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
+from lightning_fastdata.plugin.data.datasets import named
 from lightning_fastdata.plugin.guard.memory import MemoryReader, reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
@@ -36,18 +39,13 @@ from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
 from lightning_fastdata.plugin.seams.trainer import loss_scaler, unseen_steps
 from lightning_fastdata.torch_internals import may_have_compiled
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
-from lightning_fastdata.plugin.data.datasets import named
-from lightning_fastdata.plugin.guard.prediction import GuardDecision, Probe, decide, skipped
 from lightning_fastdata.tuning.prior import KeptFile, about_dataset, fingerprint
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
-    from lightning.pytorch import LightningModule, Trainer
 
 _LOG = logging.getLogger(__name__)
 _NO_MEMORY = 2**62  # in the place of a peak
@@ -294,7 +292,7 @@ def earlier_peaks(trainer: Trainer, pl_module: LightningModule, datamodule: Data
     return KeptFile("memory", about)
 
 
-def keep(kept: KeptFile, probes: Iterable[Probe]) -> None:
+def keep_peaks(kept: KeptFile, probes: Iterable[Probe]) -> None:
     """Keep the peaks of sizes that ran, the newest of each."""
     known = {rows: peak for rows, peak, *_ in _kept(kept)}
     known |= {each.rows: each.peak_bytes for each in probes if each.peak_bytes is not None}
