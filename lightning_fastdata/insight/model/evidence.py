@@ -20,8 +20,7 @@ from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare,
 from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.remote import Placement
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
 from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
 
 

@@ -12,7 +12,7 @@ from typing import Final
 from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.tuning.remote import journeys, link_bytes_per_s, ways_of
+from lightning_fastdata.tuning.costs import journeys, link_bytes_per_s, ways_of
 from lightning_fastdata.tuning.simulate import TrainingTimes, by_epoch
 
 _SEVERAL_THREADS: Final = 1.3

@@ -32,7 +32,6 @@ from lightning_fastdata.plugin.data.arguments import (
     take_over_hyperparameters,
     warn_of_lost_batch_size,
 )
-from lightning_fastdata.plugin.data.cache_choice import kept
 from lightning_fastdata.plugin.data.datasets import (
     DATASET_METHOD,
     Constant,
@@ -44,6 +43,7 @@ from lightning_fastdata.plugin.data.datasets import (
 )
 from lightning_fastdata.plugin.data.loaders import (
     build_loader,
+    kept,
     settle_sharing,
     shuffled_in_blocks,
 )

@@ -10,12 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
-from lightning_fastdata.plugin.data.datasets import named
-from lightning_fastdata.plugin.guard.memory import (
+from lightning_fastdata.host.memory import (
     CudaMemoryReader,
     is_out_of_memory,
     size_text,
 )
+from lightning_fastdata.plugin.data.datasets import named
 from lightning_fastdata.plugin.guard.prediction import (
     Probe,
     predict_peak_bytes,
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
+    from lightning_fastdata.host.memory import MemoryReader
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.plugin.guard.memory import MemoryReader
     from lightning_fastdata.plugin.guard.prediction import GuardDecision, GuardPolicy
     from lightning_fastdata.tuning.prior import KeptFile
     from lightning_fastdata.types import Batch

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
+from lightning_fastdata.host.memory import MemoryReader, reserve_bytes
 from lightning_fastdata.plugin.data.datasets import named
-from lightning_fastdata.plugin.guard.memory import MemoryReader, reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     GuardPolicy,
