@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment import import_by_name
 from lightning_fastdata.caches.cached_dataset import CachedDataset
 from lightning_fastdata.caches.cached_source import CachedSource
 from lightning_fastdata.caches.forecast import forecast_caches
 from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host.machine import import_by_name
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.data.time_travel import TimeTravel
 from lightning_fastdata.plugin.seams.loaders import flattened

@@ -122,7 +122,7 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
 
 
 def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
-    from lightning_fastdata.executors.ray.executor import RayExecutor
+    from lightning_fastdata.executors.ray.crew import RayExecutor
 
     return RayExecutor(
         plan,

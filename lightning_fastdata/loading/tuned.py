@@ -60,10 +60,10 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
     """Return the setup of a loader; None for what the model does not know.
 
     It knows loaders whose workers read by themselves: torch's own, ``"workers"``, ``"sidecar"`` and
-    ``"ray"`` (on which machines, the stamps tell: :class:`~..tuning.costs.Placement`), and those that
-    read in the training process when a batch is asked for. It knows neither ``"gather"``, whose
-    caller helps its threads, nor datasets that stay on the device. It takes samples to be of one
-    shape, and memory to suffice for the whole look-ahead.
+    ``"ray"`` (on which machines, the stamps tell: :class:`~..tuning.costs.Placement`), and those
+    that read in the training process when a batch is asked for. It knows neither ``"gather"``,
+    whose caller helps its threads, nor datasets that stay on the device. It takes samples to be of
+    one shape, and memory to suffice for the whole look-ahead.
 
     Args:
         loader: As it is set up now; it is not iterated.
