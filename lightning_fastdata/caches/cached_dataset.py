@@ -14,19 +14,10 @@ from lightning_fastdata.caches.fixed_part import (
     same_parts,
     tried_indices,
 )
-from lightning_fastdata.caches.folders import (
-    CacheFolder,
-    cache_path,
-    hold,
-    is_memory,
-    open_or_make,
-    room_bytes,
-    warn_of_full,
-)
+from lightning_fastdata.caches.folders import CacheFolder, Kept, hold, open_or_make
 from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
-from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.system_calls import SharedFlags
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch, MapDataset
@@ -39,7 +30,7 @@ _FORMS_TRIED: Final = 16
 """Samples whose forms decide whether all are rows of columns."""
 
 
-class CachedDataset(Dataset[Any]):
+class CachedDataset(Kept, Dataset[Any]):
     """A map-style dataset that keeps what another one returns, and makes each sample once.
 
     Samples are written as they are first read, by whichever worker or rank reads them, and are
@@ -90,26 +81,12 @@ class CachedDataset(Dataset[Any]):
                 f"{type(dataset).__name__} has no length or no samples by index, so that it cannot "
                 "be cached. Cache what it reads from."
             )
-        if max_bytes is not None and max_bytes < 1:
-            raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
+        super().__init__(dataset, folder, max_bytes=max_bytes, key=key)
         self.dataset = dataset
         self.transform = transform
-        self.folder = cache_path(dataset, folder, key)
-        self._in_memory = is_memory(folder)
-        self._max_bytes = max_bytes
         self._always_same = always_same
-        self._length = len(dataset)
-        # One more than there are samples: that the cache was compared with the dataset.
-        self._known = SharedFlags(self._length + 1)
-        self._file: SampleFile | None = None
         self._part: FixedPart | None = None
         self._columns: list[NDArray[Any]] | None = None
-        self._full = False
-        if self._in_memory:
-            hold(self.folder, until_the_end=True)
-
-    def __len__(self) -> int:
-        return self._length
 
     def __getitem__(self, index: int) -> Batch:
         """Return a sample, from the cache or made now.
@@ -148,18 +125,6 @@ class CachedDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r}, {str(self.folder)!r})"
-
-    @property
-    def stored(self) -> int:
-        """How many samples are in the cache."""
-        file = self._existing()
-        return 0 if file is None else file.stored()
-
-    @property
-    def stored_bytes(self) -> int:
-        """How many bytes the samples in the cache take."""
-        file = self._existing()
-        return 0 if file is None else file.used_bytes()
 
     def explain(self) -> str:
         """Return what is kept and where, as text."""
@@ -200,15 +165,9 @@ class CachedDataset(Dataset[Any]):
         file = self._existing()
         return None if file is None else file.form
 
-    def flush(self) -> None:
-        """Wait until the disk has all samples that were written."""
-        file = self._existing()
-        if file is not None:
-            file.flush()
-
     def _existing(self) -> SampleFile | None:
         if self._file is None:
-            self._file = SampleFile.open(self.folder, self._length, self._known)
+            self._file = super()._existing()
         return self._file
 
     def _opened(self) -> tuple[SampleFile, FixedPart]:
@@ -231,12 +190,8 @@ class CachedDataset(Dataset[Any]):
         tried = tried_indices(self._length, _FORMS_TRIED) if self._length else []
         forms = [taken_apart(part.dataset[index])[0] for index in tried]
         same = bool(forms) and all(form == forms[0] for form in forms)
-        return SampleFile.create(
-            self.folder,
-            self._length,
-            self._known,
+        return self._new_file(
             form=forms[0] if same else None,
-            max_bytes=self._max_bytes or room_bytes(self.folder, in_memory=self._in_memory),
             about={"steps": part.steps, "kept": part.said, "dataset": type(self.dataset).__name__},
         )
 
@@ -254,12 +209,3 @@ class CachedDataset(Dataset[Any]):
                     f"returns now: sample {index} differs. Delete the folder, and it is made "
                     "again; if you gave it a key, give another one when the samples change."
                 )
-
-    def _keep(self, file: SampleFile, index: int, sample: object) -> None:
-        if self._full:
-            return
-        try:
-            file.write(index, sample)
-        except OSError as error:
-            self._full = True
-            warn_of_full(self.folder, error)

@@ -7,23 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_fastdata.caches.fixed_part import same_parts, tried_indices
-from lightning_fastdata.caches.folders import (
-    CacheFolder,
-    cache_path,
-    hold,
-    is_memory,
-    open_or_make,
-    room_bytes,
-    warn_of_full,
-)
+from lightning_fastdata.caches.folders import CacheFolder, Kept, hold, open_or_make
 from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
-from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.system_calls import SharedFlags
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.sources.source import Raw, Source
 
 
-class CachedSource:
+class CachedSource(Kept):
     """A source that keeps its records on this machine: of object storage, or a slow file system.
 
     Records are written as they are first read, by whichever worker or rank reads them, and are
@@ -60,24 +51,10 @@ class CachedSource:
         max_bytes: int | None = None,
         key: str | None = None,
     ) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
+        super().__init__(source, folder, max_bytes=max_bytes, key=key)
         self.source = source
-        self.folder = cache_path(source, folder, key)
         self.parallel_reads = source.parallel_reads
-        self._in_memory = is_memory(folder)
-        self._max_bytes = max_bytes
-        self._length = len(source)
-        # One more than there are records: that the cache was compared with the source.
-        self._known = SharedFlags(self._length + 1)
-        self._file: SampleFile | None = None
         self._opening = threading.Lock()
-        self._full = False
-        if self._in_memory:
-            hold(self.folder, until_the_end=True)
-
-    def __len__(self) -> int:
-        return self._length
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return records, from the cache where they are there.
@@ -112,30 +89,12 @@ class CachedSource:
     # What follows reads nothing from the source, which this process perhaps must not: see
     # ObjectSource.
 
-    @property
-    def stored(self) -> int:
-        """How many records are in the cache."""
-        file = self._existing()
-        return 0 if file is None else file.stored()
-
-    @property
-    def stored_bytes(self) -> int:
-        """How many bytes the records in the cache take."""
-        file = self._existing()
-        return 0 if file is None else file.used_bytes()
-
     def explain(self) -> str:
         """Return what is kept and where, as text."""
         return (
             f"cache: {self.folder}, {self.stored} of {self._length}, {self.stored_bytes / 1e6:.0f} "
             f"MB: records of {type(self.source).__name__}"
         )
-
-    def flush(self) -> None:
-        """Wait until the disk has all records that were written."""
-        file = self._existing()
-        if file is not None:
-            file.flush()
 
     def _opened(self) -> SampleFile:
         """Return the cache; it is made if it is not there."""
@@ -152,18 +111,9 @@ class CachedSource:
                 self._file = file
         return self._file
 
-    def _existing(self) -> SampleFile | None:
-        return self._file or SampleFile.open(self.folder, self._length, self._known)
-
     def _create(self) -> SampleFile:
-        return SampleFile.create(
-            self.folder,
-            self._length,
-            self._known,
-            form=None,
-            max_bytes=self._max_bytes or room_bytes(self.folder, in_memory=self._in_memory),
-            about={"kept": "records", "source": type(self.source).__name__},
-        )
+        about = {"kept": "records", "source": type(self.source).__name__}
+        return self._new_file(form=None, about=about)
 
     def _read(self, indices: Sequence[int]) -> list[Any]:
         """Return records of the source, in the form in which the cache returns them."""
@@ -180,12 +130,3 @@ class CachedSource:
                     "Delete the folder, and it is made again; if you gave it a key, give another "
                     "one when the records change."
                 )
-
-    def _keep(self, file: SampleFile, index: int, record: object) -> None:
-        if self._full:
-            return
-        try:
-            file.write(index, record)
-        except OSError as error:
-            self._full = True
-            warn_of_full(self.folder, error)
