@@ -36,7 +36,6 @@ from lightning_fastdata.plugin.seams.trainer import running_stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from torch.utils.data import Dataset
 
     from lightning_fastdata.caches.forecast import Forecast
     from lightning_fastdata.planning.loader_plan import LoaderPlan
