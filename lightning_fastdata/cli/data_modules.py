@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.caches.cached_dataset import CachedDataset
-from lightning_fastdata.caches.cached_source import CachedSource
+from lightning_fastdata.caches.cached import CachedDataset, CachedSource
 from lightning_fastdata.caches.forecast import forecast_caches
 from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import DatasetError, OptionsError

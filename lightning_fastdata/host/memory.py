@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import re
 import shutil
@@ -16,6 +17,14 @@ from lightning_fastdata.host.cpu import counters, read_cgroup_folders, read_text
 if TYPE_CHECKING:
     import torch
 
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+"""glibc's numbers in ``malloc.h``."""
+_KEPT_BYTES: Final = 256 << 20
+"""Free memory at the end of the heap from which on it goes back to the system."""
+_BLOCK_BYTES: Final = (64 << 20, 32 << 20)
+"""Blocks from this size on go back as soon as they are freed. Older versions of glibc take no more
+than the second."""
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 # cuDNN gives these three for a workspace that it could not get
@@ -166,6 +175,21 @@ def allow_open_files(more: int) -> None:
         limits = (new, resource.RLIM_INFINITY if hard is None else hard)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def keep_freed_memory() -> bool:
+    """Have this process keep what it frees for the next batch; False where glibc cannot be set so.
+
+    glibc gives large blocks back at once, and the system clears each page of the next one: for a
+    batch of 12 MB that is 3000 page faults, a third of what a worker spends on decoded images.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    return bool(kept and any(mallopt(_M_MMAP_THRESHOLD, size) for size in _BLOCK_BYTES))
 
 
 def read_oom_kills(*, root: Path = Path("/")) -> int | None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.host.system_calls import cache_folder, write_atomically
 from lightning_fastdata.tree import held
 

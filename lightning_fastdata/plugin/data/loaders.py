@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.batches.bad_samples import BadSamples
-from lightning_fastdata.caches.cached_source import CachedSource
+from lightning_fastdata.caches.cached import CachedSource
 from lightning_fastdata.caches.folders import CacheFolder, cache_root, room_bytes
 from lightning_fastdata.caches.forecast import forecast_time, why_not
 from lightning_fastdata.caches.image_cache import cache_of, with_cache
