@@ -163,7 +163,7 @@ def replay(
     import torch
 
     from lightning_fastdata.cli.data_modules import open_datamodule
-    from lightning_fastdata.plugin.data.run_record import read_run
+    from lightning_fastdata.plugin.data.training_run import read_run
     from lightning_fastdata.plugin.loggers.pictures import draw_batch
 
     record, hyperparameters = read_run(run)
@@ -194,7 +194,7 @@ def which(run: str, index: int, datamodule: str | None = None) -> None:
         datamodule: Where the data module is, to print what was drawn for the sample; None: nowhere.
     """
     from lightning_fastdata.cli.data_modules import open_datamodule
-    from lightning_fastdata.plugin.data.run_record import read_run
+    from lightning_fastdata.plugin.data.training_run import read_run
 
     record, hyperparameters = read_run(run)
     module = None if datamodule is None else open_datamodule(datamodule, hyperparameters)

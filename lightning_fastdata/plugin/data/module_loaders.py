@@ -47,7 +47,7 @@ from lightning_fastdata.plugin.data.loaders import (
     settle_sharing,
     shuffled_in_blocks,
 )
-from lightning_fastdata.plugin.data.run_record import TrainingProgress, TrainingRun
+from lightning_fastdata.plugin.data.training_run import TrainingProgress, TrainingRun
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer import (

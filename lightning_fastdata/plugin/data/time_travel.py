@@ -27,7 +27,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.run_record import RunRecord
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
-from lightning_fastdata.plugin.data.run_record import (
+from lightning_fastdata.plugin.data.training_run import (
     KEY,
     record_of_loader,
     run_record,
