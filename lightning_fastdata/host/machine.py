@@ -1,4 +1,4 @@
-"""This machine: what is installed, what of it limits loading, what it runs short of."""
+"""This machine: what is installed or can be imported, what limits loading, what runs short."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ _PRE: Final = (
     "margin:0;background:transparent;color:inherit;white-space:pre;overflow-x:auto;"
     "font:12px/1.4 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 )
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def summary_lines(
@@ -259,9 +260,6 @@ def percent(share: float) -> str:
 def as_ascii(text: str) -> str:
     """Return the text with ASCII signs in the place of drawn ones."""
     return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
-
-
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A002
