@@ -53,7 +53,7 @@ from torchvision.datasets import ImageFolder
 
 from lightning_fastdata import FastDataLoader, plan_remote
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata.executors.ray.nodes import look_at_cluster
+from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
 
 NEAR, FAR = (3,), (0, 2)
 """CPUs of each node, as Ray counts them; the training process is on the first, and keeps one."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
-    from lightning_fastdata.caches.cached_dataset import CachedDataset as CachedDataset
-    from lightning_fastdata.caches.cached_source import CachedSource as CachedSource
+    from lightning_fastdata.caches.cached import CachedDataset as CachedDataset
+    from lightning_fastdata.caches.cached import CachedSource as CachedSource
     from lightning_fastdata.caches.image_cache import cache_images as cache_images
     from lightning_fastdata.device.prefetch import prefetch as prefetch
     from lightning_fastdata.errors import BatchError as BatchError
@@ -55,8 +55,8 @@ _HOME = {
     "BatchSizeError": "errors",
     "BatchTransform": "augment.transform",
     "BlockShuffleSampler": "order.block_shuffle",
-    "CachedDataset": "caches.cached_dataset",
-    "CachedSource": "caches.cached_source",
+    "CachedDataset": "caches.cached",
+    "CachedSource": "caches.cached",
     "ColumnDataset": "executors.gather.columns",
     "CutMix": "augment.mixing",
     "DataThroughputCallback": "plugin.bindings",

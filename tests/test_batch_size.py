@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.plugin.guard.memory import is_out_of_memory, reserve_bytes
+from lightning_fastdata.host.memory import is_out_of_memory, reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     Probe,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.show.grid import BatchImages as BatchImages
-    from lightning_fastdata.augment.show.pictures import import_by_name as import_by_name
     from lightning_fastdata.augment.show.pictures import show_pipeline as show_pipeline
     from lightning_fastdata.augment.stage_transform import PlaceSwitch as PlaceSwitch
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
@@ -38,7 +37,6 @@ _HOME = {
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
-    "import_by_name": "show.pictures",
     "register": "registry",
     "show_pipeline": "show.pictures",
     "warn_of_unkeyed": "pipeline.unkeyed",

@@ -1,4 +1,4 @@
-"""Samples to one batch: torch's own collation, and dataclasses besides."""
+"""Samples to one batch: torch's own collation, dataclasses besides, and what hinders it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,17 +15,14 @@ from torch.utils.data import default_collate
 
 from lightning_fastdata.augment import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack, is_plain
-from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.batches.uncollatable import advice, is_note
-from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.errors import BatchError
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
-from lightning_fastdata.tree import is_named_tuple
+from lightning_fastdata.tree import children, is_named_tuple, leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import DatasetDraws, DatasetRecording, WorkerTransform
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Batch
 
-_Collate: TypeAlias = "Callable[[Any], Batch]"
+Collate: TypeAlias = "Callable[[Any], Batch]"
 CollateMap: TypeAlias = "dict[type | tuple[type, ...], Callable[..., Any]]"
 """Torch's table of what collates the values of a class."""
 _KNOWN: Final = frozenset(
@@ -33,6 +30,12 @@ _KNOWN: Final = frozenset(
 )
 """Types whose collation, as part of a sample or of a batch, runs no code of the user's."""
 _IMAGE_DIMENSIONS: Final = 3
+_REMEDIES: Final = {
+    "PIL": "Turn images into arrays or tensors (numpy.asarray, torchvision's PILToTensor)",
+    "torch_geometric": "Pass collate_fn=torch_geometric.data.Batch.from_data_list",
+    "torchio": "Return the tensors of a subject ({name: image.data})",
+}
+"""What to do about types of these packages."""
 
 
 def collate_samples(samples: Sequence[Any]) -> Batch:
@@ -47,7 +50,7 @@ def collate_samples(samples: Sequence[Any]) -> Batch:
     return _collate_samples(samples, _collate)
 
 
-def _collate_samples(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
+def _collate_samples(samples: Sequence[Any], collate_fields: Collate) -> Batch:
     try:
         return _collate_but_notes(samples, collate_fields)
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
@@ -78,10 +81,10 @@ def in_own_side_process() -> None:
     _default = collate_privately
 
 
-_default: _Collate = default_collate
+_default: Collate = default_collate
 
 
-def for_writing(collate_fn: _Collate) -> _Collate:
+def for_writing(collate_fn: Collate) -> Collate:
     """Return what collates likewise for :func:`~lightning_fastdata.batches.packed.pack` alone.
 
     Where all of a collation is ours, so that no code reads the batch before it is packed, stacks
@@ -92,23 +95,23 @@ def for_writing(collate_fn: _Collate) -> _Collate:
     if collate_fn is collate_samples:
         fields_late = partial(_collate_late, otherwise=_collate)
         return partial(_collate_samples, collate_fields=fields_late)
-    if isinstance(collate_fn, _HandsOn):
+    if isinstance(collate_fn, HandsOn):
         return collate_fn.for_writing()
     return collate_fn
 
 
-def _collate_late(samples: Sequence[Any], otherwise: _Collate) -> Batch:
-    if not _runs_no_user_code(samples[0]):
+def _collate_late(samples: Sequence[Any], otherwise: Collate) -> Batch:
+    if not runs_no_user_code(samples[0]):
         return otherwise(samples)
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
 
 
-def _runs_no_user_code(value: object) -> bool:
+def runs_no_user_code(value: object) -> bool:
     """Whether a sample becomes part of a batch, or a batch is rebuilt, without the user's code."""
     if type(value) is dict:
-        return all(map(_runs_no_user_code, value.values()))
+        return all(map(runs_no_user_code, value.values()))
     if type(value) is list or type(value) is tuple:
-        return all(map(_runs_no_user_code, value))
+        return all(map(runs_no_user_code, value))
     return type(value) in _KNOWN or isinstance(value, np.generic)
 
 
@@ -127,7 +130,7 @@ def _stack_late(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> 
     return LateStack(samples) if late else _stack(samples, collate_fn_map=collate_fn_map)
 
 
-def _collate_but_notes(samples: Sequence[Any], collate_fields: _Collate) -> Batch:
+def _collate_but_notes(samples: Sequence[Any], collate_fields: Collate) -> Batch:
     first = samples[0]
     notes = [key for key in first if is_note(key, first[key])] if type(first) is dict else []
     if not notes:
@@ -159,10 +162,10 @@ def _holds_dataclass(sample: object) -> bool:
     return isinstance(sample, list | tuple) and any(_holds_dataclass(value) for value in sample)
 
 
-class _HandsOn(ABC):
-    """Hands most batches on as ``collate_fn`` makes them."""
+class HandsOn(ABC):
+    """A collation that hands most batches on as ``collate_fn`` makes them."""
 
-    def __init__(self, collate_fn: _Collate) -> None:
+    def __init__(self, collate_fn: Collate) -> None:
         self.collate_fn = collate_fn
         self._collate_handed_on = collate_fn
 
@@ -177,114 +180,84 @@ class _HandsOn(ABC):
         return late
 
 
-class StagingCollate(_HandsOn):
-    """Collates samples and, beside them, what was drawn for their transform on the device."""
-
-    def __init__(
-        self,
-        collate_fn: _Collate,
-        transform: WorkerTransform | None,
-        stage: Stage,
-    ) -> None:
-        super().__init__(collate_fn)
-        self.transform = transform
-        self.stage = stage
-
-    def __call__(self, samples: list[Any]) -> StagedBatch:
-        """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
-        if self.transform is None:
-            return StagedBatch(self._collate_handed_on(samples), None, self.stage)
-        drawn = [tape for _sample, tape in samples]
-        samples = [sample for sample, _tape in samples]
-        draws = self.transform.collate(drawn)
-        if draws is None:
-            batch = self.transform.finish(self.collate_fn(samples), drawn)
-        else:
-            batch = self._collate_handed_on(samples)
-        return StagedBatch(batch, draws, self.stage)
+def uncollatable(sample: object) -> str | None:
+    """Return what in a sample torch cannot collate by default, and what to do; None: nothing."""
+    found = _stranger(sample, "")
+    return None if found is None else _about_stranger(*found)
 
 
-class RecordedCollate(_HandsOn):
-    """Collates samples, and what their dataset's own pipelines have deferred to the device."""
-
-    def __init__(
-        self,
-        collate_fn: _Collate,
-        recording: DatasetRecording,
-        stage: Stage,
-    ) -> None:
-        super().__init__(collate_fn)
-        self.recording = recording
-        self.stage = stage
-        self._collate_pixels: _Collate = collate_samples
-
-    def __call__(self, samples: list[Any]) -> StagedBatch:
-        """Return the staged batch of samples."""
-        batch, draws = self.taken(self.collated(samples))
-        return StagedBatch(batch, draws, self.stage)
-
-    def collated(self, samples: list[Any]) -> Batch:
-        """Return the batch, in which what is deferred to the device still waits."""
-        # Also where the user's collation calls torch's: in each process that collates.
-        default_collate_fn_map.setdefault(DeferredTensor, DeferredTensor.collate)
-        return self._collate_handed_on(samples)
-
-    def taken(self, batch: Batch) -> tuple[Batch, DatasetDraws | None]:
-        """Return a batch with the pixels that its fields start from, and what waits for them."""
-        collate_pixels = self._collate_pixels if _runs_no_user_code(batch) else collate_samples
-        return self.recording.take(batch, collate_pixels)
-
-    def for_writing(self) -> Self:
-        """Return the same for batches that are packed next; see :func:`for_writing`."""
-        late = super().for_writing()
-        late._collate_pixels = for_writing(collate_samples)
-        return late
+def advice(samples: Sequence[object]) -> str:
+    """Return what is seen to hinder the collation of samples, and what to do."""
+    for number, sample in enumerate(samples):
+        found = _stranger(sample, "")
+        if found is not None:
+            return f"In sample {number} of them: {_about_stranger(*found)}"
+    if isinstance(samples[0], Mapping):
+        keys = list(dict.fromkeys(str(list(s)) for s in samples if isinstance(s, Mapping)))
+        if len(keys) > 1:
+            return f"Keys found: {', '.join(keys[:4])}. Give samples the same keys."
+    shapes = sorted(
+        {str(tuple(leaf.shape)) for leaf in leaves(samples, _has_shape) if _has_shape(leaf)}
+    )
+    seen = f"Shapes found: {', '.join(shapes[:6])}. " if len(shapes) > 1 else ""
+    return (
+        f"{seen}Give samples one size (for images: a Resize or a crop; for lists and sequences: "
+        "padding), or pass a collate_fn. If samples are batches already, as of a stream that "
+        "batches itself, make the loader with batch_size=None."
+    )
 
 
-class FirstOfPairs(_HandsOn):
-    """Collates the samples of ``(sample, tape)`` pairs, where nothing is deferred to a device.
-
-    Raises:
-        OptionsError: The transform needs batches, and the loader makes none.
-    """
-
-    def __init__(self, collate_fn: _Collate, transform: WorkerTransform, *, single: bool) -> None:
-        if single and transform.needs_batches:
-            raise OptionsError(
-                "The transform mixes the samples of a batch or converts whole batches (out=, "
-                "channels_last=), but batch_size=None makes no batches. Set batch_size, or do it "
-                "where the batches are made."
-            )
-        super().__init__(collate_fn)
-        self.transform = transform
-        self.single = single
-
-    def __call__(self, pairs: Sequence[Any]) -> Batch:
-        """Return the batch of the samples, or what becomes of the single one."""
-        if self.single:
-            return self.collate_fn(pairs[0])
-        samples = [sample for sample, _tape in pairs]
-        if not self.transform.needs_batches:
-            return self._collate_handed_on(samples)
-        return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
+@runtime_checkable
+class _Shaped(Protocol):
+    shape: Sequence[int]
 
 
-def spreading(collate_fn: _Collate, worker_part: WorkerTransform | None) -> _Collate:
-    """Return what collates the samples that a transform makes.
-
-    Where ``repeats`` of the transform's part in the worker is above 1, that returns a list of
-    samples for each sample of the dataset.
-    """
-    several = worker_part is not None and worker_part.repeats > 1
-    return SpreadCollate(collate_fn) if several else collate_fn
+def _has_shape(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_nested
+    return isinstance(value, _Shaped)
 
 
-class SpreadCollate:
-    """Collates lists of samples as if each of their samples had come by itself; picklable."""
+def _stranger(sample: object, where: str) -> tuple[str, object] | None:
+    """Return the first value of a sample that torch cannot collate, and where it is."""
+    if isinstance(sample, np.ndarray) and sample.dtype.kind in "OUS":
+        return where, sample
+    if isinstance(sample, tuple(default_collate_fn_map)):
+        return None
+    if isinstance(sample, DeferredTensor | LateStack | np.generic | range | bytearray | memoryview):
+        return None
+    parts = children(sample)
+    if parts is None:
+        return where, sample
+    if isinstance(sample, Mapping):
+        parts = [(key, value) for key, value in parts if not is_note(key, value)]
+    at = "{}.{}" if is_dataclass(sample) and not isinstance(sample, Mapping) else "{}[{!r}]"
+    found = (_stranger(value, at.format(where, key)) for key, value in parts)
+    return next(filter(None, found), None)
 
-    def __init__(self, collate_fn: _Collate) -> None:
-        self.collate_fn = collate_fn
 
-    def __call__(self, lists: list[list[Any]]) -> Batch:
-        """Return the batch of the samples of all lists, in their order."""
-        return self.collate_fn([sample for samples in lists for sample in samples])
+def _about_stranger(where: str, value: object) -> str:
+    at = f"At {where} it holds" if where else "It is"
+    if value is None:
+        return (
+            f"{at} None, of which no batch can be made. Leave such samples out of the dataset, "
+            "return a value that says that there is none (as -1 or an empty tensor), or pass a "
+            "collate_fn that sorts them out."
+        )
+    kind = type(value)
+    if isinstance(value, np.ndarray):
+        return (
+            f"{at} an array of {value.dtype}, and batches hold numbers. Return a list, or numbers."
+        )
+    remedy = _REMEDIES.get(kind.__module__.partition(".")[0], "Return tensors, arrays or numbers")
+    return (
+        f"{at} a {kind.__module__}.{kind.__qualname__}, which torch's collation does not know. "
+        f"{remedy}, or pass a collate_fn."
+    )
+
+
+def is_note(key: object, value: object) -> bool:
+    """Whether a field is what ``save_applied_params`` or ReplayCompose adds to a result."""
+    if key == "applied_transforms":
+        return type(value) is list
+    return type(value) is dict and "__class_fullname__" in value

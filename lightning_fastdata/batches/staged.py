@@ -1,20 +1,28 @@
-"""A batch on its way to the device: what the loader delivers when a transform is still to run."""
+"""A batch on its way to the device: collated beside what was drawn for a transform still to run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, runtime_checkable
 
 import torch
 
 from lightning_fastdata import tree
-from lightning_fastdata.errors import BatchError
-from lightning_fastdata.torch_internals import pinned
+from lightning_fastdata.augment import DeferredTensor
+from lightning_fastdata.batches.collate import (
+    Collate,
+    HandsOn,
+    collate_samples,
+    for_writing,
+    runs_no_user_code,
+)
+from lightning_fastdata.errors import BatchError, OptionsError
+from lightning_fastdata.torch_internals import default_collate_fn_map, pinned
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import DatasetDraws, Draws
+    from lightning_fastdata.augment import DatasetDraws, DatasetRecording, Draws, WorkerTransform
     from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, Stage
 
@@ -214,3 +222,116 @@ def _is_tensor(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return True
     return hasattr(value, "record_stream") and not isinstance(value, type)
+
+
+class StagingCollate(HandsOn):
+    """Collates samples and, beside them, what was drawn for their transform on the device."""
+
+    def __init__(
+        self,
+        collate_fn: Collate,
+        transform: WorkerTransform | None,
+        stage: Stage,
+    ) -> None:
+        super().__init__(collate_fn)
+        self.transform = transform
+        self.stage = stage
+
+    def __call__(self, samples: list[Any]) -> StagedBatch:
+        """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
+        if self.transform is None:
+            return StagedBatch(self._collate_handed_on(samples), None, self.stage)
+        drawn = [tape for _sample, tape in samples]
+        samples = [sample for sample, _tape in samples]
+        draws = self.transform.collate(drawn)
+        if draws is None:
+            batch = self.transform.finish(self.collate_fn(samples), drawn)
+        else:
+            batch = self._collate_handed_on(samples)
+        return StagedBatch(batch, draws, self.stage)
+
+
+class RecordedCollate(HandsOn):
+    """Collates samples, and what their dataset's own pipelines have deferred to the device."""
+
+    def __init__(
+        self,
+        collate_fn: Collate,
+        recording: DatasetRecording,
+        stage: Stage,
+    ) -> None:
+        super().__init__(collate_fn)
+        self.recording = recording
+        self.stage = stage
+        self._collate_pixels: Collate = collate_samples
+
+    def __call__(self, samples: list[Any]) -> StagedBatch:
+        """Return the staged batch of samples."""
+        batch, draws = self.taken(self.collated(samples))
+        return StagedBatch(batch, draws, self.stage)
+
+    def collated(self, samples: list[Any]) -> Batch:
+        """Return the batch, in which what is deferred to the device still waits."""
+        # Also where the user's collation calls torch's: in each process that collates.
+        default_collate_fn_map.setdefault(DeferredTensor, DeferredTensor.collate)
+        return self._collate_handed_on(samples)
+
+    def taken(self, batch: Batch) -> tuple[Batch, DatasetDraws | None]:
+        """Return a batch with the pixels that its fields start from, and what waits for them."""
+        collate_pixels = self._collate_pixels if runs_no_user_code(batch) else collate_samples
+        return self.recording.take(batch, collate_pixels)
+
+    def for_writing(self) -> Self:
+        """Return the same for batches that are packed next; see :func:`for_writing`."""
+        late = super().for_writing()
+        late._collate_pixels = for_writing(collate_samples)
+        return late
+
+
+class FirstOfPairs(HandsOn):
+    """Collates the samples of ``(sample, tape)`` pairs, where nothing is deferred to a device.
+
+    Raises:
+        OptionsError: The transform needs batches, and the loader makes none.
+    """
+
+    def __init__(self, collate_fn: Collate, transform: WorkerTransform, *, single: bool) -> None:
+        if single and transform.needs_batches:
+            raise OptionsError(
+                "The transform mixes the samples of a batch or converts whole batches (out=, "
+                "channels_last=), but batch_size=None makes no batches. Set batch_size, or do it "
+                "where the batches are made."
+            )
+        super().__init__(collate_fn)
+        self.transform = transform
+        self.single = single
+
+    def __call__(self, pairs: Sequence[Any]) -> Batch:
+        """Return the batch of the samples, or what becomes of the single one."""
+        if self.single:
+            return self.collate_fn(pairs[0])
+        samples = [sample for sample, _tape in pairs]
+        if not self.transform.needs_batches:
+            return self._collate_handed_on(samples)
+        return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
+
+
+def spreading(collate_fn: Collate, worker_part: WorkerTransform | None) -> Collate:
+    """Return what collates the samples that a transform makes.
+
+    Where ``repeats`` of the transform's part in the worker is above 1, that returns a list of
+    samples for each sample of the dataset.
+    """
+    several = worker_part is not None and worker_part.repeats > 1
+    return SpreadCollate(collate_fn) if several else collate_fn
+
+
+class SpreadCollate:
+    """Collates lists of samples as if each of their samples had come by itself; picklable."""
+
+    def __init__(self, collate_fn: Collate) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, lists: list[list[Any]]) -> Batch:
+        """Return the batch of the samples of all lists, in their order."""
+        return self.collate_fn([sample for samples in lists for sample in samples])

@@ -1,4 +1,4 @@
-"""Where caches have their folders, which of them are in use, and which may be removed."""
+"""Where caches have their folders, which are in use or may be removed, and what all caches do."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.caches.sample_file import SampleFile, locked
+from lightning_fastdata.caches.sample_form import Form
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.host.system_calls import cache_folder, private_folder
+from lightning_fastdata.host.system_calls import SharedFlags, cache_folder, private_folder
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
 """``"disk"``, ``"ram"`` or a folder."""
@@ -191,3 +192,73 @@ def _remove_if_free(folder: Path) -> None:
         pass  # in use
     finally:
         os.close(users)
+
+
+class Kept:
+    """What is kept of a dataset or source in a folder of its own: one record for each index.
+
+    Args:
+        owner: Whose records.
+        folder: As :func:`cache_path` takes it, like ``key``.
+        max_bytes: What the records may take; None: a share of what is free.
+        key: In place of the owner's state.
+
+    Raises:
+        OptionsError: ``max_bytes`` is impossible, or :func:`cache_path` raises it.
+        DatasetError: As of :func:`cache_path`.
+    """
+
+    def __init__(
+        self, owner: Sized, folder: CacheFolder, *, max_bytes: int | None, key: str | None
+    ) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
+        self.folder = cache_path(owner, folder, key)
+        self._in_memory = is_memory(folder)
+        self._max_bytes = max_bytes
+        self._length = len(owner)
+        # One more than there are records: that the cache was compared with its owner.
+        self._known = SharedFlags(self._length + 1)
+        self._file: SampleFile | None = None
+        self._full = False
+        if self._in_memory:
+            hold(self.folder, until_the_end=True)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def stored(self) -> int:
+        """How many records are in the cache."""
+        file = self._existing()
+        return 0 if file is None else file.stored()
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the records in the cache take."""
+        file = self._existing()
+        return 0 if file is None else file.used_bytes()
+
+    def flush(self) -> None:
+        """Wait until the disk has all records that were written."""
+        file = self._existing()
+        if file is not None:
+            file.flush()
+
+    def _existing(self) -> SampleFile | None:
+        return self._file or SampleFile.open(self.folder, self._length, self._known)
+
+    def _new_file(self, *, form: Form | None, about: dict[str, Any]) -> SampleFile:
+        most = self._max_bytes or room_bytes(self.folder, in_memory=self._in_memory)
+        return SampleFile.create(
+            self.folder, self._length, self._known, form=form, max_bytes=most, about=about
+        )
+
+    def _keep(self, file: SampleFile, index: int, record: object) -> None:
+        if self._full:
+            return
+        try:
+            file.write(index, record)
+        except OSError as error:
+            self._full = True
+            warn_of_full(self.folder, error)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 from torch.utils.data import Dataset, Subset
 
-from lightning_fastdata.caches.cached_dataset import CachedDataset
-from lightning_fastdata.caches.cached_source import CachedSource
+from lightning_fastdata.caches.cached import CachedDataset, CachedSource
 from lightning_fastdata.caches.fixed_part import tried_indices
 from lightning_fastdata.caches.folders import (
     CacheFolder,

@@ -32,8 +32,7 @@ from lightning_fastdata.caches.sample_form import (
     text_of,
 )
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.shared_flags import SharedFlags
-from lightning_fastdata.host.system_calls import write_atomically
+from lightning_fastdata.host.system_calls import SharedFlags, write_atomically
 
 if TYPE_CHECKING:
     import torch

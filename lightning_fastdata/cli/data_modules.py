@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.augment import import_by_name
-from lightning_fastdata.caches.cached_dataset import CachedDataset
-from lightning_fastdata.caches.cached_source import CachedSource
+from lightning_fastdata.caches.cached import CachedDataset, CachedSource
 from lightning_fastdata.caches.forecast import forecast_caches
 from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host.machine import import_by_name
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.plugin.data.time_travel import made_datamodule
+from lightning_fastdata.plugin.data.time_travel import TimeTravel
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.sources.dataset import SourceDataset
+from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from lightning_fastdata.executors.ray.nodes import ClusterOffer
+    from lightning_fastdata.executors.ray.cluster_seen import ClusterOffer
     from lightning_fastdata.plugin.contracts import DataModule
 
 _ROWS: Final = 32
@@ -42,7 +43,42 @@ def open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
     found = vars(import_by_name(module_name, "the data module"))
     if name not in found:
         raise OptionsError(f"{module_name} has no {name!r}.")
-    return made_datamodule(found[name], hyperparameters)
+    return _made(found[name], hyperparameters)
+
+
+def _made(found: object, hyperparameters: Mapping[str, Any]) -> TimeTravel:
+    """Return a data module, with its datasets, from what a user named.
+
+    Args:
+        found: A data module, a function that returns one, or a class.
+        hyperparameters: What the class is made with, of what it takes.
+
+    Raises:
+        OptionsError: It is none of these, or cannot be made.
+    """
+    given: Mapping[str, Any] = {}
+    if isinstance(found, type):
+        taken = inspect.signature(found).parameters
+        several = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+        given = {n: v for n, v in hyperparameters.items() if several or n in taken}
+    made: Any = found
+    if callable(found) and not isinstance(found, TimeTravel):
+        try:
+            made = found(**given)
+        except TypeError as error:
+            raise OptionsError(
+                f"{name_of(found)} cannot be called with "
+                f"{', '.join(given) or 'no arguments'}: {error}. Name a function without arguments "
+                "that returns the data module of the run."
+            ) from error
+    if not isinstance(made, TimeTravel):
+        raise OptionsError(
+            f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that returns "
+            "it."
+        )
+    made.prepare_data()  # type: ignore[attr-defined]  # Lightning's, as its trainer calls it
+    made.setup("fit")  # type: ignore[attr-defined]
+    return made
 
 
 def plan_actors(

@@ -122,7 +122,7 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
 
 
 def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
-    from lightning_fastdata.executors.ray.executor import RayExecutor
+    from lightning_fastdata.executors.ray.crew import RayExecutor
 
     return RayExecutor(
         plan,
@@ -219,7 +219,7 @@ def room_elsewhere(
     """
     if not KINDS[executor].elsewhere:
         return None
-    from lightning_fastdata.executors.ray.watch import room_for_actors
+    from lightning_fastdata.executors.ray.cluster_seen import room_for_actors
 
     return room_for_actors(actor_options or {}, ranks)
 

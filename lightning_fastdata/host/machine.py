@@ -1,17 +1,23 @@
-"""What this machine and its libraries are, and what of it limits data loading."""
+"""This machine: what is installed or can be imported, what limits loading, what runs short."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lightning_fastdata.errors import VersionError
-from lightning_fastdata.host.cpu import CpuLimit, read_cpu_limit
+from lightning_fastdata.errors import TransformError, VersionError
+from lightning_fastdata.host.cpu import CpuLimit, CpuThrottling, read_cpu_limit, read_cpu_throttling
+from lightning_fastdata.host.memory import read_host_memory
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
     from lightning_fastdata.host.memory import DeviceMemory, HostMemory
@@ -27,6 +33,10 @@ _REPORTED: Final = (
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _ENOUGH_OPEN_FILES: Final = 65536
+_SHORT_BYTES: Final = 512 * 2**20
+"""Memory is short where no more than this is left."""
+_THROTTLED: Final = 0.2
+"""Of the scheduler's periods: workers had to stop so often because the quota was used up."""
 
 
 def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> None:
@@ -153,3 +163,66 @@ def _size(size_bytes: int) -> str:
     if size_bytes >= _GIB:
         return f"{size_bytes / _GIB:.1f} GiB"
     return f"{size_bytes / _MIB:.0f} MiB"
+
+
+class Pressure(NamedTuple):
+    """What the machine has no more of."""
+
+    memory: bool = False
+    throttled: bool = False
+
+
+class PressureReader:
+    """Compares what the machine has left with the last time it was asked."""
+
+    def __init__(self) -> None:
+        self._last: CpuThrottling | None = None
+
+    def __call__(self) -> Pressure:
+        """Return what is short now."""
+        last, now = self._last, read_cpu_throttling()
+        self._last = now
+        throttled = False
+        if last is not None and now is not None:
+            held = now.throttled_periods - last.throttled_periods
+            throttled = held > _THROTTLED * (now.periods - last.periods)
+        return Pressure(read_host_memory().available_bytes < _SHORT_BYTES, throttled)
+
+
+def import_by_name(name: str, holds: str) -> ModuleType:
+    """Return a module by its name or the path of its file; ``holds`` says what it is asked for.
+
+    Raises:
+        TransformError: there is none, or it raised when it was imported.
+    """
+    path = Path(name)
+    try:
+        if path.suffix == ".py":
+            return _import_file(path, holds)
+        # As `python -m` does: a console script does not look in the folder it is called in.
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise TransformError(
+            f"{name!r} cannot be imported: there is no module {error.name!r}. Call this from the "
+            "folder that holds it, or give the path of the file: path/to/file.py:NAME."
+        ) from error
+    except (TransformError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise TransformError(
+            f"Importing {name!r} raised {type(error).__name__}: {error}. Move {holds} to a "
+            "module that can be imported on its own."
+        ) from error
+
+
+def _import_file(path: Path, holds: str) -> ModuleType:
+    if not path.is_file():
+        raise TransformError(f"There is no file {path}, which should hold {holds}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TransformError(f"{path} cannot be imported as a Python file.")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,8 +1,9 @@
-"""What is asked of the operating system for this process and its files."""
+"""What is asked of the operating system for this process, its files and memory that it shares."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import secrets
 import signal
@@ -17,14 +18,6 @@ from typing import Final, NamedTuple
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 
 _PR_SET_PDEATHSIG: Final = 1
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
-"""glibc's numbers in ``malloc.h``."""
-_KEPT_BYTES: Final = 256 << 20
-"""Free memory at the end of the heap from which on it goes back to the system."""
-_BLOCK_BYTES: Final = (64 << 20, 32 << 20)
-"""Blocks from this size on go back as soon as they are freed. Older versions of glibc take no more
-than the second."""
 _DESCRIPTORS: Final = "/proc/self/fd"
 _STANDARD: Final = 2
 """Descriptors up to this one are the terminal's."""
@@ -100,21 +93,6 @@ def open_anew(files: Iterable[OpenFile]) -> None:
                     FastDataWarning,
                     stacklevel=2,
                 )
-
-
-def keep_freed_memory() -> bool:
-    """Have this process keep what it frees for the next batch; False where glibc cannot be set so.
-
-    glibc gives large blocks back at once, and the system clears each page of the next one: for a
-    batch of 12 MB that is 3000 page faults, a third of what a worker spends on decoded images.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    kept = mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-    return bool(kept and any(mallopt(_M_MMAP_THRESHOLD, size) for size in _BLOCK_BYTES))
 
 
 def cache_folder() -> Path:
@@ -207,3 +185,28 @@ def append_privately(path: str | os.PathLike[str], text: str) -> None:
         os.write(descriptor, text.encode())
     finally:
         os.close(descriptor)
+
+
+class SharedFlags:
+    """Flags by number, all down at first: a byte each in memory that forked processes share.
+
+    A copy that was sent to another process or made by ``copy`` begins anew.
+
+    Args:
+        count: Number of flags.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        # Closed with the last process that has it; a length of 0 is refused.
+        self._raised = mmap.mmap(-1, max(1, count))
+
+    def __contains__(self, index: int) -> bool:
+        return self._raised[index] == 1
+
+    def add(self, index: int) -> None:
+        """Raise a flag, in all processes."""
+        self._raised[index] = 1
+
+    def __reduce__(self) -> tuple[type[SharedFlags], tuple[int]]:
+        return SharedFlags, (self._count,)

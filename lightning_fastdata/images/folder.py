@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError, require
-from lightning_fastdata.host.shared_flags import SharedFlags
+from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.images import Pixels
 from lightning_fastdata.images.decoders import Decoder, DecoderName, choose_decoder
 from lightning_fastdata.images.packed import PackedStrings

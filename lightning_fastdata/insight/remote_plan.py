@@ -19,9 +19,8 @@ from lightning_fastdata.batches.packed import pack
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, ways_of
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH, LITTLE
-from lightning_fastdata.tuning.remote import ways_of
 from lightning_fastdata.tuning.simulate import batch_costs, scaled, simulate
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.loading.fingerprint import fingerprint
 from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import (
@@ -24,6 +23,7 @@ from lightning_fastdata.order.indices import (
     Stateful,
 )
 from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
+from lightning_fastdata.tuning.prior import fingerprint
 from lightning_fastdata.types import Batch, SetsEpoch
 
 

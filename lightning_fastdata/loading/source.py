@@ -23,15 +23,15 @@ from torch.utils.data import (
 
 from lightning_fastdata.augment import DatasetRecording, WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
-from lightning_fastdata.batches.collate import (
+from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.keyed import keyed, reads_together
+from lightning_fastdata.batches.libraries import Rank, rank_now, tell_rank
+from lightning_fastdata.batches.staged import (
     FirstOfPairs,
     RecordedCollate,
     StagingCollate,
-    collate_samples,
     spreading,
 )
-from lightning_fastdata.batches.keyed import keyed, reads_together
-from lightning_fastdata.batches.libraries import Rank, rank_now, tell_rank
 from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks

@@ -17,7 +17,6 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.fingerprint import fingerprint
 from lightning_fastdata.loading.kept_executor import KeptExecutor
 from lightning_fastdata.loading.source import LoaderFacts, makes_batches, reads_with_torch
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -25,7 +24,7 @@ from lightning_fastdata.planning.worker_count import look_ahead_batches, most_wo
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
 from lightning_fastdata.tuning.costs import LoaderSetup, Scheduling
-from lightning_fastdata.tuning.prior import Prior, about_dataset
+from lightning_fastdata.tuning.prior import Prior, about_dataset, fingerprint
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:
@@ -61,10 +60,10 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
     """Return the setup of a loader; None for what the model does not know.
 
     It knows loaders whose workers read by themselves: torch's own, ``"workers"``, ``"sidecar"`` and
-    ``"ray"`` (on which machines, the stamps tell: :func:`~..tuning.remote.as_seen`), and those that
-    read in the training process when a batch is asked for. It knows neither ``"gather"``, whose
-    caller helps its threads, nor datasets that stay on the device. It takes samples to be of one
-    shape, and memory to suffice for the whole look-ahead.
+    ``"ray"`` (on which machines, the stamps tell: :class:`~..tuning.costs.Placement`), and those
+    that read in the training process when a batch is asked for. It knows neither ``"gather"``,
+    whose caller helps its threads, nor datasets that stay on the device. It takes samples to be of
+    one shape, and memory to suffice for the whole look-ahead.
 
     Args:
         loader: As it is set up now; it is not iterated.

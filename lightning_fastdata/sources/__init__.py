@@ -8,8 +8,7 @@ from lightning_fastdata.sources.archives import TarSource, TFRecordSource, ZipSo
 from lightning_fastdata.sources.arrays import Hdf5Source, ZarrSource
 from lightning_fastdata.sources.chunks import LitDataSource, MdsSource
 from lightning_fastdata.sources.dataset import SourceDataset
-from lightning_fastdata.sources.files import FileSource
-from lightning_fastdata.sources.objects import FsspecSource, ObjectSource
+from lightning_fastdata.sources.files import FileSource, FsspecSource, ObjectSource
 from lightning_fastdata.sources.source import Raw, Source
 from lightning_fastdata.sources.tables import (
     ArrowSource,

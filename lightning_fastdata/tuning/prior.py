@@ -1,4 +1,4 @@
-"""What an earlier training of the same data came to, kept in a file.
+"""What an earlier training of the same data came to, kept in a file; and how data are recognised.
 
 It is where a training begins, and is measured like any other: never trusted, and replaced by what
 the next training comes to.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.host.system_calls import cache_folder, write_atomically
+from lightning_fastdata.tree import held
 
 _MOST_BYTES: Final = 4096
 _VALID_S: Final = 30 * 24 * 3600
@@ -103,3 +106,32 @@ def about_dataset(dataset: object) -> dict[str, Any]:
     """Return what tells a dataset from others: the plain values among its attributes."""
     own = getattr(dataset, "__dict__", {}).items()
     return {name: value for name, value in own if isinstance(value, int | float | str | None)}
+
+
+def fingerprint(dataset: object) -> str:
+    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
+
+    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
+    without their folders, as data may move to another machine.
+    """
+    text: list[str] = []
+    while dataset is not None and len(text) < 64:
+        if type(dataset) is not CachedDataset:  # with a cache, it is the same data
+            text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
+        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
+        if listed is not None:
+            text.append(str(len(listed)))
+            text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
+        dataset = held(dataset, "dataset")
+    joined = "\n".join(text).encode(errors="surrogateescape")
+    return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
+
+
+def _listed(dataset: object, name: str) -> Sequence[object] | None:
+    found = held(dataset, name)
+    return found if isinstance(found, list | tuple) and found else None
+
+
+def _file_name(entry: object) -> str:
+    path = entry[0] if isinstance(entry, tuple | list) and entry else entry
+    return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""

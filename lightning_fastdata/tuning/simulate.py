@@ -16,9 +16,8 @@ from itertools import pairwise
 from typing import Final
 
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, transit_of_actors
 from lightning_fastdata.tuning.events import EventModel
-from lightning_fastdata.tuning.remote import transit_of_actors
 
 _NS_PER_MS: Final = 1e6
 _SHORT: Final = 0.25

@@ -17,7 +17,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.host.pressure import Pressure, PressureReader
+from lightning_fastdata.host.machine import Pressure, PressureReader
+from lightning_fastdata.tuning.costs import Placement
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     LITTLE,
@@ -32,7 +33,6 @@ from lightning_fastdata.tuning.moves import (
     still_open,
 )
 from lightning_fastdata.tuning.prior import Prior
-from lightning_fastdata.tuning.remote import Placement
 from lightning_fastdata.tuning.step_watch import StepWatch
 
 if TYPE_CHECKING:

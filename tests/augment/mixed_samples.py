@@ -8,7 +8,7 @@ import albumentations as A
 from augment.parity import photographs
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata.batches.collate import spreading
+from lightning_fastdata.batches.staged import spreading
 from lightning_fastdata.types import SampleKey
 
 CLASSES = 4

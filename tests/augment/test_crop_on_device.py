@@ -22,7 +22,7 @@ from lightning_fastdata.augment.mixing import RandomErasing, mixed
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.transform import BatchTransform
-from lightning_fastdata.batches.collate import spreading
+from lightning_fastdata.batches.staged import spreading
 
 USUAL = (30, 28)
 """Size of the images of a dataset, apart from a few."""

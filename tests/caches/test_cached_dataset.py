@@ -384,7 +384,7 @@ import os, sys
 sys.path.insert(0, {here!r})
 from made import Made
 import lightning_fastdata as ld
-from lightning_fastdata.caches import cached_dataset, folders
+from lightning_fastdata.caches import folders
 from pathlib import Path
 folders._SHARED_MEMORY = Path({memory!r})
 cached = ld.CachedDataset(Made({folder!r}), "ram")

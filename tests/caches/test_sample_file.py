@@ -15,7 +15,7 @@ import torch
 from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.host.shared_flags import SharedFlags
+from lightning_fastdata.host.system_calls import SharedFlags
 
 COUNT = 400
 

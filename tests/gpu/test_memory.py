@@ -10,9 +10,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.host.memory import read_device_memory
+from lightning_fastdata.host.memory import (
+    CudaMemoryReader,
+    is_out_of_memory,
+    read_device_memory,
+    reserve_bytes,
+)
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
-from lightning_fastdata.plugin.guard.memory import CudaMemoryReader, is_out_of_memory, reserve_bytes
 
 pytestmark = [
     *needs_cuda,

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from lightning_fastdata.host.system_calls import keep_freed_memory
+from lightning_fastdata.host.memory import keep_freed_memory
 
 torch.set_num_threads(1)
 kept = sys.argv[1] == "keep" and keep_freed_memory()

@@ -15,7 +15,7 @@ from PIL import Image
 
 import lightning_fastdata as ld
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.shared_flags import SharedFlags
+from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.images import Box, decoders, region
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.folder import FastImageFolder

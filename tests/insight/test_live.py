@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.insight.live.page import as_html, as_rich, chosen, live_page
-from lightning_fastdata.insight.live.publisher import PaceMeter, WorkerWatch
 from lightning_fastdata.insight.live.status import (
     Status,
     WorkerStatus,
@@ -25,6 +24,7 @@ from lightning_fastdata.insight.live.status import (
     read_all,
     write_status,
 )
+from lightning_fastdata.insight.live.watched_run import PaceMeter, WorkerWatch
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import HostClock

@@ -13,14 +13,14 @@ from thoroughness import max_examples
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.report import summary_text
 from lightning_fastdata.insight.report.compare import compare
-from lightning_fastdata.insight.report.notebook import (
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.summary_text import (
     BADGES,
     COLORS,
     Explanation,
     lines_html,
     style_css,
 )
-from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.plugin.loggers.report_files import notebook_display
 
 PAPERS = ("#ffffff", "#111111", "#1e1e1e")

@@ -17,7 +17,7 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
-from lightning_fastdata.plugin.guard.memory import reserve_bytes
+from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import Probe
 from lightning_fastdata.plugin.guard.snapshots import snapshot
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.cli import main
-from lightning_fastdata.executors.ray.watch import (
+from lightning_fastdata.executors.ray.cluster_seen import (
     ClusterWatch,
     read_cluster,
     room_for_actors,

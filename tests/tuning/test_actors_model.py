@@ -12,9 +12,8 @@ from thoroughness import max_examples
 from lightning_fastdata.insight.remote_plan import RemotePlan, predict_remote
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.stamps.travel import Way
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
 from lightning_fastdata.tuning.moves import Window, propose
-from lightning_fastdata.tuning.remote import Placement
 from lightning_fastdata.tuning.simulate import batch_costs, simulate
 
 MS = 10**6

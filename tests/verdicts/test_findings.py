@@ -16,12 +16,12 @@ import lightning_fastdata
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import gain_text
+from lightning_fastdata.insight.model.loader_seen import NodeSeen, RemoteSeen
 from lightning_fastdata.insight.model.remedies import (
     best_workers,
     choose,
     with_workers,
 )
-from lightning_fastdata.insight.model.remote import NodeSeen, RemoteSeen
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
 from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -21,11 +18,11 @@ from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.show.grid import draw_page, normalized_by, three_channels, to_levels
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError, require
+from lightning_fastdata.host.machine import import_by_name
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
     from PIL.Image import Image
 
@@ -142,45 +139,6 @@ def load_pipeline(spec: str) -> Node:
             "that holds the pipeline itself; a function that makes it is not called."
         )
     return found
-
-
-def import_by_name(name: str, holds: str) -> ModuleType:
-    """Return a module by its name or the path of its file; ``holds`` says what it is asked for.
-
-    Raises:
-        TransformError: there is none, or it raised when it was imported.
-    """
-    path = Path(name)
-    try:
-        if path.suffix == ".py":
-            return _import_file(path, holds)
-        # As `python -m` does: a console script does not look in the folder it is called in.
-        if "" not in sys.path:
-            sys.path.insert(0, "")
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise TransformError(
-            f"{name!r} cannot be imported: there is no module {error.name!r}. Call this from the "
-            "folder that holds it, or give the path of the file: path/to/file.py:NAME."
-        ) from error
-    except (TransformError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        raise TransformError(
-            f"Importing {name!r} raised {type(error).__name__}: {error}. Move {holds} to a "
-            "module that can be imported on its own."
-        ) from error
-
-
-def _import_file(path: Path, holds: str) -> ModuleType:
-    if not path.is_file():
-        raise TransformError(f"There is no file {path}, which should hold {holds}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise TransformError(f"{path} cannot be imported as a Python file.")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _read(path: str | Path, what: str, modes: frozenset[str], other: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset,
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.layout import same_batch
-from lightning_fastdata.caches.cached_dataset import CachedDataset
+from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_form import column_of
 from lightning_fastdata.executors.gather.columns import (
     ColumnDataset,

@@ -26,10 +26,10 @@ from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
+from lightning_fastdata.host.memory import keep_freed_memory
 from lightning_fastdata.host.system_calls import (
     OpenFile,
     die_with,
-    keep_freed_memory,
     open_anew,
 )
 from lightning_fastdata.randomness.seeds import keep_own_epochs

@@ -1,6 +1,7 @@
-"""What runs in an actor: it makes whole batches, whose content follows from their keys alone.
+"""An actor from both ends: what runs in it, and how the training process sees it.
 
-An actor keeps nothing that a batch rests on, so that what is lost with it is asked of another one.
+It makes whole batches, whose content follows from their keys alone. It keeps nothing that a batch
+rests on, so that what is lost with it is asked of another one.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import os
 import pickle
 import socket
 import time
-from dataclasses import replace
-from functools import partial
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,9 +30,14 @@ from lightning_fastdata.host.usage import name_of_machine
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
+from lightning_fastdata.stamps.travel import ClockOffset, Way
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from lightning_fastdata.executors.pool.process import Hang
+    from lightning_fastdata.stamps.batch_stamps import TaskStamps
+    from lightning_fastdata.stamps.travel import ClusterSeen
 
 Made: TypeAlias = "tuple[protocol.TaskEnded, NDArray[np.uint8] | None]"
 """How a task ended, and the memory of its batch, if it has any."""
@@ -41,6 +48,10 @@ _TOO_LARGE: Final = (
     "trains, {:.1f} MiB: it does not fit. Make batches smaller (batch_size; images as uint8), or "
     "the store larger (`ray start --object-store-memory BYTES`, ray.init(object_store_memory=...))."
 )
+BATCHES_AT_ONCE: Final = 2
+"""Batches that an actor is given at once."""
+_COMPARED_S: Final = 60.0
+"""So long what is known of a clock is exact enough."""
 
 
 class Place(NamedTuple):
@@ -144,3 +155,114 @@ class ReadingActor:
         except Exception:  # a class that cannot travel
             kind = RuntimeError
         return kind, text
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A batch, or one sample of it, that an actor was asked for."""
+
+    ref: Any
+    """What Ray knows the answer by."""
+    task: int
+    """Number of the task."""
+    alone: int | None
+    """Position in the batch of a sample that is read on trial; None: the batch itself."""
+    asked_ns: int
+    """When it was."""
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """An actor, as it is seen from here."""
+
+    number: int
+    actor: Any
+    """Ray's handle."""
+    has_cpu: bool = True
+    """False: it shares that of another one."""
+    place: Place | None = None
+    """None until it is ready."""
+    clock: ClockOffset | None = None
+    """Of another node; None: it has ours."""
+    compared_s: float = 0.0
+    """When it was last asked with nothing to do, for a batch with stamps: its clock shows best."""
+    calls: deque[Call] = field(default_factory=deque)
+    """In the order in which it does them."""
+    since_s: float = 0.0
+    """When it began with the first of them, as far as is known here."""
+    hang: Hang | None = None
+    """Why it was killed."""
+    exitcode: int | None = None
+    """Not told by Ray."""
+
+    def has_room(self, *, stamped: bool) -> bool:
+        """Return whether it may be given a batch now.
+
+        While stamps are taken it runs out of work once a minute, so that asking it for more shows
+        its clock.
+        """
+        fresh = time.monotonic() - self.compared_s < _COMPARED_S
+        return len(self.calls) < (
+            BATCHES_AT_ONCE if fresh or not stamped or self.clock is None else 1
+        )
+
+    @property
+    def node(self) -> str:
+        """Id of its node; empty until it is ready."""
+        return "" if self.place is None else self.place.node
+
+    @property
+    def store_bytes(self) -> int:
+        """Size of the object store of its node; 0 until it is ready."""
+        return 0 if self.place is None else self.place.store_bytes
+
+    def __str__(self) -> str:
+        where = "" if self.place is None else f" on {self.place.address}"
+        return f"actor {self.number}{where}"
+
+
+@cache
+def on_other_machine(place: Place) -> bool:
+    """Return whether an actor has other CPUs than this process."""
+    own = name_of_machine()
+    if place.machine is None or own is None:
+        return place.machine != own
+    return place.machine.split()[0] != own.split()[0]  # without their containers
+
+
+def stamped(
+    stamps: TaskStamps,
+    reader: Reader,
+    call: Call,
+    got_ns: tuple[int, int],
+    size_bytes: int,
+    cluster: ClusterSeen | None,
+) -> TaskStamps:
+    """Return the stamps of a batch that has just landed, by our clock, with its way.
+
+    Args:
+        stamps: By the clock of its actor.
+        reader: The actor.
+        call: What it was asked.
+        got_ns: When its answer began to be taken, and was here.
+        size_bytes: Of the batch.
+        cluster: What was seen of the cluster just before.
+    """
+    began_ns, ended_ns, uncertain_ns = stamps.began_ns, stamps.ended_ns, 0
+    if reader.clock is not None:
+        times = call.asked_ns, began_ns, ended_ns, got_ns[1]
+        reader.clock.note(*times)
+        began_ns, ended_ns = reader.clock.aligned(*times)
+        uncertain_ns = reader.clock.uncertain_ns
+    place, landed_ns = reader.place, time.monotonic_ns()
+    way = Way(
+        node="" if place is None else f"{place.address}/{place.node[:8]}",
+        other_node=reader.clock is not None,
+        other_machine=place is not None and on_other_machine(place),
+        size_bytes=size_bytes,
+        taken_ns=landed_ns - got_ns[0],
+        landed_ns=landed_ns,
+        uncertain_ns=uncertain_ns,
+        cluster=cluster,
+    )
+    return stamps._replace(began_ns=began_ns, ended_ns=ended_ns, way=way)

@@ -7,13 +7,14 @@ import os
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError, as_error
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.ray.actor import Place, ReadingActor
+from lightning_fastdata.executors.ray.actor import Place, Reader, ReadingActor
 from lightning_fastdata.executors.ray.cluster import (
     HeadWatch,
     offers,
@@ -24,13 +25,13 @@ from lightning_fastdata.executors.ray.placement import (
     Node,
     Where,
     has_free,
+    most_under_way,
     place,
     placed,
     placed_by_user,
     share_in_words,
     share_of_rank,
 )
-from lightning_fastdata.executors.ray.reader import Reader
 from lightning_fastdata.host.usage import adopted, name_of_machine
 from lightning_fastdata.stamps.travel import ClockOffset
 
@@ -82,6 +83,10 @@ class Actors:
         self._cluster = HeadWatch(ray)
         self.store_bytes = next(each.store_bytes for each in read_nodes(ray) if each.is_own)
         """Size of the object store where this program runs."""
+        self.batch_bytes = 0
+        """Size of the largest batch so far."""
+        self.stamped = False
+        """Their batches are asked for with stamps."""
         self._hired_s = 0.0
         self._died_starting = 0
         self._none_since_s: float | None = None
@@ -100,6 +105,33 @@ class Actors:
     def loaders(self) -> int:
         """Loaders of this program that have actors."""
         return max(1, sum(1 for each in _all if each.ready or each.coming))
+
+    def with_room(self) -> list[Reader]:
+        """Return those that may be given another batch, as far as memory allows it.
+
+        How large batches are is not known before the first one has come.
+        """
+        free = [
+            each
+            for each in self.staying
+            if each.has_room(stamped=self.stamped) and (self.batch_bytes or not each.calls)
+        ]
+        if not free:
+            return []
+        loaders, under_way = self.loaders, Counter[str]()
+        for each in self.ready:
+            under_way[each.node] += len(each.calls)
+        here = most_under_way(
+            self.store_bytes, self.batch_bytes, loaders * self.training.ranks_here
+        )
+        if under_way.total() >= here:
+            return []
+        sharers = loaders * self.training.ranks
+        return [
+            each
+            for each in free
+            if under_way[each.node] < most_under_way(each.store_bytes, self.batch_bytes, sharers)
+        ]
 
     def look_at_cluster(self) -> None:
         """Replace actors that are missing, if that is due, and look whether the cluster is there.

@@ -1,4 +1,7 @@
-"""What the actors of a loader have to do, seen from the training process.
+"""The executor ``"ray"``: what the actors of a loader have to do, seen from the training process.
+
+It is the executor of side processes with another crew: which batch is under way, in which order
+they leave, what is done again and what is given up is decided by the same code.
 
 An actor is given two batches at most, so that the next one waits there while a batch is made. Ray
 retries nothing: what is lost with an actor or its node is handed back, and asked for again.
@@ -8,8 +11,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,17 +22,19 @@ from lightning_fastdata.batches.slots import create_shared_memory, map_shared_me
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
+from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+from lightning_fastdata.executors.ray.actor import Call, Reader, stamped
 from lightning_fastdata.executors.ray.actors import Actors
 from lightning_fastdata.executors.ray.cluster import connect, offers
-from lightning_fastdata.executors.ray.placement import most_under_way
-from lightning_fastdata.executors.ray.reader import Call, Reader
-from lightning_fastdata.executors.ray.watch import ClusterWatch, read_cluster, stamped
+from lightning_fastdata.executors.ray.cluster_seen import ClusterWatch, read_cluster
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lightning_fastdata.batches.streams import PageLocks
+    from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import ChildProcess
+    from lightning_fastdata.executors.pool.process import ChildProcess, TaskCrew
     from lightning_fastdata.executors.pool.splitter import Task
     from lightning_fastdata.executors.ray.actor import Made
 
@@ -63,10 +68,8 @@ class RayCrew:
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
         self._count = 0
-        self._stamped = False
         self._doubtful: dict[int, int] = {}
         """Batches during which an actor died, and the sample of each to be read alone next."""
-        self._batch_bytes = 0
         self._task_s = self._longest_s = 0.0
         self._died_in_a_row = 0
 
@@ -101,7 +104,7 @@ class RayCrew:
     def configure(self, setting: protocol.Setting) -> None:
         """Take stamps from now on, or no more; other settings are of memory that is shared."""
         if isinstance(setting, protocol.SetStamps):
-            self._stamped = setting.wanted
+            self._actors.stamped = setting.wanted
 
     def go_on(self, number: int, rest: Task | None) -> None:
         """Never called: no actor reads a part of a batch."""
@@ -114,39 +117,13 @@ class RayCrew:
 
     def give(self, task: Task) -> bool:
         """Have an actor make a batch; False if all have enough to do, or memory runs short."""
-        free = self._with_room()
+        free = self._actors.with_room()
         if not free:
             return False
         self._count += 1
         self._tasks[self._count] = task
         self._ask(min(free, key=lambda reader: len(reader.calls)), self._count)
         return True
-
-    def _with_room(self) -> list[Reader]:
-        """Return the actors that may be given another batch, as far as memory allows it.
-
-        How large batches are is not known before the first one has come.
-        """
-        size_bytes = self._batch_bytes
-        free = [
-            each
-            for each in self._actors.staying
-            if each.has_room(stamped=self._stamped) and (size_bytes or not each.calls)
-        ]
-        if not free:
-            return []
-        training, loaders, under_way = self._actors.training, self._actors.loaders, Counter[str]()
-        for each in self._actors.ready:
-            under_way[each.node] += len(each.calls)
-        here = most_under_way(self._actors.store_bytes, size_bytes, loaders * training.ranks_here)
-        if under_way.total() >= here:
-            return []
-        sharers = loaders * training.ranks
-        return [
-            each
-            for each in free
-            if under_way[each.node] < most_under_way(each.store_bytes, size_bytes, sharers)
-        ]
 
     def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
         """Wait for events and return them; None if there is none until then (``monotonic``).
@@ -177,10 +154,10 @@ class RayCrew:
         if alone is not None:
             request = request._replace(start=alone, indices=task.indices[alone : alone + 1])
         asked_ns = time.monotonic_ns()
-        ref = reader.actor.make.remote(request, number, self._stamped)
+        ref = reader.actor.make.remote(request, number, self._actors.stamped)
         if not reader.calls:
             reader.since_s = time.monotonic()
-            reader.compared_s = reader.since_s if self._stamped else reader.compared_s
+            reader.compared_s = reader.since_s if self._actors.stamped else reader.compared_s
         reader.calls.append(Call(ref, number, alone, asked_ns))
 
     def _ask_twice(self) -> None:
@@ -188,7 +165,10 @@ class RayCrew:
 
         Whichever answer comes first counts; both have the same content.
         """
-        idle = next((each for each in self._with_room() if not each.calls), None)
+        idle = next(
+            (each for each in self._actors.with_room() if not each.calls),
+            None,
+        )
         if idle is None or not self._task_s:
             return
         now_s = time.monotonic()
@@ -261,7 +241,9 @@ class RayCrew:
         spent_s = ended.spent_ns / 1e9
         self._task_s = 0.9 * self._task_s + 0.1 * spent_s if self._task_s else spent_s
         self._longest_s = max(self._longest_s, spent_s)
-        self._batch_bytes = max(self._batch_bytes, 1 if memory is None else memory.size)
+        self._actors.batch_bytes = max(
+            self._actors.batch_bytes, 1 if memory is None else memory.size
+        )
         files = [] if memory is None else self._take_in(task, memory)
         if ended.stamps is not None:
             size_bytes = 0 if memory is None else memory.size
@@ -333,3 +315,32 @@ class RayCrew:
                     stacklevel=2,
                 )
                 yield from self._lose(reader, WorkerError(f"It hung for {limit_s:g} s."))
+
+
+class RayExecutor(PoolExecutor):
+    """Fetches batches in so many ``actors`` of a Ray cluster.
+
+    ``options``: Of the actors, as ``ray.remote`` takes them, in place of our own.
+
+    Raises:
+        OptionsError: Ray is not installed.
+        WorkerError: No cluster can be reached, or the dataset cannot be sent to it.
+    """
+
+    def __init__(
+        self,
+        plan: FetchPlan,
+        *,
+        actors: int,
+        options: Mapping[str, Any],
+        page_locks: PageLocks | None = None,
+        trial: CrewTrial | None = None,
+    ) -> None:
+        self._whole, self._options = plan, options
+        # Memory of this machine can only be written here: samples travel as whole batches. Actors
+        # that get nowhere are the crew's to find.
+        plan = replace(plan, default_collation=False, stall_timeout_s=0)
+        super().__init__(plan, processes=actors, page_locks=page_locks, trial=trial)
+
+    def _start_crew(self, processes: int, threads: int) -> TaskCrew:  # noqa: ARG002
+        return RayCrew(self._whole, actors=processes, options=self._options)

@@ -6,11 +6,15 @@ that was killed is removed by whoever looks next.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +24,9 @@ import psutil
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.system_calls import private_folder
 
+EVERY_S: Final = 1.0
+"""A status is written so often."""
+_numbers: Final = itertools.count()
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_BYTES: Final = 1 << 20
 _SAME_START_S: Final = 2.0
@@ -225,3 +232,50 @@ def _runs(pid: int, status: Status | None) -> bool:
 def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(_MOST_BYTES)
+
+
+class Publisher:
+    """Writes a status once a second, in a thread of its own, until it is closed.
+
+    Args:
+        look: Returns the status as it is now; None: nothing runs, and nothing is told. What it
+            raises is passed over: a training ends for nothing that is told of it.
+        folder: Where status is kept. Default: :func:`live_folder`.
+
+    Raises:
+        OptionsError: The folder belongs to another user.
+        OSError: It cannot be made.
+    """
+
+    def __init__(self, look: Callable[[], Status | None], folder: Path | None = None) -> None:
+        self._look = look
+        self._owner = os.getpid()
+        folder = live_folder() if folder is None else folder
+        private_folder(folder)
+        read_all(folder, time.time())  # removes what killed processes have left
+        self._path = folder / f"{self._owner}-{next(_numbers)}.json"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fastdata live", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell nothing more, and remove what was told."""
+        self._ended.set()
+        if os.getpid() != self._owner:  # a forked process has neither the thread nor the file
+            return
+        self._thread.join(2 * EVERY_S)
+        self._remove()
+
+    def _remove(self) -> None:
+        for path in (self._path, self._path.with_suffix(".tmp")):
+            path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            with suppress(Exception):
+                status = self._look()
+                if status is None:
+                    self._remove()
+                else:
+                    write_status(self._path, status)
+            self._ended.wait(EVERY_S)

@@ -21,7 +21,7 @@ from lightning_fastdata.insight.model.evidence import (
     read_loader,
     stage_evidence,
 )
-from lightning_fastdata.insight.model.setups import stage_times
+from lightning_fastdata.insight.model.loader_seen import stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader

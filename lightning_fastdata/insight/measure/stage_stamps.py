@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
-from lightning_fastdata.insight.model.setups import busy_share
+from lightning_fastdata.insight.model.loader_seen import busy_share
 from lightning_fastdata.insight.waits.several_loaders import LoaderTotals, LoaderWait, OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.tree import held

@@ -12,16 +12,15 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime
-from lightning_fastdata.insight.model import setups
+from lightning_fastdata.insight.model import loader_seen
 from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.insight.model.remote import RemoteSeen
+from lightning_fastdata.insight.model.loader_seen import RemoteSeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare, WaitCauses
 from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.remote import Placement
+from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
 from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
 
 
@@ -284,7 +283,7 @@ def evidence_of(
             setup,
             **Placement.of(stamps)._asdict(),
             other_cpus=_taken_cpus(setup.cpus, **measured),
-            worker_threads=setups.worker_threads(stamps),
+            worker_threads=loader_seen.worker_threads(stamps),
         )
     epochs = by_epoch(stamps)
     costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
@@ -303,9 +302,9 @@ def evidence_of(
         stall_ms=_mean_ms(waits),
         setup=setup,
         costs=tuple(costs[-_MOST_COSTS:]),
-        busy_share=None if setup is None else setups.busy_share(stamps, setup.workers),
-        runqueue_share=setups.runqueue_share(stamps),
-        interpreter_share=setups.interpreter_share(epochs),
+        busy_share=None if setup is None else loader_seen.busy_share(stamps, setup.workers),
+        runqueue_share=loader_seen.runqueue_share(stamps),
+        interpreter_share=loader_seen.interpreter_share(epochs),
         remote=RemoteSeen.of(stamps),
         epochs=len(epochs),
         epoch_wait_ms=_mean_ms(cold),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.report import recorded
-from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
+from lightning_fastdata.insight.report.summary_text import WIDTH, lines_html
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

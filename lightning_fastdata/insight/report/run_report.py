@@ -18,7 +18,7 @@ from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
 from lightning_fastdata.insight.measure.waiting_cost import WaitingCost
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.report import summary_text
-from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
+from lightning_fastdata.insight.report.summary_text import WIDTH, lines_html
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.tuning.moves import Move

@@ -1,12 +1,17 @@
-"""The summary of a run in lines of a terminal, each in pieces with a style."""
+"""The summary of a run in lines, each in pieces with a style; shown in a terminal or a notebook.
+
+The HTML for a notebook is legible on light and on dark paper, and needs nothing else: no style
+sheet, no script, no network. Texts are escaped.
+"""
 
 from __future__ import annotations
 
+import html
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
@@ -43,6 +48,22 @@ _T = TypeVar("_T")
 
 Line: TypeAlias = "list[tuple[str, str]]"
 """Pieces of one line: text and rich style."""
+WIDTH: Final = 100
+"""Columns for which lines are laid out in a notebook."""
+COLORS: Final = {
+    "red": "#d1495b",
+    "green": "#3f9164",
+    "cyan": "#3a86b8",
+    "magenta": "#a86aa0",
+}
+"""Colours of letters: as far from white paper as from black."""
+BADGES: Final = {"red": "#c0374a", "yellow": "#96660a", "green": "#2f7a52", "magenta": "#7a3d94"}
+"""Colours of paper under white letters; as on the page."""
+_PRE: Final = (
+    "margin:0;background:transparent;color:inherit;white-space:pre;overflow-x:auto;"
+    "font:12px/1.4 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+)
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def summary_lines(
@@ -241,9 +262,6 @@ def as_ascii(text: str) -> str:
     return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
 
 
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-
-
 def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A002
     """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell.
 
@@ -254,3 +272,46 @@ def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A0
         return "#" * round(cells)
     full, eighths = divmod(round(cells * 8), 8)
     return "█" * full + (_EIGHTHS[eighths] if eighths else "")
+
+
+def lines_html(lines: Iterable[Line]) -> str:
+    """Return lines, in pieces with a style of rich each, as one block of HTML."""
+    shown = "\n".join("".join(_piece_html(*piece) for piece in line).rstrip() for line in lines)
+    return f'<pre style="{html.escape(_PRE)}">{shown}</pre>'
+
+
+def _piece_html(text: str, style: str) -> str:
+    css, text = style_css(style), html.escape(text)
+    return f'<span style="{css}">{text}</span>' if css else text
+
+
+def style_css(style: str) -> str:
+    """Return a style of rich, such as ``"bold white on red"``, as CSS."""
+    letters, _, paper = style.partition(" on ")
+    words = letters.split()
+    css = []
+    if "bold" in words:
+        css.append("font-weight:600")
+    if "dim" in words:
+        css.append("opacity:.7")
+    if paper:
+        css.append(f"color:#fff;background:{BADGES[paper]}")
+    elif "reverse" in words:
+        css.append("border:1px solid")
+    else:
+        css += [f"color:{COLORS[word]}" for word in words if word in COLORS]
+    return ";".join(css)
+
+
+class Explanation(str):
+    """A text in blocks, whose first lines are titles where others follow; for notebooks, too."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        lines: list[Line] = []
+        for block in printable(self).split("\n\n"):
+            title, *rest = block.split("\n")
+            style = "bold" if rest else ""
+            lines += [[(title, style)], *([(line, "")] for line in rest), []]
+        return lines_html(lines[:-1])

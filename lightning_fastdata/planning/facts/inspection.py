@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.utils.data import Subset
 
 from lightning_fastdata.batches.bad_samples import SampleGuard
-from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
-from lightning_fastdata.batches.uncollatable import uncollatable
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.executors.torch_guard import ReadingOn

@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.augment import DatasetPipelines
-from lightning_fastdata.batches.collate import RecordedCollate, collate_samples
+from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
+from lightning_fastdata.batches.staged import RecordedCollate
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.randomness.generators import DrawWatch

@@ -29,9 +29,9 @@ from lightning_fastdata.plugin.data.arguments import (
     take_batch_size,
     take_over_hyperparameters,
 )
-from lightning_fastdata.plugin.data.checkpoint import SavesProgress
 from lightning_fastdata.plugin.data.datasets import of_datasets, of_loaders
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
+from lightning_fastdata.plugin.data.time_travel import TimeTravel
 from lightning_fastdata.plugin.guard.callback import attach_guard
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
 from lightning_fastdata.plugin.placing.pipelines import Pipelines
@@ -52,7 +52,7 @@ _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks(SavesProgress, TransferHooks, NeedsConstruction):
+class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and

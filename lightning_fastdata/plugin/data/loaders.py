@@ -1,16 +1,25 @@
-"""One loader of a data module, and how ranks share what it evaluates."""
+"""One loader of a data module: whether samples are kept, their order, how ranks share them."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
+import tempfile
 from collections.abc import Mapping, Sequence, Sized
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.batches.bad_samples import BadSamples
+from lightning_fastdata.caches.cached import CachedSource
+from lightning_fastdata.caches.folders import CacheFolder, cache_root, room_bytes
+from lightning_fastdata.caches.forecast import forecast_time, why_not
+from lightning_fastdata.caches.image_cache import cache_of, with_cache
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
@@ -20,6 +29,7 @@ from lightning_fastdata.order.samplers import (
     RankSampler,
     ShuffleSampler,
 )
+from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
 from lightning_fastdata.plugin.seams.trainer import running_stage
@@ -27,12 +37,14 @@ from lightning_fastdata.plugin.seams.trainer import running_stage
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.caches.forecast import Forecast
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.types import Shuffle, Stage
 
 _NEEDS_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 _REPLACED_BY_BATCH_SAMPLER: Final = ("batch_size", "sampler", "drop_last")
 _ORDERS: Final = ("shuffle", "sampler", "batch_sampler")
+_DEADLINE_S: Final = 30.0
 
 
 def build_loader(
@@ -189,3 +201,67 @@ def settle_sharing(
             f"{name} returned {length} samples to predict on {replicas} devices, and each needs "
             "one. Predict on fewer devices."
         )
+
+
+def kept(
+    dataset: Dataset[Any], folder: CacheFolder, trainer: Trainer | None
+) -> tuple[Dataset[Any], str | None]:
+    """Return the dataset with a cache, and what was decided, if there was anything to decide.
+
+    ``"auto"`` is ``"disk"`` where an earlier run has begun the cache, or where some samples, read
+    in a process that is thrown away, show that it pays in the epochs of the training: see
+    :func:`why_not`. Ranks decide for themselves; their samples are the same in any case.
+    """
+    if folder != "auto":
+        return with_cache(dataset, folder), None
+    pays, reason = _decision(dataset, _epochs_left(trainer))
+    found = with_cache(dataset, "disk") if pays else dataset
+    return found, f"samples are {'' if pays else 'not '}kept (cache='auto'): {reason}"
+
+
+def _decision(dataset: Dataset[Any], epochs: float) -> tuple[bool, str]:
+    """Return whether samples are to be kept, and why."""
+    try:
+        cache = cache_of(with_cache(dataset, "disk"))
+    except DatasetError as error:
+        return False, str(error)
+    if cache is None:
+        return False, "there is no room"
+    if cache.stored:
+        return True, f"an earlier run has kept {cache.stored} of {len(cache)}"
+    if len(cache) < 2:
+        return False, "there are too few"
+    with tempfile.TemporaryDirectory() as folder:
+        method = multiprocessing.get_start_method()
+        found = try_apart(_measure, dataset, folder, start_method=method, deadline_s=_DEADLINE_S)
+    forecast: Forecast | None = found.values.get("forecast")
+    if forecast is None:
+        failure = found.failure
+        if failure is not None and isinstance(failure.error, DatasetError):
+            return False, str(failure.error)
+        return False, f"a process that tried it {'failed' if failure is None else failure.what}"
+    # Records from afar come quicker from a disk, too; what is made of them is not kept.
+    from_afar = isinstance(cache, CachedSource)
+    reason = why_not(
+        forecast,
+        disk_bytes=room_bytes(_existing(cache_root("disk")), in_memory=False),
+        memory_bytes=math.inf if from_afar else read_host_memory().available_bytes / 2,
+        epochs=epochs,
+    )
+    return reason is None, reason or str(forecast)
+
+
+def _existing(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _measure(dataset: Dataset[Any], folder: str, tell: Tell) -> None:
+    tell("forecast", forecast_time(dataset, folder))
+
+
+def _epochs_left(trainer: Trainer | None) -> float:
+    most = None if trainer is None else trainer.max_epochs
+    if trainer is None or most is None or most < 0:
+        return math.inf
+    return most - trainer.current_epoch

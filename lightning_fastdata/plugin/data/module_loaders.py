@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.executors.gather.rows import gatherable
-from lightning_fastdata.insight.report.notebook import Explanation
+from lightning_fastdata.insight.report.summary_text import Explanation
 from lightning_fastdata.loading.tuned import tuner_for
 from lightning_fastdata.order.samplers import rows_in
 from lightning_fastdata.planning.facts.inspection import (
@@ -32,7 +32,6 @@ from lightning_fastdata.plugin.data.arguments import (
     take_over_hyperparameters,
     warn_of_lost_batch_size,
 )
-from lightning_fastdata.plugin.data.cache_choice import kept
 from lightning_fastdata.plugin.data.datasets import (
     DATASET_METHOD,
     Constant,
@@ -44,10 +43,11 @@ from lightning_fastdata.plugin.data.datasets import (
 )
 from lightning_fastdata.plugin.data.loaders import (
     build_loader,
+    kept,
     settle_sharing,
     shuffled_in_blocks,
 )
-from lightning_fastdata.plugin.data.progress import TrainingProgress, TrainingRun
+from lightning_fastdata.plugin.data.training_run import TrainingProgress, TrainingRun
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer import (

@@ -1,19 +1,17 @@
-"""The batch of any training step, made again without training.
+"""What a data module saves of its training, and any of its batches, made again without training.
 
-It is read by a loader of its own, whose batch is the one in question, and goes through the transfer
-hooks of a copy of the data module, so that a training that runs meanwhile is not disturbed.
+A batch is read by a loader of its own, and goes through the transfer hooks of a copy of the data
+module, so that a training that runs meanwhile is not disturbed.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import multiprocessing
 import warnings
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -29,7 +27,8 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.run_record import RunRecord
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
-from lightning_fastdata.plugin.data.run_record import (
+from lightning_fastdata.plugin.data.training_run import (
+    KEY,
     record_of_loader,
     run_record,
     training_loader,
@@ -40,12 +39,12 @@ from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_place
 from lightning_fastdata.randomness.generators import kept_random_state
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch, Stage
 
 _NO_LOADER: Final = (
@@ -93,21 +92,36 @@ class ReplayedBatch:
 
 
 class TimeTravel:
-    """Makes the batches of a data module's training again."""
+    """The part of a data module that saves its training, and makes batches of it again."""
 
+    _trainer: Trainer | None
+    _loaders: ModuleLoaders
     _run: RunRecord | None = None
     """The record of the run so far, as it was when it was asked for last."""
+
+    def run_seed(self) -> int:
+        """Return the seed of order and draws."""
+        return self._loaders.seed(cast("DataModule", self))
 
     def run_record(self) -> RunRecord | None:
         """Return what decides the training batches of the run; None: they cannot be found again."""
         return run_record(self) or self._run
 
-    def _run_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run, besides how far it has come."""
-        run = self.run_record()
-        return {"run": None if run is None else run.as_dict()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the training has come; Lightning puts it into its checkpoints."""
+        progress, run = self._loaders.progress.state_dict(self._trainer), self.run_record()
+        return {KEY: {**progress, "run": None if run is None else run.as_dict()}}
 
-    def _load_run(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind the batch after which a checkpoint was written; Lightning calls it.
+
+        Raises:
+            OptionsError: The state is none of this class, or of a later version.
+        """
+        if KEY not in state_dict:
+            return
+        state = state_dict[KEY]
+        self._loaders.progress.load_state_dict(state, self._trainer)
         try:
             self._run = RunRecord.from_dict(state["run"]) if state.get("run") else None
         except OptionsError as error:  # the training goes on without
@@ -145,41 +159,6 @@ class TimeTravel:
         run = self.run_record() if run is None else run
         with kept_random_state(), torch.no_grad():
             return _Replay(self, run).draws(index, epoch)
-
-
-def made_datamodule(found: object, hyperparameters: Mapping[str, Any]) -> TimeTravel:
-    """Return a data module, with its datasets, from what a user named.
-
-    Args:
-        found: A data module, a function that returns one, or a class.
-        hyperparameters: What the class is made with, of what it takes.
-
-    Raises:
-        OptionsError: It is none of these, or cannot be made.
-    """
-    given: Mapping[str, Any] = {}
-    if isinstance(found, type):
-        taken = inspect.signature(found).parameters
-        several = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-        given = {n: v for n, v in hyperparameters.items() if several or n in taken}
-    made: Any = found
-    if callable(found) and not isinstance(found, TimeTravel):
-        try:
-            made = found(**given)
-        except TypeError as error:
-            raise OptionsError(
-                f"{name_of(found)} cannot be called with "
-                f"{', '.join(given) or 'no arguments'}: {error}. Name a function without arguments "
-                "that returns the data module of the run."
-            ) from error
-    if not isinstance(made, TimeTravel):
-        raise OptionsError(
-            f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that returns "
-            "it."
-        )
-    made.prepare_data()  # type: ignore[attr-defined]  # Lightning's, as its trainer calls it
-    made.setup("fit")  # type: ignore[attr-defined]
-    return made
 
 
 class _Replay:

@@ -10,20 +10,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
-from lightning_fastdata.plugin.data.datasets import named
-from lightning_fastdata.plugin.guard.earlier import by_earlier, earlier_peaks, keep
-from lightning_fastdata.plugin.guard.memory import (
+from lightning_fastdata.host.memory import (
     CudaMemoryReader,
     is_out_of_memory,
     size_text,
 )
+from lightning_fastdata.plugin.data.datasets import named
 from lightning_fastdata.plugin.guard.prediction import (
     Probe,
     predict_peak_bytes,
     skipped,
 )
 from lightning_fastdata.plugin.guard.replay import RunsInParts, samples_of, why_not_in_parts
-from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
+from lightning_fastdata.plugin.guard.steps import (
+    apply_decision,
+    by_earlier,
+    earlier_peaks,
+    keep_peaks,
+    run_guard,
+)
 from lightning_fastdata.plugin.guard.tried_steps import collates, guard_batch, guard_rows
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
@@ -34,8 +39,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
+    from lightning_fastdata.host.memory import MemoryReader
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.plugin.guard.memory import MemoryReader
     from lightning_fastdata.plugin.guard.prediction import GuardDecision, GuardPolicy
     from lightning_fastdata.tuning.prior import KeptFile
     from lightning_fastdata.types import Batch
@@ -224,7 +229,7 @@ class GuardHooks:
         datamodule.notes.append(note)
         log.info(note)
         if trainer.is_global_zero:
-            keep(kept, [*decision.probes, actual])
+            keep_peaks(kept, [*decision.probes, actual])
 
     def on_before_backward(
         self,

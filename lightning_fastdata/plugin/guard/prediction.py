@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.plugin.guard.memory import size_text
+from lightning_fastdata.host.memory import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
-from lightning_fastdata.plugin.guard.memory import is_out_of_memory
+from lightning_fastdata.host.memory import is_out_of_memory
 from lightning_fastdata.plugin.guard.snapshots import Undo, snapshot, snapshot_random_states
 from lightning_fastdata.tree import children, is_named_tuple, leaves, replace_leaves
 

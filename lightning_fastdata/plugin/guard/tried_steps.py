@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.host.memory import MemoryReader, is_out_of_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin.data.datasets import GivenLoader, in_form_of, named, taken_apart
-from lightning_fastdata.plugin.guard.memory import MemoryReader, is_out_of_memory
 from lightning_fastdata.plugin.guard.prediction import Probe
 from lightning_fastdata.plugin.guard.replay import rows_of, samples_of
 from lightning_fastdata.plugin.guard.snapshots import Undo

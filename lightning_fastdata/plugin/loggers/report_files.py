@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import FastDataWarning, has_package
-from lightning_fastdata.insight.report.notebook import WIDTH, lines_html
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import Line, page_line
+from lightning_fastdata.insight.report.summary_text import WIDTH, Line, lines_html, page_line
 
 _Self = TypeVar("_Self", bound="_Measures")
 _Given = ParamSpec("_Given")

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from lightning_fastdata.augment import DatasetRecording
-from lightning_fastdata.batches.collate import (
+from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.keyed import keyed
+from lightning_fastdata.batches.staged import (
     FirstOfPairs,
     RecordedCollate,
     StagingCollate,
-    collate_samples,
+    move,
     spreading,
 )
-from lightning_fastdata.batches.keyed import keyed
-from lightning_fastdata.batches.staged import move
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length

@@ -24,8 +24,8 @@ from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
-from lightning_fastdata.plugin.watch.cost_meter import CostMeter
 from lightning_fastdata.plugin.watch.live import LiveRun
+from lightning_fastdata.plugin.watch.waiting import CostMeter
 from lightning_fastdata.tuning.simulate import simulate
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.loggers.boards import Scalars
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
-    from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
     from lightning_fastdata.plugin.watch.recording import Recording
+    from lightning_fastdata.plugin.watch.waiting import ReplayedSteps
 
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""

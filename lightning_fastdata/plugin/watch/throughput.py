@@ -39,13 +39,13 @@ from lightning_fastdata.plugin.seams.trainer import (
     steps_logged_by,
 )
 from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
-from lightning_fastdata.plugin.watch.headroom import ReplayedSteps
 from lightning_fastdata.plugin.watch.measured_run import (
     FIRST_WORD_STEPS,
     MeasuredRun,
     predicted_step_ms,
 )
 from lightning_fastdata.plugin.watch.recording import Recording
+from lightning_fastdata.plugin.watch.waiting import ReplayedSteps
 from lightning_fastdata.randomness.seeds import global_seed
 
 if TYPE_CHECKING:

@@ -17,27 +17,25 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from lightning_fastdata.augment.replay.kernels.colors import (
-    chosen,
-    contrasted,
-    looked_up,
-    luminance,
-    saturated,
-    scaled,
-    shifted_hsv,
-    shifted_hue,
-)
-from lightning_fastdata.augment.replay.kernels.numbers import (
+from lightning_fastdata.augment.replay.kernels.pixels import (
     REFLECT_101,
     as_kind,
     came_from,
+    chosen,
+    contrasted,
     covered,
     cut,
     even,
     fold,
+    looked_up,
+    luminance,
     part,
     read,
     read_anywhere,
+    saturated,
+    scaled,
+    shifted_hsv,
+    shifted_hue,
     went_to,
 )
 from lightning_fastdata.augment.replay.kernels.reading import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_fastdata.augment.replay.kernels.numbers import (
+from lightning_fastdata.augment.replay.kernels.pixels import (
     REFLECT_101,
     REPLICATE,
     cut,

@@ -1,11 +1,11 @@
-"""The record of a run: made of a data module that trains, and read from the files of the run."""
+"""A run: how far its training has come, kept in checkpoints, and the record of what decides it."""
 
 from __future__ import annotations
 
 import json
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
@@ -14,23 +14,148 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.stream_position import counts_only
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.position import VERSION, LoaderState, Place
 from lightning_fastdata.loading.resume import own_version
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.run_record import RunRecord, RunSpan
 from lightning_fastdata.order.samplers import RankSampler, rows_in
-from lightning_fastdata.plugin.data.progress import KEY
-from lightning_fastdata.plugin.seams.loaders import flattened
+from lightning_fastdata.plugin.seams.loaders import flattened, with_paths
+from lightning_fastdata.plugin.seams.trainer import (
+    is_to_be_restored,
+    mend_counts,
+    move_place,
+    training_place,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import PixelPlace
 
+KEY: Final = "lightning_fastdata"
+"""Under which the state stands in that of the data module."""
 _LARGEST_REPORT_BYTES: Final = 2**26
 _PLAIN: Final = ("BatchSampler", "RankBatchSampler")
 """Batch samplers that leave the order to their sampler."""
+
+
+class TrainingProgress:
+    """Where the training loaders of a data module were when a run was saved that goes on now."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, LoaderState] = {}
+        self._place: Place | None = None
+        """Where the run was that goes on."""
+
+    @property
+    def place(self) -> Place | None:
+        """Where the run was that goes on; None: none does."""
+        return self._place
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the run that goes on; None: none does, or it is not known."""
+        return next((state.seed for state in self._saved.values()), None)
+
+    def state_dict(self, trainer: Trainer | None) -> dict[str, Any]:
+        """Return the position in each training loader, as plain data.
+
+        Tuners save and restore a run around their trials: as long as no batch has followed what was
+        loaded, that is returned.
+        """
+        loaders = dict(_training_loaders(trainer))
+        place = training_place(trainer)
+        if place.last:
+            place = Place(place.epoch + 1, 0, last=False)
+        if self._saved and not any(loader.begun for loader in loaders.values()):
+            states = {path: state.as_dict() for path, state in self._saved.items()}
+            place = place if self._place is None else self._place
+        else:
+            states = {path: loader.state_dict() for path, loader in loaders.items()}
+        return {
+            "version": VERSION,
+            "epoch": place.epoch,
+            "batches": place.taken,
+            "loaders": states,
+        }
+
+    def load_state_dict(self, state: object, trainer: Trainer | None) -> None:
+        """Go on from a state with the next iteration of each training loader.
+
+        Raises:
+            OptionsError: It is none, or of a later version.
+        """
+        loaders = state.get("loaders") if isinstance(state, Mapping) else None
+        if not isinstance(loaders, Mapping):
+            raise OptionsError(
+                f"The checkpoint holds {state!r:.200} for the data module, where the positions of "
+                "its training loaders were expected. It was not written by FastDataModule."
+            )
+        self._saved = {str(path): LoaderState.from_dict(one) for path, one in loaders.items()}
+        self._place = None
+        if isinstance(state, Mapping) and "epoch" in state:
+            self._place = Place(int(state["epoch"]), int(state["batches"]), last=False)
+            if trainer is not None:
+                mend_counts(trainer)
+        for path, loader in _training_loaders(trainer):
+            if path in self._saved:
+                loader.load_state_dict(self._saved[path].as_dict())
+
+    def of(self, loader: object, trainer: Trainer | None) -> LoaderState | None:
+        """Return where a loader was; None: not known."""
+        loaders = dict(_training_loaders(trainer))
+        path = next((path for path, one in loaders.items() if one is loader), None)
+        if trainer is None or path is None or path not in self._saved:
+            return None
+        state = self._saved[path]
+        if state.stream is not None and trainer.global_rank:
+            state = self._saved[path] = replace(state, stream=counts_only(state.stream))
+        anew = loaders[path].cut_anew(state)
+        if anew.batches != state.batches:
+            self._saved[path] = anew
+            if len(loaders) == 1:
+                move_place(trainer, state.epoch, state.batches, anew.batches)
+        return self._saved[path]
+
+
+class TrainingRun:
+    """The training that takes the batches of a data module's loaders."""
+
+    def __init__(self, module: DataModule, progress: TrainingProgress) -> None:
+        self._module = module
+        self._progress = progress
+
+    def place(self) -> Place:
+        """Return where the run is.
+
+        A run that goes on from a checkpoint is where that was saved, also while Lightning has not
+        restored its own counts yet: of a stream it takes the first batch then, if the
+        LightningModule asks for ``estimated_stepping_batches``.
+        """
+        trainer = self._module.trainer
+        saved = self._progress.place
+        if saved is not None and trainer is not None and is_to_be_restored(trainer):
+            return saved
+        return training_place(trainer)
+
+    def epoch(self) -> int:
+        """Return the epoch, counted from 0, of the batches that come next."""
+        return self.place().epoch
+
+    def resumed(self, loader: object) -> LoaderState | None:
+        """Return where a loader was when the run was saved that goes on now; None: not known."""
+        return self._progress.of(loader, self._module.trainer)
+
+
+def _training_loaders(trainer: Trainer | None) -> Iterator[tuple[str, FastDataLoader]]:
+    loaders = None if trainer is None else trainer.train_dataloader
+    for path, loader in with_paths(loaders):
+        if isinstance(loader, FastDataLoader):
+            yield "/".join(map(str, path)), loader
 
 
 @runtime_checkable

@@ -1,0 +1,297 @@
+"""The commands for trainings: ``run`` starts one; ``top``, ``report`` and ``compare`` show them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import entry_points
+from json import dumps as dump_json
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning_fastdata.cli.commands import print_found
+from lightning_fastdata.errors import FastDataError, OptionsError, require
+from lightning_fastdata.zero_code import VARIABLE, RunSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from jsonargparse import ArgumentParser
+
+    from lightning_fastdata.insight.live.page import LivePage
+
+GROUP: Final = "lightning.pytorch.callbacks_factory"
+_EVERY_S: Final = 1.0
+
+
+def run(
+    command: Sequence[str], *, module: bool = False, fast: bool = False, report: str | None = None
+) -> None:
+    """Run a script; each Lightning Trainer that it makes gets a DataThroughputCallback.
+
+    This process becomes that of the script: signals, exit code and output are its own.
+
+    Args:
+        command: A Python file and its arguments; or a program, such as torchrun, and its own.
+        module: The first of them is a module, as of ``python -m``.
+        fast: Put a FastDataLoader in the place of plain DataLoaders where that changes no batch.
+        report: Where the report is written; None: ``report.json`` in the log folder of the Trainer.
+    """
+    if not any(each.value.startswith("lightning_fastdata.") for each in entry_points(group=GROUP)):
+        raise OptionsError(
+            "Lightning cannot find this package, since it is only on the path, or was installed "
+            "before it had `fastdata run`. Install it: pip install lightning-fastdata."
+        )
+    program = program_of(command, module=module)
+    settings = RunSettings(
+        fast=fast, report=None if report is None else str(Path(report).resolve())
+    )
+    sys.stderr.write(
+        f"fastdata: each Trainer of {command[0]} gets a DataThroughputCallback. A loop without "
+        "Lightning's Trainer is measured by StepTimer.\n"
+    )
+    _become(program, {**os.environ, VARIABLE: settings.as_text()})
+
+
+def program_of(command: Sequence[str], *, module: bool) -> list[str]:
+    """Return the program and its arguments that a command stands for.
+
+    Raises:
+        OptionsError: There is no such file or program.
+    """
+    if not command:
+        raise OptionsError("There is nothing to run. Write: fastdata run train.py [arguments].")
+    first, *rest = command
+    if module:
+        return [sys.executable, "-m", first, *rest]
+    if Path(first).is_file() and first.endswith(".py"):
+        return [sys.executable, first, *rest]
+    found = shutil.which(first)
+    if found is None or first.endswith(".py"):
+        raise OptionsError(f"{first!r} is no Python file here, and no program that can be found.")
+    return [found, *rest]
+
+
+def _become(program: list[str], environ: Mapping[str, str]) -> None:
+    sys.stderr.flush()
+    sys.stdout.flush()
+    if os.name == "posix":
+        os.execve(program[0], program, environ)
+    # Elsewhere the shell would take the end of this process for the end of the script.
+    raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
+
+
+def top(run: str | None = None, *, once: bool = False, web: bool = False, port: int = 0) -> None:
+    """Show how trainings of this user on this machine are going, and where they hang.
+
+    Args:
+        run: The process number of one, or a part of the name of its script or log folder.
+        once: Print one page and end; so it is where the output is no terminal.
+        web: Serve the page to a browser on this machine, under an address with a secret.
+        port: For that; 0: a free one.
+    """
+    from lightning_fastdata.insight.live.page import as_html, as_rich, live_page
+    from lightning_fastdata.insight.live.status import live_folder, read_all
+
+    def page() -> LivePage:
+        now_s = time.time()
+        return live_page(read_all(live_folder(), now_s), run, now_s)
+
+    if web:
+        from lightning_fastdata.insight.live.page import PageServer
+
+        page()  # an error is better told here
+        with PageServer(lambda: as_html(page(), _EVERY_S), port) as server:
+            sys.stdout.write(f"{server.address}\n")
+            sys.stdout.flush()
+            sys.stderr.write("Open this address in a browser on this machine; Ctrl+C ends it.\n")
+            _until_interrupted(server.serve_forever)
+        return
+    require("rich", extra="cli", what="This page")
+    from rich.console import Console
+    from rich.live import Live
+
+    if once or not sys.stdout.isatty():
+        # In a pipe nothing is known of the width, and what is cut off cannot be searched.
+        width = None if sys.stdout.isatty() else 160
+        Console(width=width, highlight=False).print(as_rich(page()))
+        return
+    with Live(as_rich(page()), screen=True, auto_refresh=False) as live:
+
+        def show() -> None:
+            while True:
+                time.sleep(_EVERY_S)
+                live.update(as_rich(page()), refresh=True)
+
+        _until_interrupted(show)
+
+
+def _until_interrupted(show: Callable[[], None]) -> None:
+    with suppress(KeyboardInterrupt):
+        show()
+
+
+def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
+    """Print the summary of a run again, or several runs side by side.
+
+    Args:
+        runs: Folders of runs, or their ``report.json``.
+        open: Open the pages of their reports in the browser.
+    """
+    from lightning_fastdata.insight.report.compare import side_by_side
+    from lightning_fastdata.insight.report.recorded import as_run_report, read_report
+    from lightning_fastdata.insight.report.summary_text import page_line
+
+    files = [report_file(Path(each)) for each in runs]
+    reports = [read_report(file) for file in files]
+    if len(reports) == 1:
+        print_found(as_run_report(reports[0], files[0]))
+    else:
+        sys.stdout.write(f"{side_by_side(dict(zip(map(str, files), reports, strict=True)))}\n")
+    pages = [page for file in files if (page := file.with_suffix(".html")).is_file()]
+    for page in pages:
+        sys.stdout.write(f"{page_line(page)}\n")
+    if open:
+        import webbrowser
+
+        if not pages:
+            raise OptionsError(f"There is no page beside {files[0]}.")
+        for page in pages:
+            webbrowser.open(page.resolve().as_uri())
+
+
+def report_file(run: Path) -> Path:
+    """Return the report that a path means: of a folder its ``report.json``, or the only other one.
+
+    Raises:
+        OptionsError: There is none, or it is not clear which.
+    """
+    if not run.is_dir():
+        return run
+    if (run / "report.json").is_file():
+        return run / "report.json"
+    found = sorted(run.glob("report-*.json")) or sorted(run.rglob("report.json"))
+    if len(found) == 1:
+        return found[0]
+    listed = f" There are: {', '.join(map(str, found[:10]))}." if found else ""
+    raise OptionsError(f"{run} has no report.json.{listed} Name a folder of a run, or its report.")
+
+
+def top_parser() -> ArgumentParser:
+    """Return the parser of ``top``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Show how trainings with a DataThroughputCallback are going, of this user on "
+        "this machine, and where they hang."
+    )
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default=None,
+        help="The process number of one, or a part of the name of its script or log folder.",
+    )
+    parser.add_argument("--once", action="store_true", help="Print one page and end.")
+    parser.add_argument(
+        "--web",
+        action="store_true",
+        help="Serve the page to a browser on this machine, under an address with a secret.",
+    )
+    parser.add_argument("--port", type=int, default=0, help="For --web; 0: a free one.")
+    return parser
+
+
+def report_parser() -> ArgumentParser:
+    """Return the parser of ``report``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Print the summary of a run again, or several runs side by side."
+    )
+    parser.add_argument("runs", nargs="+", help="Folders of runs, or their report.json.")
+    parser.add_argument(
+        "--open", action="store_true", help="Open the pages of their reports in the browser."
+    )
+    return parser
+
+
+def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
+    """Print what differs between two runs, and whether a condition on that holds.
+
+    Args:
+        a: The report.json of the run to compare with.
+        b: The report.json of the run that is compared.
+        fail_if: Conditions that must not hold, e.g. ``step_ms > +10%``.
+        json: Print JSON instead of a table.
+
+    Raises:
+        SystemExit: With code 1 if a condition holds, with code 2 if a report or a condition cannot
+            be read, or a condition cannot be decided.
+    """
+    from lightning_fastdata.insight.report.compare import compare_files
+
+    try:
+        comparison = compare_files(a, b, fail_if)
+    except FastDataError as error:
+        # 1 says that the comparison was made.
+        sys.stderr.write(f"fastdata: {error}\n")
+        raise SystemExit(2) from error
+    if json:
+        sys.stdout.write(f"{dump_json(comparison.as_dict(), indent=2)}\n")
+    else:
+        print_found(comparison)
+    if comparison.failed:
+        raise SystemExit(1)
+
+
+def run_parser() -> ArgumentParser:
+    """Return the parser of ``run``; what follows the script is the script's own."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Run a script as it is; each Lightning Trainer that it makes gets a "
+        "DataThroughputCallback, which prints a summary and writes a report."
+    )
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="Put a FastDataLoader in the place of plain DataLoaders, where the batches stay the "
+        "same to the last bit. Loaders that stay are named, with the reason.",
+    )
+    parser.add_argument("--report", default=None, help="Where the report is written.")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
+    )
+    parser.add_argument(
+        "command",
+        nargs="...",
+        help="A Python file and its arguments; or a program, such as torchrun, and its arguments.",
+    )
+    return parser
+
+
+def compare_parser() -> ArgumentParser:
+    """Return the parser of ``compare``, whose condition may be given several times."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Print what differs between two runs. Exit codes: 0, 1 if a condition holds, "
+        "2 if a report or a condition cannot be read."
+    )
+    parser.add_argument("a", help="The report.json of the run to compare with.")
+    parser.add_argument("b", help="The report.json of the run that is compared.")
+    parser.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="What must not be, any number of times: 'step_ms > +10%' is a change of b over a in "
+        "percent, 'stall_share > +0.02' a change, 'stall_percent > 5' the value of b; with "
+        "'val.' before the name, of validation.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    return parser
