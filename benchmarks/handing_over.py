@@ -21,7 +21,7 @@ from turns import arguments, write
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.planning.facts.probe import known_work
-from lightning_fastdata.randomness.generators import GENERATORS
+from lightning_fastdata.randomness.global_generators import GENERATORS
 from lightning_fastdata.randomness.seeds import seed_global_generators
 
 SIZES = (1, 32, 512)

@@ -19,7 +19,7 @@ from lightning_fastdata.caches.folders import CacheFolder, Kept, hold, open_or_m
 from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.source import Raw, Source, read_ahead, reads_ahead
 from lightning_fastdata.types import Batch, MapDataset
 

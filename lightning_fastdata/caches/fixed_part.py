@@ -17,13 +17,8 @@ from torch.utils.data import Subset
 
 from lightning_fastdata.caches.sample_form import Form, Raw, taken_apart
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.randomness.generators import (
-    GENERATOR_CLASSES,
-    DrawWatch,
-    kept_random_state,
-    seed_generator,
-    state_of,
-)
+from lightning_fastdata.randomness.generators import GENERATOR_CLASSES, seed_generator, state_of
+from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.search import find_instances
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.tree import held

@@ -17,7 +17,7 @@ from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.images.stored import FORMS
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import kept_random_state
 
 _MEASURED: Final = 32
 _ROUNDS: Final = 3

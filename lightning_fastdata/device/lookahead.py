@@ -14,7 +14,7 @@ from lightning_fastdata.batches.staged import (
     leaves,
     shows_its_memory,
 )
-from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.torch_internals import next_has_arrived
 from lightning_fastdata.types import Batch
 

@@ -18,7 +18,7 @@ from lightning_fastdata.batches.staged import (
 from lightning_fastdata.batches.streams import device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import BatchError, OptionsError
-from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.types import Batch, SampleKey, SetsEpoch
 

@@ -20,7 +20,7 @@ from lightning_fastdata.batches.bad_samples import (
 from lightning_fastdata.batches.keyed import ReadsTogether, fetches_in_batches
 from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch

@@ -20,7 +20,7 @@ from lightning_fastdata.batches.keyed import KeyedIterableDataset
 from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.indices import Stateful
-from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.tree import held_by, is_a, leaves
 
 _SHARE: Final = 0.01

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, parts_of
 from lightning_fastdata.order.samplers import HasSampler, epoch_order, index_batches
-from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import kept_random_state
 
 Drawn: TypeAlias = dict[str, Any]
 """What a sampler drew an epoch from, as plain data; empty: nothing is known."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.randomness.generators import GENERATORS
+from lightning_fastdata.randomness.global_generators import GENERATORS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

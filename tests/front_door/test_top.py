@@ -165,7 +165,7 @@ def test_a_browser_gets_the_page_by_the_address_with_the_token_only(live):
         stderr=subprocess.DEVNULL,
         text=True,
         # A shell that runs the tests in its background has its programs ignore the signal.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     address = urlsplit(server.stdout.readline().strip())
     assert address.hostname == "127.0.0.1"

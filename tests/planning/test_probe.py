@@ -58,7 +58,7 @@ from lightning_fastdata.planning.worker_count import (
     workers_for,
     workers_that_wait,
 )
-from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.randomness.global_generators import DrawWatch
 
 BLOCK = bytes(400_000)
 GIB = 2**30

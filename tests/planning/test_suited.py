@@ -23,7 +23,7 @@ from lightning_fastdata.planning.facts.inspection import Questions, inspect_data
 from lightning_fastdata.planning.facts.probe import measure_samples
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.plan_for import choose_executor
-from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.randomness.search import find_composes
 
 

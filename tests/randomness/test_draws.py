@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.randomness import generators as draws
-from lightning_fastdata.randomness.generators import (
+from lightning_fastdata.randomness import global_generators as draws
+from lightning_fastdata.randomness.generators import OwnGenerators
+from lightning_fastdata.randomness.global_generators import (
     DrawWatch,
-    OwnGenerators,
     PythonGenerator,
     kept_random_state,
 )

@@ -23,7 +23,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recording
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
-from lightning_fastdata.randomness.generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.torch_internals import set_worker_info
 from lightning_fastdata.tree import held
 

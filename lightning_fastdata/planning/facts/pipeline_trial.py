@@ -14,7 +14,7 @@ from lightning_fastdata.batches.keyed import fetches_in_batches, keyed
 from lightning_fastdata.batches.staged import RecordedCollate
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
-from lightning_fastdata.randomness.generators import DrawWatch
+from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell
 

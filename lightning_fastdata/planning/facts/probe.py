@@ -29,7 +29,7 @@ from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import ShuffleSampler
-from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.tree import leaves
 

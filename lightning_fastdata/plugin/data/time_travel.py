@@ -37,7 +37,7 @@ from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.transfer import Prefetching
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_place
-from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.search import find_composes
 
 if TYPE_CHECKING:

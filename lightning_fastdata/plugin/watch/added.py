@@ -31,7 +31,7 @@ from lightning_fastdata.plugin.seams.internals import combined_mode
 from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import print_line
 from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
-from lightning_fastdata.randomness.generators import kept_random_state
+from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.tree import children, replace_leaves
 

@@ -1,0 +1,195 @@
+"""The global generators of ``random``, ``numpy.random`` and torch's CPU: were they drawn from?"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.random  # forked processes find it loaded, which takes a tenth of a second
+import torch
+
+PYTHON: Any = getattr(random.getstate, "__self__", None)
+"""The generator behind ``random``."""
+GENERATORS: Final = ("random", "numpy", "torch")
+"""The global generators, as they are named here."""
+_MT19937_WORDS: Final = 624
+_MT19937_BYTES: Final = 4 * (_MT19937_WORDS + 1)
+"""A Mersenne Twister in memory: its words, and the position among them."""
+_Twister: TypeAlias = ctypes.Array[ctypes.c_char]
+"""Its memory; read and written, as ``raw``, while the interpreter's lock is held."""
+_without_deviate: bytes | None = None
+"""Words at which ``numpy.random`` keeps no normal deviate back, which it is slow to ask."""
+
+
+def _twister_at(address: int) -> _Twister:
+    return (ctypes.c_char * _MT19937_BYTES).from_address(address)
+
+
+class DrawWatch:
+    """Remembers the states of the global generators, and sees whether they are still the same.
+
+    Seeding a generator costs more than a cheap sample does, so each is seeded only once a dataset
+    has been seen to draw from it. Code that draws and puts the state back cannot be seen.
+
+    Args:
+        names: Which generators, of ``GENERATORS``.
+    """
+
+    def __init__(self, names: Collection[str] = GENERATORS) -> None:
+        self._watched = {name: _WATCHED[name]() for name in names}
+        self.begin()
+
+    def begin(self) -> None:
+        """Remember the present states."""
+        for generator in self._watched.values():
+            generator.begin()
+
+    def drew(self) -> bool:
+        """Return whether any of the generators has moved since."""
+        return any(generator.moved() for generator in self._watched.values())
+
+    def drawn(self) -> list[str]:
+        """Return the names of the generators that have moved since."""
+        return [name for name, generator in self._watched.items() if generator.moved()]
+
+    def restore(self) -> None:
+        """Put the remembered states back."""
+        for generator in self._watched.values():
+            generator.restore()
+
+    def leave(self, names: Collection[str]) -> None:
+        """Watch some of the generators no longer."""
+        for name in names:
+            del self._watched[name]
+
+
+class PythonGenerator:
+    """The state behind ``random``, in memory: ``getstate`` and a comparison take 15 us.
+
+    Its position and words are at ``address``; 0: ``getstate`` is to be asked. Default: where
+    CPython keeps them.
+    """
+
+    def __init__(self, address: int | None = None) -> None:
+        address = _python_address() if address is None else address
+        self._memory = _twister_at(address) if address else None
+        self._state: Any = None
+
+    def begin(self) -> None:
+        """Remember the present state."""
+        self._state = self._read()
+
+    def moved(self) -> bool:
+        """Return whether the generator has moved since."""
+        return bool(self._state != self._read())
+
+    def restore(self) -> None:
+        """Put the remembered state back."""
+        if self._memory is None:
+            random.setstate(self._state)
+        else:
+            self._memory.raw, PYTHON.gauss_next = self._state
+
+    def _read(self) -> object:
+        if self._memory is None:
+            return random.getstate()
+        # A normal deviate is kept back beside the words.
+        return self._memory.raw, PYTHON.gauss_next
+
+
+@cache
+def _python_address() -> int:
+    """Return where CPython keeps the position and the words behind ``random``; 0 if unknown."""
+    head = object.__basicsize__
+    if (
+        sys.implementation.name != "cpython"
+        or type(PYTHON) is not random.Random
+        or head + _MT19937_BYTES > type(PYTHON).__basicsize__
+    ):
+        return 0
+    _, (*words, position), _ = PYTHON.getstate()
+    expected = np.array([position, *words], np.uint32).tobytes()
+    address = id(PYTHON) + head
+    return address if ctypes.string_at(address, _MT19937_BYTES) == expected else 0
+
+
+class _NumpyGenerator:
+    """The state behind ``numpy.random``, in memory: ``get_state`` and ``set_state`` take 100 us."""
+
+    def __init__(self) -> None:
+        self._owner: object = None
+        self._memory: _Twister | None = None
+        self._words: bytes | None = None
+        self._state: Any = None
+
+    def begin(self) -> None:
+        global _without_deviate
+        self._words, self._state = self._read(), None
+        if self._words is None or self._words != _without_deviate:
+            # A normal deviate is kept back beside the words; while there is none, and the words
+            # stay the same, there will be none.
+            self._state = np.random.get_state(legacy=False)
+            if self._words is not None and self._state["has_gauss"] == 0:
+                self._state, _without_deviate = None, self._words
+
+    def moved(self) -> bool:
+        if self._state is None:
+            return self._read() != self._words
+        return not _equal(self._state, np.random.get_state(legacy=False))
+
+    def restore(self) -> None:
+        if self._state is not None or self._words is None:
+            np.random.set_state(self._state)
+        elif self._read() != self._words:
+            np.random.seed(0)  # keeps no deviate back
+            if self._memory is None:  # of a generator that has taken its place
+                raise RuntimeError("numpy.random got a generator of another kind in between")
+            self._memory.raw = self._words
+
+    def _read(self) -> bytes | None:
+        generator = np.random.mtrand.get_bit_generator()
+        if generator is not self._owner:
+            known = isinstance(generator, np.random.MT19937)
+            self._memory = _twister_at(generator.ctypes.state_address) if known else None
+            self._owner = generator
+        return None if self._memory is None else self._memory.raw
+
+
+class _TorchGenerator:
+    """The state of torch's CPU generator."""
+
+    def begin(self) -> None:
+        self._state = torch.default_generator.get_state()
+
+    def moved(self) -> bool:
+        now = torch.default_generator.get_state()
+        # Bytes are compared faster than tensors, and than memoryviews.
+        return bool(now.numpy().tobytes() != self._state.numpy().tobytes())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._state)
+
+
+_WATCHED: Final = {"random": PythonGenerator, "numpy": _NumpyGenerator, "torch": _TorchGenerator}
+
+
+def _equal(ours: object, theirs: object) -> bool:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_equal(ours[k], theirs[k]) for k in ours)
+    return bool(np.array_equal(ours, theirs))  # type: ignore[arg-type]
+
+
+@contextmanager
+def kept_random_state(names: Collection[str] = GENERATORS) -> Iterator[None]:
+    """Restore the global generators, or some of them, at the end of the block."""
+    watch = DrawWatch(names)
+    try:
+        yield
+    finally:
+        watch.restore()
