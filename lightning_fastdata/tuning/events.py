@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_fastdata.executors.pool.splitter import rows_per_task
-from lightning_fastdata.executors.ray.actor import BATCHES_AT_ONCE
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 
+_EACH: Final = 2
+"""Batches that an actor is given at once."""
 _DONE_NS: Final = 1e-3
 _PARTS_PER_WORKER: Final = 2
 """Of one batch: more parts keep workers no busier, and take longer to model."""
@@ -139,7 +140,7 @@ class EventModel:
             for job in self._running:
                 busy[job.worker] += 1
             least = min(range(len(busy)), key=busy.__getitem__)
-            if busy[least] >= BATCHES_AT_ONCE:
+            if busy[least] >= _EACH:
                 break
             self._lanes[least].append(self._todo.popleft())
 

@@ -19,7 +19,7 @@ ALLOWED = {
     ("batches/packed.py", "pickle.Unpickler"): f"batches: {PIPE}",
     ("executors/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
     ("executors/stream_position.py", "pickle.loads"): f"states of streams: {PIPE}",
-    ("augment/show/pictures.py", "exec_module"): "the file with the pipeline, named by the user",
+    ("host/machine.py", "exec_module"): "the file with the pipeline, named by the user",
 }
 """Module and call -> why it may."""
 
