@@ -15,9 +15,9 @@ from typing import Final
 from lightning_fastdata.executors.pool.splitter import rows_per_task
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 
+_DONE_NS: Final = 1e-3
 _EACH: Final = 2
 """Batches that an actor is given at once."""
-_DONE_NS: Final = 1e-3
 _PARTS_PER_WORKER: Final = 2
 """Of one batch: more parts keep workers no busier, and take longer to model."""
 _TAKING_FROM_TORCH: Final = 0.5

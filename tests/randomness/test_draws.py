@@ -69,6 +69,35 @@ def test_a_deviate_kept_back_after_the_watch_began_is_dropped_by_restoring() -> 
     assert np.random.randn() == first
 
 
+def test_a_deviate_kept_back_is_asked_for_anew_where_the_words_are_those_of_before() -> None:
+    np.random.seed(0)
+    np.random.rand(2)  # as many words as a pair of normal deviates takes
+    with kept_random_state():
+        np.random.seed(1)
+    np.random.seed(0)
+    np.random.randn()
+    with kept_random_state():
+        np.random.seed(1)
+    kept_back = np.random.randn()
+    np.random.seed(0)
+    assert np.random.randn(2)[1] == kept_back
+
+
+@pytest.mark.parametrize("first", DRAWS.values(), ids=DRAWS)
+def test_a_block_that_draws_leaves_what_comes_after_as_it_was(first) -> None:
+    after = []
+    for _ in range(2):
+        seed_global_generators(3, 1, 4)
+        first()
+        if after:
+            with kept_random_state():
+                seed_global_generators(1, 5, 9)
+                for draw in DRAWS.values():
+                    draw()
+        after.append([repr(draw()) for draw in DRAWS.values()])
+    assert after[0] == after[1]
+
+
 def test_another_generator_behind_numpy_is_watched_too() -> None:
     np.random.set_bit_generator(np.random.PCG64(3))
     watch = DrawWatch()
