@@ -134,7 +134,7 @@ def why_not(
         if f.total_bytes > free_bytes:
             return f"{gigabytes:.3g} GB, for which {free_bytes / 1e9:.3g} GB of {what} may be used"
     after = f.paid_back_epochs
-    if after is None or after > epochs:
+    if after is None or after >= epochs:  # even is no gain, and one epoch reads no kept sample
         return f"{f}, of {epochs:g}"
     return None
 

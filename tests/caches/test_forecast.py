@@ -78,7 +78,7 @@ def test_a_cache_is_worth_it_if_it_is_quick_fits_and_is_paid_back(
     after = forecast.paid_back_epochs
     refused = why_not(forecast, disk_bytes=disk, memory_bytes=memory, epochs=epochs)
     worth = made >= 2 * later and disk >= 1 and memory >= 1
-    assert (refused is None) == (worth and after is not None and after <= epochs)
+    assert (refused is None) == (worth and after is not None and after < epochs)
 
 
 def folder_of(root, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import multiprocessing
 import pickle
 import random
@@ -183,7 +184,10 @@ def test_workers_that_wait_for_each_other_are_taken_back():
     )  # fmt: skip
     run(loader, 1)
     loader.close()
-    assert [move.outcome for move in mine.moves] == ["taken back"]  # and none is tried again
+    assert {move.outcome for move in mine.moves} == {"taken back"}
+    tried = [move.after for move in mine.moves]
+    # If steps became longer, fewer may do. Noise tells that so too; none is tried again.
+    assert all(later < earlier for earlier, later in itertools.pairwise(tried))
     assert loader.num_workers == mine.workers == 1
 
 
