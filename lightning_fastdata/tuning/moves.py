@@ -40,8 +40,8 @@ _HARDLY: Final = 0.2
 _SURE: Final = 1.25
 """Fewer workers have to suffice if samples took a quarter longer, too."""
 _AS_GOOD: Final = 1.01
-_LEAST_SEEN: Final = 0.02
-"""Of the step: a gain that was seen, and not only hoped for."""
+_LONGER_WAIT: Final = 0.02
+"""Of the step: what the wait with fewer workers may be longer."""
 _NOISE: Final = 0.04
 """Of the step: by so much two windows differ where nothing has changed."""
 _STEADY: Final = 0.4
@@ -268,10 +268,10 @@ def paid(move: Move, after: Window) -> bool:
     if move.after < move.before:
         # What the training itself takes differs from window to window, the wait hardly does.
         longer_ms = after.wait_ms - move.wait_before_ms
-        limit_ms = _LEAST_SEEN * move.step_before_ms
+        limit_ms = _LONGER_WAIT * move.step_before_ms
         return longer_ms <= limit_ms and gained_ms >= -_NOISE * move.step_before_ms
     expected_ms = move.step_before_ms - move.step_expected_ms
-    return gained_ms >= max(_LEAST_SEEN * move.step_before_ms, expected_ms / 3)
+    return gained_ms >= max(_NOISE * move.step_before_ms, expected_ms / 3)
 
 
 def still_open(numbers: range, move: Move) -> range:

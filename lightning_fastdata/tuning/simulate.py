@@ -114,7 +114,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
         tasks_ns = task_ns * len(batch.tasks)
         reading = pause * len(batch.tasks) - tasks_ns
         for task in batch.tasks:
-            # What the kernel reports of short tasks is late, but right in the sum: a batch's.
+            # Threads that collate compute: where less was on a CPU, the rest was blocked or queued.
             scale = 1.0
             if task.cpu_ns is not None:
                 scale = min(1.0, task.cpu_ns / max(1, task.collate_ns))

@@ -128,6 +128,8 @@ def test_what_is_not_measured_or_not_known_to_the_model_changes_nothing():
         (2, 6, 10.0, 12.0, True),
         (2, 6, 10.0, 19.0, False),  # less than a third of what was expected
         (2, 6, 19.0, 19.8, False),  # noise
+        (2, 6, 19.0, 19.4, False),  # more than a third, but still noise
+        (2, 6, 19.0, 19.1, True),
         (6, 2, 20.0, 20.5, True),
         (6, 2, 20.0, 21.5, False),
         (6, 3, None, 40.0, True),  # memory was short
