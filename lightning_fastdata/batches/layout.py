@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class Field:
     shape: tuple[int, ...]
     batch_dtype: torch.dtype
     """What the default collation makes of it."""
+    row_bytes: int = dataclasses.field(init=False)
+    """What it takes in a batch for each sample; kept, as each batch asks several times."""
+
+    def __post_init__(self) -> None:
+        size = math.prod(self.shape) * self.batch_dtype.itemsize
+        object.__setattr__(self, "row_bytes", size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +84,7 @@ class SampleLayout:
         starts, end = [], 0
         for field in self.fields:
             starts.append(end)
-            size = samples * math.prod(field.shape) * field.batch_dtype.itemsize
-            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end += -(-samples * field.row_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return starts, end
 
     def tensors(self, memory: Memory, samples: int) -> list[torch.Tensor]:
@@ -102,7 +108,7 @@ class SampleLayout:
     @property
     def rows_at_once(self) -> int:
         """How many samples are best written with one call of :meth:`write`."""
-        size = sum(math.prod(f.shape) * f.batch_dtype.itemsize for f in self.fields)
+        size = sum(field.row_bytes for field in self.fields)
         rows = _BLOCK_BYTES // max(1, size)
         return rows if rows >= _FEWEST_ROWS else 1
 

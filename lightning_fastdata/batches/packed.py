@@ -119,7 +119,8 @@ def tensor_over(
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(owner, dtype=dtype, count=count, offset=offset).view(shape)
+    flat = torch.frombuffer(owner, dtype=dtype, count=count, offset=offset)
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def _tensor_view(leaf: PackedLeaf, owner: Memory) -> torch.Tensor:

@@ -168,15 +168,12 @@ class Slot:
     descriptor: int | None
     """Of the memory file; None: private memory, or closed."""
     mapping: mmap.mmap
+    size_bytes: int
+    """Length of the memory."""
     locked: Locked | None
     """While the memory is locked for a device."""
     lease: weakref.ref[NDArray[np.uint8]] | None = None
     """The array that was handed out over it."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the memory."""
-        return len(self.mapping)
 
     def close(self) -> None:
         """Close the file; what still views the memory has it mapped."""
@@ -207,17 +204,14 @@ class SlotPool:
             self._most = max(2, (self._files - opened) // _FILES_PER_SLOT)
         self._warned = False
         self._numbers = 0
+        self.size_bytes = 0
+        """What the slots take together; kept, as it is asked for several times a batch."""
         self._slots: dict[int, Slot] = {}
         self._free: list[Slot] = []
         self._returned: deque[Slot] = deque()
         self.dropped: deque[int] = deque()
         """Numbers of slots given up since this was last emptied; side processes unmap them."""
         weakref.finalize(self, _close_files, self._slots).atexit = False
-
-    @property
-    def size_bytes(self) -> int:
-        """What the slots take together."""
-        return sum(slot.size_bytes for slot in self._slots.values())
 
     @property
     def free_count(self) -> int:
@@ -303,13 +297,15 @@ class SlotPool:
 
     def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
         locked = None if self._page_locks is None else self._page_locks.lock(mapping)
-        slot = Slot(self._numbers, descriptor, mapping, locked)
+        slot = Slot(self._numbers, descriptor, mapping, len(mapping), locked)
         self._numbers += 1
+        self.size_bytes += slot.size_bytes
         self._slots[slot.number] = slot
         return slot
 
     def _drop(self, slot: Slot) -> None:
         del self._slots[slot.number]
+        self.size_bytes -= slot.size_bytes
         if slot in self._free:
             self._free.remove(slot)
         if slot.descriptor is not None:

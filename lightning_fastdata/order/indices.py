@@ -8,11 +8,13 @@ they are those of before is seen by their digest.
 from __future__ import annotations
 
 import base64
+import sys
 import warnings
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
@@ -38,6 +40,8 @@ Drawn: TypeAlias = dict[str, Any]
 _HASHED_AT_ONCE: Final = 2**16
 _DIGESTS_KEPT: Final = 2**12
 """Batches that are read ahead of the training at most."""
+_PLAIN: Final = np.dtype("<i8")
+"""Of indices, as they are hashed."""
 _CHECKED: Final = 2**27
 """Samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
 _DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
@@ -296,22 +300,25 @@ class _Digests:
     """The digest of the indices of an epoch before each of its last batches."""
 
     def __init__(self, start: Start) -> None:
-        self._crc = 0
-        self._first = 0
+        self._crc = self._count = 0
         self._last: deque[int] = deque((0,), _DIGESTS_KEPT)
         self._exact = start.same_batches
 
     def add(self, batch: object) -> None:
-        self._crc = zlib.crc32(_as_bytes(batch), self._crc)
-        self._first += len(self._last) == _DIGESTS_KEPT
+        plain = type(batch) is np.ndarray and batch.dtype == _PLAIN and batch.flags.c_contiguous
+        self._crc = zlib.crc32(batch if plain else _as_bytes(batch), self._crc)  # type: ignore[arg-type]
+        self._count += 1
         self._last.append(self._crc)
 
     def at(self, batches: int) -> int | None:
-        number = batches - self._first
+        number = batches - self._count + len(self._last) - 1
         return self._last[number] if self._exact and 0 <= number < len(self._last) else None
 
 
 def _as_bytes(batch: object) -> bytes:
+    if type(batch) is list and sys.byteorder == "little":
+        with suppress(TypeError, OverflowError):  # which other lists raise
+            return array("q", batch).tobytes()  # in a half of NumPy's time
     if isinstance(batch, np.ndarray | list | tuple | int):
         numbers = np.asarray(batch)
         if numbers.dtype.kind in "iu":

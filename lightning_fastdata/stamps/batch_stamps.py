@@ -89,13 +89,14 @@ class WaitWatch:
         self._thread: int | None = None
         self._schedule: ThreadSchedule | None = None
         self._queued: tuple[int, int] | None = None
+        self._recorded = False
         self._sampled: list[tuple[int, int]] = []
         self._unpacked: list[tuple[int, int]] = []
         self.requested_ns = 0
 
     def requested(self, *, recorded: bool) -> None:
         """Note that a batch is asked for now; the kernel is asked only for what is recorded."""
-        self._queued = None
+        self._queued, self._recorded = None, recorded
         if recorded:
             thread = threading.get_native_id()
             if self._schedule is None or thread != self._thread:  # the file is of its thread
@@ -115,6 +116,8 @@ class WaitWatch:
 
     def unpacked(self, call: Callable[[], T]) -> T:
         """Return what a call returns that takes a batch out of what it was sent in."""
+        if not self._recorded:
+            return call()
         began_ns = time.thread_time_ns()
         try:
             return call()

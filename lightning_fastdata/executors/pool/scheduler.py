@@ -246,7 +246,8 @@ class PoolExecutor:
         child, task, ended = answer.child, answer.task, answer.ended
         batch, result = task.batch, ended.result
         batch.open_tasks -= 1
-        batch.note(ended.faults)
+        if ended.faults:
+            batch.note(ended.faults)
         self._stall.note_task(ended.spent_ns)
         if ended.stamps is not None and not isinstance(result, protocol.OldEpoch):
             batch.stamps.append(ended.stamps)

@@ -255,7 +255,8 @@ class Splitter:
             plan.guard, indices, run.number, batched=plan.batched
         )
         batch = PendingBatch(number, run.generation, run.number, indices, plan.batched)
-        batch.note(left_out)
+        if left_out:
+            batch.note(left_out)
         return batch
 
     def note_time(self, sample_ns: float) -> None:
