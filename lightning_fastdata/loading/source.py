@@ -135,7 +135,7 @@ def open_source(
             dataset,
             device_of(settings.device_resident),
             default_collation=collate_fn is collate_samples and makes_batches(settings),
-            batches=partial(iter, indices or ()),
+            batches=partial(iter, () if indices is None else indices),  # of no batches it is false
             staged=settings.staged,
             generator=settings.generator,
         )
