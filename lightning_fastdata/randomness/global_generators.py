@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,17 +17,20 @@ import torch
 
 PYTHON: Any = getattr(random.getstate, "__self__", None)
 """The generator behind ``random``."""
+NUMPY: Any = getattr(np.random.get_state, "__self__", None)
+"""That behind ``numpy.random``, as NumPy has had it since before ``default_rng``."""
 GENERATORS: Final = ("random", "numpy", "torch")
 """The global generators, as they are named here."""
 _MT19937_WORDS: Final = 624
 _MT19937_BYTES: Final = 4 * (_MT19937_WORDS + 1)
 """A Mersenne Twister in memory: its words, and the position among them."""
-_Twister: TypeAlias = ctypes.Array[ctypes.c_char]
-"""Its memory; read and written, as ``raw``, while the interpreter's lock is held."""
+_DEVIATE_BYTES: Final = struct.calcsize("@i4xd")
+_Memory: TypeAlias = ctypes.Array[ctypes.c_char]
+"""Read and written, as ``raw``, while the interpreter's lock is held."""
 
 
-def _twister_at(address: int) -> _Twister:
-    return (ctypes.c_char * _MT19937_BYTES).from_address(address)
+def _memory_at(address: int, size_bytes: int) -> _Memory:
+    return (ctypes.c_char * size_bytes).from_address(address)
 
 
 class DrawWatch:
@@ -76,7 +80,7 @@ class PythonGenerator:
 
     def __init__(self, address: int | None = None) -> None:
         address = _python_address() if address is None else address
-        self._memory = _twister_at(address) if address else None
+        self._memory = _memory_at(address, _MT19937_BYTES) if address else None
         self._state: Any = None
 
     def begin(self) -> None:
@@ -117,46 +121,71 @@ def _python_address() -> int:
     return address if ctypes.string_at(address, _MT19937_BYTES) == expected else 0
 
 
-class _NumpyGenerator:
-    """The state behind ``numpy.random``, in memory: ``get_state`` takes 30 us, ``set_state`` 70."""
+class NumpyGenerator:
+    """The state behind ``numpy.random``, in memory: ``get_state`` takes 30 us, ``set_state`` 70.
 
-    def __init__(self) -> None:
+    ``offset``: where the deviate is that is kept back beside the words, from the address of the
+    ``RandomState``; 0: ``get_state`` is to be asked. Default: where NumPy keeps it.
+    """
+
+    def __init__(self, offset: int | None = None) -> None:
+        offset = _deviate_offset() if offset is None else offset
+        self._deviate = _memory_at(id(NUMPY) + offset, _DEVIATE_BYTES) if offset else None
         self._owner: Any = None
-        self._memory: _Twister | None = None
-        self._words: bytes | None = None
-        self._plain: bytes | None = None
+        self._words: _Memory | None = None
         self._state: Any = None
 
     def begin(self) -> None:
-        words = self._read()
-        if words is None or words != self._plain:
-            # A normal deviate is kept back beside the words; while there is none, and the words
-            # stay the same, there will be none.
-            self._state = np.random.get_state(legacy=False)
-            self._plain = words if self._state.get("has_gauss") == 0 else None
-        self._words = words
+        """Remember the present state."""
+        owner = np.random.mtrand.get_bit_generator()
+        if owner is not self._owner:
+            self._owner, self._words = owner, None
+            if self._deviate is not None and isinstance(owner, np.random.MT19937):
+                self._words = _memory_at(owner.ctypes.state_address, _MT19937_BYTES)
+        self._state = self._read()
 
     def moved(self) -> bool:
-        if self._words is not None and self._plain is not None:
-            return self._read() != self._words
-        return not _equal(self._state, np.random.get_state(legacy=False))
+        """Return whether the generator has moved since, or is another one."""
+        same = np.random.mtrand.get_bit_generator() is self._owner
+        return not (same and _equal(self._state, self._read()))
 
     def restore(self) -> None:
-        now = self._read()
-        if now is None or self._memory is None or self._plain is None:
+        """Put the remembered state back."""
+        if np.random.mtrand.get_bit_generator() is not self._owner:
+            np.random.mtrand.set_bit_generator(self._owner)
+        if self._words is None or self._deviate is None:
             np.random.set_state(self._state)
-        elif now != self._plain:
-            np.random.seed(0)  # keeps no deviate back
+        elif self._state != self._read():
             with self._owner.lock:
-                self._memory.raw = self._plain
+                self._words.raw, self._deviate.raw = self._state
 
-    def _read(self) -> bytes | None:
-        generator = np.random.mtrand.get_bit_generator()
-        if generator is not self._owner:
-            known = isinstance(generator, np.random.MT19937)
-            self._memory = _twister_at(generator.ctypes.state_address) if known else None
-            self._owner = generator
-        return None if self._memory is None else self._memory.raw
+    def _read(self) -> object:
+        if self._words is None or self._deviate is None:
+            return np.random.get_state(legacy=False)
+        return self._words.raw, self._deviate.raw
+
+
+@cache
+def _deviate_offset() -> int:
+    """Return where a ``RandomState`` keeps a normal deviate back, in bytes; 0 if unknown.
+
+    It is a C ``int``, whether there is one, and then the ``double`` itself.
+    """
+    if sys.implementation.name != "cpython" or type(NUMPY) is not np.random.RandomState:
+        return 0
+    one = np.random.RandomState(0)
+    found = set()
+    for number in range(6):
+        one.standard_normal()
+        kept = one.get_state(legacy=False)
+        if number % 2 == 0:
+            memory = ctypes.string_at(id(one), type(one).__basicsize__)
+            found.add(memory.find(struct.pack("@i4xd", 1, kept["gauss"])))
+    offset = found.pop()
+    if found or offset <= 0:
+        return 0
+    none_kept = ctypes.string_at(id(one) + offset, _DEVIATE_BYTES)
+    return offset if none_kept == bytes(_DEVIATE_BYTES) and not kept["has_gauss"] else 0
 
 
 class _TorchGenerator:
@@ -174,7 +203,7 @@ class _TorchGenerator:
         torch.set_rng_state(self._state)
 
 
-_WATCHED: Final = {"random": PythonGenerator, "numpy": _NumpyGenerator, "torch": _TorchGenerator}
+_WATCHED: Final = {"random": PythonGenerator, "numpy": NumpyGenerator, "torch": _TorchGenerator}
 
 
 def _equal(ours: object, theirs: object) -> bool:

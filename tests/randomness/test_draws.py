@@ -117,8 +117,45 @@ def test_a_watch_may_begin_again() -> None:
     assert watch.drew()
 
 
-def test_the_state_behind_random_is_where_it_is_read() -> None:
+def test_the_states_behind_random_and_numpy_are_where_they_are_read() -> None:
     assert draws._python_address()
+    assert draws._deviate_offset()
+
+
+@pytest.mark.parametrize("offset", [draws._deviate_offset(), 0], ids=["memory", "get_state"])
+def test_numpys_generator_is_put_back_to_the_very_state_it_had(offset) -> None:
+    generator = draws.NumpyGenerator(offset)
+    for steps in range(12):
+        np.random.seed(steps)
+        for _ in range(steps):  # an odd number leaves a deviate
+            np.random.randn()
+        generator.begin()
+        assert not generator.moved()
+        wanted = np.random.get_state()
+        for _ in range(steps % 3 + 1):
+            np.random.randn()
+        assert generator.moved()
+        generator.restore()
+        assert repr(np.random.get_state()) == repr(wanted)
+        assert not generator.moved()
+    np.random.set_state(("MT19937", [1] * 624, 5, 1, 0.25))
+    generator.begin()
+    assert np.random.randn() == 0.25
+    assert generator.moved()  # by the deviate alone
+    generator.restore()
+    assert np.random.randn() == 0.25
+
+
+def test_a_generator_that_took_the_place_of_numpys_in_a_block_goes_again() -> None:
+    np.random.seed(3)
+    wanted = np.random.rand()
+    np.random.seed(3)
+    before = np.random.mtrand.get_bit_generator()
+    with kept_random_state():
+        np.random.set_bit_generator(np.random.PCG64(3))
+        np.random.rand()
+    assert np.random.mtrand.get_bit_generator() is before
+    assert np.random.rand() == wanted
 
 
 @pytest.mark.parametrize("address", [draws._python_address(), 0], ids=["memory", "getstate"])
