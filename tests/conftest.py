@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+# Programs of tests, and workers, that are started so find imported what takes seconds.
+multiprocessing.set_forkserver_preload(["lightning.pytorch", "lightning_fastdata"])
 
 # Without a GPU the Triton kernels are tested in Triton's interpreter, which has to be asked for
 # before anybody imports Triton.

@@ -139,6 +139,7 @@ def assert_same(some, others):
             assert torch.equal(a, b)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_of_any_form_are_what_the_pipelines_alone_make(form):
     plain = batches(Photos(form=form), recorded=False)
@@ -210,6 +211,7 @@ class Using(Photos):
         return self.use(tensor)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("use", USES)
 def test_whatever_a_dataset_does_with_the_tensor_gives_the_same(use):
     assert_same(batches(Using(use), recorded=False), finished(batches(Using(use), recorded=True)))

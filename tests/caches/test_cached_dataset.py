@@ -123,6 +123,7 @@ COMPOSES = {
 STEPS = {"flip": 1, "crop": 0, "late": 2, "fixed": None, "rare": 1}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("version", [T, v2], ids=["v1", "v2"])
 @pytest.mark.parametrize("name", COMPOSES)
 def test_the_steps_before_the_first_random_one_are_kept(tmp_path, photos, version, name):

@@ -90,6 +90,8 @@ def open_hugging_face(folder: Path, shuffle: bool, decode: Callable[[Any], Any])
     import datasets
     from datasets.distributed import split_dataset_by_node
 
+    # Where it is shuffled, the library sleeps for 5 s at the end of each stream of Parquet files.
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.5
     files = sorted(str(path) for path in folder.glob("*.parquet"))
     stream = datasets.load_dataset(
         "parquet", data_files=files, streaming=True, split="train", cache_dir=str(folder / "cache")

@@ -340,6 +340,7 @@ def test_a_file_that_is_damaged_is_no_file(tmp_path, content):
 # --- what Lightning's BatchSizeFinder is known to get wrong ------------------------------------
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("asked", [64, 256, 4096, "auto"])
 @pytest.mark.parametrize("length", [50, 64, 1000])
 def test_a_size_that_is_chosen_has_run_however_long_the_dataset_is(tmp_path, asked, length):
@@ -368,6 +369,7 @@ def test_nothing_is_written_and_the_loader_of_the_training_is_made_once(tmp_path
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     "text",
     [

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from conformance.forked_ranks import launched
+from conformance.forked_ranks import launched_anew
 from resilience.runs import lines
 from thoroughness import LONG
 
@@ -22,7 +22,7 @@ SIGNALS = 20 if LONG else 3
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preempted")
     names = shared_memory()
-    launched(PROGRAM, str(folder), "4", str(SIGNALS))
+    launched_anew(PROGRAM, str(folder), "4", str(SIGNALS))
     until = time.monotonic() + 20
     # Other programs have names there too, for as long as they open what they share.
     while (left := shared_memory() - names) and time.monotonic() < until:

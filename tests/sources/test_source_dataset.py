@@ -115,6 +115,7 @@ def test_records_come_in_any_order(tmp_path_factory, data):
     assert [bytes(raw) for raw in source.get_bytes(order)] == [record(index) for index in order]
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("executor", ["inline", "workers", "sidecar", "torch"])
 def test_every_executor_delivers_the_records(source, executor):
     dataset = sources.SourceDataset(source, decode)
