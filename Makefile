@@ -10,9 +10,9 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Three processes for two CPUs, as many tests wait. By files, as several have a fixture that takes
-# long for all of their tests; in the order of tests/thoroughness.py, the longest first.
-PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# By files, as several have a fixture that takes long for all of their tests; in the order of
+# tests/thoroughness.py, the longest first. A third process for two CPUs gains nothing.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # Albumentations asks the network for its newest version at import unless this is set.
 export NO_ALBUMENTATIONS_UPDATE := 1

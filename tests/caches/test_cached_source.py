@@ -86,8 +86,8 @@ def test_workers_and_later_runs_share_what_is_kept(log, tmp_path):
     assert sorted(asked(log)) == list(range(COUNT))
     log.unlink()
     epoch()
-    # Eight are compared with the source when a run opens the cache.
-    assert len(asked(log)) <= 8
+    # Eight are compared with the source by each process that opens the cache before another has.
+    assert len(asked(log)) <= 2 * 8
 
 
 def test_many_threads_open_one_cache(log, tmp_path):

@@ -191,6 +191,29 @@ def test_workers_that_wait_for_each_other_are_taken_back():
     assert loader.num_workers == mine.workers == 1
 
 
+class Large(Dataset):
+    """Samples of 1 MiB that take nothing but to be copied."""
+
+    block = torch.zeros(2**20, dtype=torch.uint8)
+
+    def __len__(self):
+        return 16 * 64
+
+    def __getitem__(self, index):
+        return self.block
+
+
+@in_real_time
+def test_workers_that_only_copy_are_not_taken_for_such_that_wait():
+    mine = tuner()
+    loader = FastDataLoader(Large(), 16, executor="workers", num_workers=2, tune=mine)
+    for _ in range(4):
+        for _batch in loader:
+            pass
+    loader.close()
+    assert all(move.after <= 2 for move in mine.moves)
+
+
 @in_real_time
 def test_no_worker_is_forked_from_a_process_that_has_opened_what_it_must_not_share():
     told = []
