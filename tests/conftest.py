@@ -60,15 +60,6 @@ def subclasses(kind):
     return found
 
 
-@pytest.fixture(scope="module")
-def quick_collections():
-    """Leave what was imported by now out of collections of garbage, as the guard has many."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def no_earlier_trainings(monkeypatch, tmp_path_factory):
     """Begin without what another test, or a training on this machine, has kept."""
@@ -84,6 +75,12 @@ def no_global_seed(monkeypatch):
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+def pytest_collection_finish():
+    """Leave what was imported by now, and the tests, out of collections of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):

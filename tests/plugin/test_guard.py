@@ -29,10 +29,7 @@ FEATURES = 6
 CLASSES = 3
 
 torch.set_num_threads(1)
-pytestmark = [
-    pytest.mark.usefixtures("quick_collections"),
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning|pytorch_lightning|torch"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning|pytorch_lightning|torch")
 
 
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])

@@ -23,7 +23,6 @@ from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("quick_collections")
 
 MIB = 2**20
 GIB = 2**30

@@ -26,7 +26,6 @@ from lightning_fastdata.plugin.guard.prediction import (
 
 MIB, GIB = 2**20, 2**30
 QUIET = LoaderOptions(num_workers=0)
-pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 class Device:

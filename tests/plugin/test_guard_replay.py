@@ -26,8 +26,6 @@ TEXTS = {
     "host": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
 }
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Numbers(Dataset):
     def __init__(self):

@@ -206,6 +206,12 @@ def test_what_asks_for_nothing_comes_after_what_costs():
     assert [found.code for found in findings(hidden)] == ["FD314", "FD301"]
 
 
+def test_what_the_cpu_does_between_steps_is_no_device_that_waits():
+    assert "FD314" in {found.code for found in findings(Evidence(**FINE, gap_ms=10.0))}
+    on_cpu = Evidence(**{**FINE, "gap_ms": 10.0, "device": "cpu"})
+    assert [found.code for found in findings(on_cpu)] == ["FD319"]
+
+
 def test_the_only_epoch_so_far_says_nothing_of_the_starts_of_others():
     assert "FD310" not in {f.code for f in findings(replace(TABLE["FD310"][0], epochs=1))}
 

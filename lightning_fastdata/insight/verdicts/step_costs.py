@@ -124,6 +124,8 @@ def _augmentation(e: Evidence) -> Finding | None:
 
 
 def _host_gap(e: Evidence) -> Finding | None:
+    if e.device == "cpu":  # it is the host: what it does between steps is told of callbacks
+        return None
     share = e.of_step(e.gap_ms)
     if share is None or share < _GAP_HIGH or (e.gap_ms or 0.0) < _GAP_LEAST_MS:
         return None
