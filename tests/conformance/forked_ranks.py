@@ -76,6 +76,7 @@ def _run(program: Path, arguments: list[str], output: str, environment: dict[str
         os.dup2(file, descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # Python's own, as in any program
     torch.set_num_threads(1)
     sys.argv = [str(program), *arguments]
     sys.path.insert(0, str(program.parents[1]))

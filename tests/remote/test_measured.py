@@ -226,7 +226,7 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_a_training_with_actors_is_explained_and_tuned_as_any_other(tmp_path) -> None:
+def test_a_training_with_actors_is_explained_and_tuned_as_any_other(tmp_path, capsys) -> None:
     module = FastDataModule.from_datasets(
         Subset(Kinds(Path()), range(400)), batch_size=4, options=LoaderOptions(executor="ray")
     )
@@ -236,12 +236,13 @@ def test_a_training_with_actors_is_explained_and_tuned_as_any_other(tmp_path) ->
         enable_checkpointing=False, default_root_dir=tmp_path, callbacks=[watch],
     )  # fmt: skip
     trainer.fit(model=Model(), datamodule=module)
+    told = capsys.readouterr().out
     stage = watch.report.stages[0]
     assert stage.causes.wait.network_ms > 0
     assert watch.report.as_dict()["stages"]["train"]["causes"]["wait"]["network_ms"] > 0
     for move in watch.report.moves:
         assert 1 <= move.after <= 4
-    assert "num_workers" in " ".join(watch.report.notes) or not watch.report.moves
+        assert f"num_workers {move.before} -> {move.after} at batch {move.batch}" in told
 
 
 def test_the_doctor_tells_what_a_cluster_offers(capsys, tmp_path, monkeypatch) -> None:
