@@ -19,7 +19,9 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 # Programs of tests, and workers, that are started so find imported what takes seconds.
-multiprocessing.set_forkserver_preload(["lightning.pytorch", "lightning_fastdata"])
+multiprocessing.set_forkserver_preload(
+    ["lightning.pytorch", "albumentations", "lightning_fastdata"]
+)
 
 # Without a GPU the Triton kernels are tested in Triton's interpreter, which has to be asked for
 # before anybody imports Triton.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 
 import pytest
+from programs import run_program
 
 from lightning_fastdata import __version__
 from lightning_fastdata.cli import main
@@ -42,13 +42,8 @@ def memory(**changes) -> HostMemory:
 
 
 def test_the_doctor_reports_this_very_machine():
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_fastdata", "doctor"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
+    done = run_program("-m", "lightning_fastdata", "doctor")
+    assert done.returncode == 0, done.stderr
     assert read_cpu_limit().reason in done.stdout
     assert "/dev/shm" in done.stdout
     assert "torch " in done.stdout
@@ -126,8 +121,7 @@ def reports(tmp_path):
 
 
 def fastdata(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_fastdata", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return run_program("-m", "lightning_fastdata", *arguments)
 
 
 def test_compare_ends_in_0_without_a_condition_that_holds(reports):

@@ -8,17 +8,15 @@ what stands in a comment that begins with ``<!-- setup`` is run with the blocks 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from programs import run_program
 
 import lightning_fastdata
 from lightning_fastdata import sources
@@ -64,8 +62,9 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def script_of(page: Path) -> str:
-    """Return the code that runs, each line where it is in the page."""
-    lines: list[str] = []
+    """Return the code that runs, each line where it is in the page; our warnings are errors."""
+    lines = ["import warnings; from lightning_fastdata import FastDataWarning as _Ours"]
+    lines[0] += '; warnings.simplefilter("error", _Ours)'
     for block in blocks_of(page):
         if block.runs:
             lines += [""] * (block.line - len(lines)) + block.code.splitlines()
@@ -84,39 +83,19 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory):
-    cached = str(tmp_path_factory.mktemp("cache"))
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("page_runner.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "NO_ALBUMENTATIONS_UPDATE": "1",
-            "LIGHTNING_FASTDATA_CACHE": cached,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-        },
-    ) as process:
-        yield process
-        process.stdin.close()
+def cache_of_pages(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
-def test_the_code_of_a_page_runs(page, runner, photos, tmp_path):
-    folder = tmp_path / "page"
-    folder.mkdir()
-    (folder / "photos").symlink_to(photos)
-    script, log = folder / "page.py", tmp_path / "log"
+def test_the_code_of_a_page_runs(page, cache_of_pages, photos, tmp_path):
+    (tmp_path / "photos").symlink_to(photos)
+    script = tmp_path / "page.py"
     script.write_text(script_of(page))
-    asked = {"script": str(script), "folder": str(folder), "log": str(log)}
-    runner.stdin.write(json.dumps(asked) + "\n")
-    runner.stdin.flush()
-    status = runner.stdout.readline().strip()
-    assert status == "0", (
-        f"{name_of(page)} (line numbers are those of the page):\n" + (log.read_text()[-4000:])
+    environ = {**os.environ, "LIGHTNING_FASTDATA_CACHE": cache_of_pages}
+    done = run_program(script, cwd=tmp_path, env=environ, threads=1)
+    assert done.returncode == 0, (
+        f"{name_of(page)} (line numbers are those of the page):\n" + done.stderr[-4000:]
     )
 
 
@@ -225,12 +204,6 @@ def test_commands_in_the_pages_are_those_of_the_program():
     blocks = [block for page in PAGES for block in ANY_FENCED.findall(page.read_text())]
     lines = "\n".join(code for language, code in blocks if language in ("bash", ""))
     used = set(re.findall(r"^(?:srun )?fastdata ([\w-]+)", lines, re.MULTILINE))
-    shown = subprocess.run(
-        [sys.executable, "-m", "lightning_fastdata", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    ).stdout
+    shown = run_program("-m", "lightning_fastdata", "--help", cwd=ROOT).stdout
     assert used
     assert used <= set(re.search(r"\{([\w,-]+)\}", shown)[1].split(","))

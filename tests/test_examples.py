@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -29,15 +27,7 @@ COMMANDS = {
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_example_trains_and_tells_where_the_steps_went(name, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *COMMANDS[name]],
-        cwd=tmp_path,
-        env={**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_program(EXAMPLES / name, *COMMANDS[name], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "fastdata · train" in done.stdout
     assert list(tmp_path.rglob("report.json"))

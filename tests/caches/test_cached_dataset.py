@@ -9,8 +9,6 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from caches.made import Made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from programs import run_program
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import v2
@@ -407,12 +406,7 @@ def test_a_cache_in_memory_ends_with_its_processes(tmp_path, folder, killed):
         script = IN_MEMORY.format(
             here=str(Path(__file__).parent), memory=str(memory), folder=str(folder), killed=killed
         )
-        return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return run_program("-c", textwrap.dedent(script))
 
     done = run(killed)
     assert killed or done.returncode == 0, done.stderr

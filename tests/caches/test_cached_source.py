@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from programs import run_program
 
 import lightning_fastdata as ld
 from lightning_fastdata import CachedSource, sources
@@ -168,7 +169,10 @@ for index in range(COUNT):
 @pytest.mark.parametrize("at", [1, 9, 30])
 def test_a_kill_leaves_whole_records_or_none(at, log, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", FILLED, log, tmp_path / "cache"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", FILLED, log, tmp_path / "cache"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     for _ in range(at):
         process.stdout.readline()
@@ -243,13 +247,7 @@ def test_a_training_asks_the_server_for_each_object_once(tmp_path):
         for most in (COUNT, 0):  # a second run finds what the first one kept
             server.requests = 0
             began_s = time.monotonic()
-            run = subprocess.run(
-                [sys.executable, tmp_path / "train.py", server.url, tmp_path / "cache"],
-                capture_output=True,
-                text=True,
-                timeout=280,
-                check=False,
-            )
+            run = run_program(tmp_path / "train.py", server.url, tmp_path / "cache")
             assert run.stdout.strip().endswith("True"), (run.stderr, time.monotonic() - began_s)
             # Each process compares eight; those that are late may be asked for twice.
             assert server.requests <= most + 16 + 3

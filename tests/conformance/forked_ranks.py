@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
+from programs import run_program
 
 
 def free_port() -> str:
@@ -28,22 +25,9 @@ def free_port() -> str:
 
 
 def launched(program: Path, *arguments: str) -> None:
-    """Run a program to its end; ranks that hang are killed and fail.
-
-    Its process is forked from one that has imported what takes long (``conftest.py``).
-    """
-    with tempfile.NamedTemporaryFile() as output:
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(program, arguments, output.name, dict(os.environ))
-        )
-        process.start()
-        try:
-            process.join(500)
-            assert process.exitcode == 0, Path(output.name).read_text()[-3000:]
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+    """Run a program to its end; ranks that hang are killed and fail."""
+    done = run_program(program, *arguments, threads=1, timeout_s=500)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
 def launched_anew(program: Path, *arguments: str) -> None:
@@ -67,20 +51,6 @@ def launched_anew(program: Path, *arguments: str) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _run(program: Path, arguments: list[str], output: str, environment: dict[str, str]) -> None:
-    os.setsid()
-    file = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # Python's own, as in any program
-    torch.set_num_threads(1)
-    sys.argv = [str(program), *arguments]
-    sys.path.insert(0, str(program.parents[1]))
-    runpy.run_path(str(program), run_name="__main__")
 
 
 def on_ranks(ranks: int, act: Callable[[], None]) -> None:

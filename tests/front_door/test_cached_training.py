@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -17,6 +15,7 @@ import torchvision.transforms as T
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
+from programs import run_program
 from torchvision.datasets import ImageFolder
 
 import lightning_fastdata as ld
@@ -149,18 +148,15 @@ def test_a_cache_is_filled_before_a_training(tmp_path, photos):
         "    def val_dataset(self):\n"
         f"        return Counted({str(photos)!r}, {str(log)!r}, FIXED)\n"
     )
-    command = [sys.executable, "-m", "lightning_fastdata", "cache", f"{script}:Data"]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "cache")], capture_output=True, text=True, check=False
-    )
+    command = ("-m", "lightning_fastdata", "cache", f"{script}:Data")
+    done = run_program(*command, "--folder", tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("32 of 32") == 2
     assert "RandomCrop, RandomHorizontalFlip, PILToTensor are done each time" in done.stdout
 
 
 def test_what_is_in_memory_is_not_filled_before(tmp_path):
-    command = [sys.executable, "-m", "lightning_fastdata", "cache", "x:Y", "--folder", "ram"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program("-m", "lightning_fastdata", "cache", "x:Y", "--folder", "ram")
     assert done.returncode == 1
     assert "ends with this command" in done.stderr
 

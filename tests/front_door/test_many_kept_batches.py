@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,14 +115,7 @@ REFUSED = """
 def run(tmp_path: Path, program: str, *arguments: str) -> str:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(program))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(script, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

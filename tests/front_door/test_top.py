@@ -18,6 +18,7 @@ import pytest
 import torch
 from conformance.pieces import make_trainer
 from lightning.pytorch import Callback, LightningModule
+from programs import run_program
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, StepTimer
@@ -31,14 +32,12 @@ PATIENCE_S = 150
 
 def shown(live, *arguments):
     """Return what ``fastdata top --once`` prints in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_fastdata", "top", "--once", *arguments],
+    done = run_program(
+        *("-m", "lightning_fastdata", "top", "--once", *arguments),
         env={**os.environ, "LIGHTNING_FASTDATA_LIVE": str(live)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
+        timeout_s=PATIENCE_S,
     )
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
@@ -307,13 +306,7 @@ def test_a_place_that_is_not_this_users_is_refused_and_the_training_goes_on(tmp_
         trainer = fitted(tmp_path)
     assert trainer.global_step == 4
     assert not other.is_dir() or list(other.iterdir()) == []
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_fastdata", "top", "--once"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run_program("-m", "lightning_fastdata", "top", "--once", timeout_s=PATIENCE_S)
     assert done.returncode == 1
     assert str(own) in done.stderr
     assert "Traceback" not in done.stderr

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from programs import run_program
 from thoroughness import LONG
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
@@ -89,19 +90,10 @@ def script(tmp_path):
     return path
 
 
-def start(script, *arguments, before=(), code=0, cwd=None):
+def start(script, *arguments, before=(), code=0):
     """Run the script, under ``fastdata run`` if anything stands before it; return its output."""
-    command = [sys.executable, *map(str, before), str(script), *map(str, arguments)]
     environ = {k: v for k, v in os.environ.items() if k != "LIGHTNING_FASTDATA_RUN"}
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=cwd or script.parent,
-        env=environ,
-    )
+    done = run_program(*before, script, *arguments, cwd=script.parent, env=environ)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 

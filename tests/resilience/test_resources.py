@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).parents[2]
 LIMITED = """
@@ -38,13 +39,9 @@ LIMITED = """
 """
 
 
-def run(code: str, *arguments: object, **how: object) -> list[str]:
+def run(code: str, *arguments: object) -> list[str]:
     """Return what a program printed, which must come to its end."""
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False, **how
-    )
+    done = run_program("-c", textwrap.dedent(code), *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

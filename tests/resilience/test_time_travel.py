@@ -6,8 +6,6 @@ import ast
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import albumentations as A
@@ -16,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from programs import run_program
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata import (
@@ -365,11 +364,7 @@ data = Folder
 
 def fastdata(folder, *arguments):
     """Run the command in a process of its own, and return its exit code and what it printed."""
-    command = [sys.executable, "-m", "lightning_fastdata", *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_program("-m", "lightning_fastdata", *arguments, cwd=folder)
     assert not done.returncode, done.stderr
     return done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from programs import run_program
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -108,12 +108,8 @@ def litdata_folder(tmp_path_factory):
         "                     chunk_bytes=3000, num_workers=1)\n"
     )
     (folder.parent / "write.py").write_text(script)
-    subprocess.run(
-        [sys.executable, folder.parent / "write.py", folder],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    done = run_program(folder.parent / "write.py", folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -1,0 +1,85 @@
+"""Programs of users, run to their end by a test.
+
+Python takes six seconds of CPU time to import Lightning. :func:`run_program` forks from a process
+that has imported it (``conftest.py``), and is otherwise as ``subprocess.run``. What a program
+imports, what its interpreter is told and which signals reach it are tested with ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import types
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import torch
+
+
+def run_program(
+    *command: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    timeout_s: float = 280,
+) -> CompletedProcess[str]:
+    """Run what stands behind ``python`` in a command: a file, ``-m`` a module, or ``-c`` code.
+
+    Its processes are in a session of their own, which is killed when it ends or takes too long.
+    """
+    arguments = list(map(str, command))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_run,
+            args=(arguments, files, str(cwd or Path.cwd()), dict(env or os.environ), threads),
+        )
+        process.start()
+        try:
+            process.join(timeout_s)
+            printed = [file.read_text() if file.exists() else "" for file in files]
+            assert process.exitcode is not None, f"after {timeout_s} s: {printed}"
+            return CompletedProcess(arguments, process.exitcode, *printed)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def _run(
+    arguments: list[str],
+    files: list[Path],
+    folder: str,
+    environment: dict[str, str],
+    threads: int | None,
+) -> None:
+    os.setsid()
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # Python's own, as in any program
+    if threads is not None:
+        torch.set_num_threads(threads)
+    kind = arguments.pop(0) if arguments[0] in ("-m", "-c") else ""
+    sys.argv = arguments
+    sys.path.insert(0, folder if kind else str(Path(folder, arguments[0]).parent))
+    try:
+        if kind == "-m":
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            code, arguments[0] = arguments[0], kind
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), vars(main))
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
