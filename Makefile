@@ -25,7 +25,7 @@ demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata demo
 
 test: $(VENV)/.ready-test
-	$(PY) -m pytest $(PYTEST_ARGS) -m "not remote"
+	$(PY) -m pytest $(PYTEST_ARGS) --ignore=tests/remote
 
 # In one process, which has one cluster for nearly all of them.
 test-remote: $(VENV)/.ready-test

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,15 @@ def no_global_seed(monkeypatch):
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_memory_given_back():
+    """Give back what the tests of a file have freed: each fork copies the tables of all memory."""
+    yield
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def pytest_collection_finish():

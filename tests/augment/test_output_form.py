@@ -82,6 +82,7 @@ def test_called_on_images_the_result_is_the_plain_one_converted(out, last) -> No
         assert_formed(applied[name], unformed[name], out, last)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize(("out", "last"), FORMS)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_behind_a_loader_the_result_is_the_plain_one_converted(out, last, on_device) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.flaky(reruns=2)
 class Waiting(Dataset):
     """The first samples come at once, and the others take their time."""
 
-    def __init__(self, length=BATCH * 130, quick=BATCH * 20, wait_s=0.006):
+    def __init__(self, length=BATCH * 130, quick=BATCH * 20, wait_s=0.002):
         self.length, self.quick, self.wait_s = length, quick, wait_s
 
     def __len__(self):

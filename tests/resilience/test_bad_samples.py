@@ -189,6 +189,7 @@ def test_a_pipeline_that_the_dataset_calls_itself_is_seeded_for_what_it_reads() 
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.cases(7)
 @SETUP
 @pytest.mark.parametrize("kind", [Numbers, Together])
 def test_skipped_samples_shorten_their_batch_and_an_empty_one_is_not_delivered(setup, kind) -> None:
