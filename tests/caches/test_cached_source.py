@@ -166,6 +166,7 @@ for index in range(COUNT):
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("at", [1, 9, 30])
 def test_a_kill_leaves_whole_records_or_none(at, log, tmp_path):
     process = subprocess.Popen(

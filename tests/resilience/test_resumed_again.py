@@ -121,7 +121,7 @@ def arguments_of(feature, length):
     return about | FEATURES[feature].get("trainer", {})
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("feature", sorted(AGAIN))

@@ -72,6 +72,7 @@ def run(loader, epochs, step_s=0.002):
     return seen
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_order_and_content_stay_however_the_number_of_workers_changes(seed):
     chance = random.Random(seed)
@@ -281,6 +282,7 @@ class Refused(FastDataLoader):
             raise self.error
 
 
+@pytest.mark.cases(1)
 @in_real_time
 @pytest.mark.parametrize(
     "error",
