@@ -43,6 +43,9 @@ QUICK, LARGE, LONG, UNEVEN = range(4)
 """Kinds of samples, which an index has as its thousands."""
 FREE = ClusterSeen(free_cpus=4.0, store_bytes=10**9, store_used_bytes=0, spilled_bytes=0)
 
+# What is told of real times is wrong now and then where other programs take the CPUs meanwhile.
+in_real_time = pytest.mark.flaky(reruns=2)
+
 
 class Kinds(Dataset):
     """Samples that are large, or take long, or take long on one node."""
@@ -59,7 +62,7 @@ class Kinds(Dataset):
         if kind == UNEVEN:
             node = ray.get_runtime_context().get_node_id()
             slow = node.startswith(self.slow_node.read_text())
-        time.sleep({QUICK: 0.0, LARGE: 0.0, LONG: 0.02, UNEVEN: 0.012 if slow else 0.004}[kind])
+        time.sleep({QUICK: 0.0, LARGE: 0.0, LONG: 0.02, UNEVEN: 0.02 if slow else 0.004}[kind])
         return np.full(4_000_000 if kind == LARGE else 1000, index % 100, np.int8)
 
 
@@ -132,12 +135,14 @@ def test_batches_carry_their_way_and_the_parts_of_their_waits_add_up(reads) -> N
         assert sum(parts) == pytest.approx(batch.delivered_ns - batch.requested_ns, abs=10)
 
 
+@in_real_time
 def test_large_batches_that_cost_nothing_to_make_are_bound_by_their_way(reads) -> None:
     codes = reads.shows(LARGE, 40)
     assert "16 MB in" in codes["FD327"].cause
     assert codes["FD327"].gain.after_ms < codes["FD327"].gain.before_ms
 
 
+@in_real_time
 def test_a_slow_node_is_named(reads) -> None:
     codes = reads.shows(UNEVEN, 320)
     assert reads.slow_node in codes["FD330"].cause
@@ -145,6 +150,7 @@ def test_a_slow_node_is_named(reads) -> None:
     assert codes["FD330"].gain is not None
 
 
+@in_real_time
 def test_small_batches_that_take_long_need_more_actors_and_not_a_network(reads) -> None:
     reads.loader.set_workers(1)
     reads.stamps(QUICK, 20)  # what was given to the others is done
@@ -226,6 +232,7 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@in_real_time
 def test_a_training_with_actors_is_explained_and_tuned_as_any_other(tmp_path, capsys) -> None:
     module = FastDataModule.from_datasets(
         Subset(Kinds(Path()), range(400)), batch_size=4, options=LoaderOptions(executor="ray")
