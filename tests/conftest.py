@@ -20,6 +20,9 @@ settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# Albumentations asks the network for its newest version at import unless this is set.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
 # Programs of tests, and workers, that are started so find imported what takes seconds.
 multiprocessing.set_forkserver_preload(
     ["lightning.pytorch", "albumentations", "lightning_fastdata"]

@@ -35,11 +35,12 @@ def run_program(
     Its processes are in a session of their own, which is killed when it ends or takes too long.
     """
     arguments = list(map(str, command))
+    environment = os.environ if env is None else env
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
         process = multiprocessing.get_context("forkserver").Process(
             target=_run,
-            args=(arguments, files, str(cwd or Path.cwd()), dict(env or os.environ), threads),
+            args=(arguments, files, str(cwd or Path.cwd()), dict(environment), threads),
         )
         process.start()
         try:

@@ -61,6 +61,10 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
+AT_ITS_END = "The page is at its end."
+"""What a script prints last: one that exits before, and be it with 0, has not run its page."""
+
+
 def script_of(page: Path) -> str:
     """Return the code that runs, each line where it is in the page; our warnings are errors."""
     lines = ["import warnings; from lightning_fastdata import FastDataWarning as _Ours"]
@@ -68,7 +72,7 @@ def script_of(page: Path) -> str:
     for block in blocks_of(page):
         if block.runs:
             lines += [""] * (block.line - len(lines)) + block.code.splitlines()
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, f"print({AT_ITS_END!r})\n"])
 
 
 WITH_CODE = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
@@ -97,6 +101,7 @@ def test_the_code_of_a_page_runs(page, cache_of_pages, photos, tmp_path):
     assert done.returncode == 0, (
         f"{name_of(page)} (line numbers are those of the page):\n" + done.stderr[-4000:]
     )
+    assert done.stdout.endswith(f"{AT_ITS_END}\n")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -204,6 +209,7 @@ def test_commands_in_the_pages_are_those_of_the_program():
     blocks = [block for page in PAGES for block in ANY_FENCED.findall(page.read_text())]
     lines = "\n".join(code for language, code in blocks if language in ("bash", ""))
     used = set(re.findall(r"^(?:srun )?fastdata ([\w-]+)", lines, re.MULTILINE))
-    shown = run_program("-m", "lightning_fastdata", "--help", cwd=ROOT).stdout
+    shown = run_program("-m", "lightning_fastdata", "--help", cwd=ROOT)
+    assert shown.returncode == 0, shown.stderr
     assert used
-    assert used <= set(re.search(r"\{([\w,-]+)\}", shown)[1].split(","))
+    assert used <= set(re.search(r"\{([\w,-]+)\}", shown.stdout)[1].split(","))

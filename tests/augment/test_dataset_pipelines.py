@@ -229,7 +229,6 @@ FORM_ONLY = {
 }
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("look", FORM_ONLY)
 def test_a_look_at_the_form_leaves_the_pixels_to_the_device(look):
     dataset = Photos()

@@ -38,7 +38,7 @@ def of(images, turns, *, mask=False):
     return Reading(read, transform=A.Compose([*turns, *ends]))
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("turns", TURNS)
 def test_squares_are_turned_on_the_device(turns, mask):

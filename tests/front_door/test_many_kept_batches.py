@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
-ROOT = Path(__file__).parents[2]
-
 KEEP = """
     import resource, sys, warnings
     import lightning, numpy as np, torch

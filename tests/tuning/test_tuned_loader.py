@@ -282,7 +282,6 @@ class Refused(FastDataLoader):
             raise self.error
 
 
-@pytest.mark.cases(1)
 @in_real_time
 @pytest.mark.parametrize(
     "error",
