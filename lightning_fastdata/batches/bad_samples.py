@@ -11,7 +11,6 @@ import hashlib
 import operator
 import os
 import random
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset, Subset, SubsetRandomSampler
 
 from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.host import clock
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.tree import held
@@ -264,11 +264,11 @@ def _read_again(
     error: Exception, read: Callable[[Any], Batch], index: object
 ) -> tuple[Exception | None, Batch, int]:
     """Read a sample again while its error may pass; return the error that stays, or the sample."""
-    began_s, retries = time.monotonic(), 0
+    began_s, retries = clock.monotonic(), 0
     for pause_s in _RETRY_AFTER_S:
-        if not is_transient(error) or time.monotonic() - began_s > _RETRY_WITHIN_S:
+        if not is_transient(error) or clock.monotonic() - began_s > _RETRY_WITHIN_S:
             break
-        time.sleep(pause_s * _JITTER.uniform(0.5, 1.5))
+        clock.sleep(pause_s * _JITTER.uniform(0.5, 1.5))
         retries += 1
         try:
             return None, read(index), retries

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.caches.sample_form import Form
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import SharedFlags, cache_folder, private_folder
 
@@ -96,7 +96,7 @@ def hold(folder: Path, *, until_the_end: bool = False) -> None:
 
 def remove_forgotten(root: Path, now_s: float | None = None) -> None:
     """Remove the caches in a folder that no process holds, nor has held for 30 days."""
-    before_s = (time.time() if now_s is None else now_s) - _FORGOTTEN_AFTER_S
+    before_s = (clock.unix_s() if now_s is None else now_s) - _FORGOTTEN_AFTER_S
     for folder in root.iterdir():
         try:
             old = (folder / _USERS).stat().st_mtime < before_s

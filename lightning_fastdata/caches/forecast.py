@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from torch.utils.data import Dataset, Subset
 from lightning_fastdata.caches.fixed_part import tried_indices
 from lightning_fastdata.caches.image_cache import cache_images, cache_of, with_cache
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.host import clock
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.images.stored import FORMS
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -102,17 +102,17 @@ def forecast_time(dataset: Dataset[Any], folder: str, *, budget_s: float = 2.0) 
     Raises:
         DatasetError: The dataset cannot be cached.
     """
-    count, clock = len(cast("Sized", dataset)), time.perf_counter
+    count, clock_s = len(cast("Sized", dataset)), clock.monotonic
     with kept_random_state():
-        _each_ms(dataset, [0], clock)  # opens what is opened once
-        one_s = _each_ms(dataset, [0], clock) / 1000
+        _each_ms(dataset, [0], clock_s)  # opens what is opened once
+        one_s = _each_ms(dataset, [0], clock_s) / 1000
         fitting = int(budget_s / max(one_s * _READS_OF_EACH, 1e-9))
         indices = tried_indices(count, min(_MEASURED, max(_FEWEST, fitting), count))
-        made_ms = min(_each_ms(dataset, indices, clock) for _ in range(2))
+        made_ms = min(_each_ms(dataset, indices, clock_s) for _ in range(2))
         cached = with_cache(Subset(dataset, indices), folder)
         if cache_of(cached) is None:  # it has said why
             raise DatasetError(f"There is no room for the pictures of {type(dataset).__name__}.")
-        found = _forecast(cached, list(range(len(indices))), made_ms, count, clock)
+        found = _forecast(cached, list(range(len(indices))), made_ms, count, clock_s)
     return replace(found, of="time")
 
 
@@ -144,12 +144,12 @@ def _forecast(
     numbers: list[int],
     made_ms: float,
     count: int,
-    clock: Callable[[], float] = time.process_time,
+    clock_s: Callable[[], float] = clock.process_time,
 ) -> Forecast:
     """Fill a new cache, read it, and return what that took."""
-    _each_ms(cached, numbers[:1], clock)  # which looks for what can be kept
-    first_ms = _each_ms(cached, numbers[1:], clock)
-    later_ms = min(_each_ms(cached, numbers, clock) for _ in range(_ROUNDS))
+    _each_ms(cached, numbers[:1], clock_s)  # which looks for what can be kept
+    first_ms = _each_ms(cached, numbers[1:], clock_s)
+    later_ms = min(_each_ms(cached, numbers, clock_s) for _ in range(_ROUNDS))
     cache = cache_of(cached)
     assert cache is not None
     said = cache.explain().rpartition(": ")[2]
@@ -158,10 +158,10 @@ def _forecast(
 
 
 def _each_ms(
-    dataset: Dataset[Any], indices: list[int], clock: Callable[[], float] = time.process_time
+    dataset: Dataset[Any], indices: list[int], clock_s: Callable[[], float] = clock.process_time
 ) -> float:
     """Return the time of a sample; by default the CPU's, in any thread of this process."""
-    began_s = clock()
+    began_s = clock_s()
     for index in indices:
         dataset[index]
-    return 1000 * (clock() - began_s) / max(1, len(indices))
+    return 1000 * (clock_s() - began_s) / max(1, len(indices))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,6 +10,7 @@ from lightning_fastdata.caches.cached import CachedDataset, CachedSource
 from lightning_fastdata.caches.forecast import forecast_caches
 from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.machine import import_by_name
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.data.time_travel import TimeTravel
@@ -155,15 +155,15 @@ def _fill(
     tell: Callable[[str], object],
 ) -> None:
     count = len(cache)
-    began_s = told_s = time.monotonic()
+    began_s = told_s = clock.monotonic()
     done = 0
     for rows in FastDataLoader(dataset, _ROWS, collate_fn=_count):
         done += rows
-        if time.monotonic() - told_s > _TOLD_EVERY_S:
-            told_s = time.monotonic()
+        if clock.monotonic() - told_s > _TOLD_EVERY_S:
+            told_s = clock.monotonic()
             tell(f"{name}: {done} of {count} samples")
     cache.flush()
-    took_s = time.monotonic() - began_s
+    took_s = clock.monotonic() - began_s
     tell(f"{name}: {count} samples in {took_s:.1f} s")
     tell(cache.explain())
 

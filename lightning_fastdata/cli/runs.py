@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from importlib.metadata import entry_points
 from json import dumps as dump_json
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.cli.commands import print_found
 from lightning_fastdata.errors import FastDataError, OptionsError, require
+from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def top(run: str | None = None, *, once: bool = False, web: bool = False, port: 
     from lightning_fastdata.insight.live.status import live_folder, read_all
 
     def page() -> LivePage:
-        now_s = time.time()
+        now_s = clock.unix_s()
         return live_page(read_all(live_folder(), now_s), run, now_s)
 
     if web:
@@ -124,7 +124,7 @@ def top(run: str | None = None, *, once: bool = False, web: bool = False, port: 
 
         def show() -> None:
             while True:
-                time.sleep(_EVERY_S)
+                clock.sleep(_EVERY_S)
                 live.update(as_rich(page()), refresh=True)
 
         _until_interrupted(show)

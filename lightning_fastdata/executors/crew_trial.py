@@ -7,11 +7,11 @@ in a run, while batches are waited for anyway, only half of them are given tasks
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import ReadRates, TaskStamps
 
 _ROUNDS: Final = 3
@@ -33,7 +33,7 @@ class CrewTrial:
     ``hands`` are the threads of all side processes together.
     """
 
-    def __init__(self, hands: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, hands: int, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
         self.hands = hands
         self.limit: int | None = None
         """Tasks that may be under way; None: as many as there are."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from lightning_fastdata.batches.bad_samples import (
 from lightning_fastdata.batches.keyed import ReadsTogether, fetches_in_batches
 from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
+from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
@@ -202,7 +202,7 @@ class Fetcher:
         return SKIPPED
 
     def _watched(self, index: object, epoch: int) -> Batch:
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         sample = self._read(self._item, index, index, epoch)
         if self.stamps is not None:
             self.stamps.read(index, began_ns)
@@ -274,7 +274,7 @@ class Fetcher:
         if self._skips:
             asked = [index for index in indices if type(index) is not Gone]
         first = next(iter(asked), None)
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         try:
             samples = self._read(read, asked, first, epoch)
         except Exception as error:
@@ -310,7 +310,7 @@ class Fetcher:
         """Return the batch of samples."""
         if not self.plan.default_collation and len(indices):
             self._key(epoch, (_COLLATION, indices[0]))
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         batch = self.plan.collate_fn(samples)
         if self.stamps is not None:
             self.stamps.collated(began_ns)

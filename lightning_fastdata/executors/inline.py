@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
@@ -21,6 +20,7 @@ from lightning_fastdata.executors.stream_position import (
     StreamPosition,
 )
 from lightning_fastdata.executors.stream_state import ReadSamples, StateTaker, set_generator_states
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
@@ -136,7 +136,7 @@ class StreamFetcher:
         self.position = -1
         if self.stamps is not None:
             self.stamps.all_read()
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         batch = self.plan.collate_fn(samples[0] if ask.samples is None else samples)
         if self.stamps is not None:
             self.stamps.collated(began_ns)
@@ -155,7 +155,7 @@ class StreamFetcher:
         while len(samples) < wanted and not self._ended:
             if mark is not None:
                 mark(self._read if self._skip else len(samples))
-            began_ns = time.monotonic_ns()
+            began_ns = clock.monotonic_ns()
             sample = next(self._samples, END_OF_STREAM)
             self._ended = sample is END_OF_STREAM
             if not self._ended:
@@ -172,7 +172,7 @@ class StreamFetcher:
 
         They are collated where that may draw random numbers.
         """
-        began_s, before = time.monotonic(), self._read
+        began_s, before = clock.monotonic(), self._read
         while self._skip:
             samples = self._next_samples(ask, mark)
             if not samples:
@@ -189,7 +189,7 @@ class StreamFetcher:
             self._skip -= 1
         self._note = self._note._replace(
             skipped=self._read - before,
-            skipped_s=time.monotonic() - began_s,
+            skipped_s=clock.monotonic() - began_s,
             others=self._seen is not None and self._wanted not in (None, self._seen.digest),
         )
 

@@ -7,7 +7,6 @@ stream ends the epoch with an error, after what it had finished was delivered.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
 from lightning_fastdata.executors.stream_position import StreamHistory, StreamPosition
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class StreamExecutor:
         return self
 
     def __next__(self) -> Batch:
-        until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        until = clock.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         if self._history is not None and self._history.skipping:
             until = None  # what is read again first takes as long as it takes
         self._wait.requested(recorded=self._records is not None)

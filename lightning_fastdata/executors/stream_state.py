@@ -6,7 +6,6 @@ import copy
 import inspect
 import pickle
 import random
-import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.batches.keyed import KeyedIterableDataset
 from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.host import clock
 from lightning_fastdata.order.indices import Stateful
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.tree import held_by, is_a, leaves
@@ -194,17 +194,17 @@ class StateTaker:
     Args:
         dataset: The stream, as it is read.
         worker: It is read in a side process, whose global generators are its own.
-        clock: Tells the time in seconds.
+        clock_s: Tells the time in seconds.
     """
 
     def __init__(
-        self, dataset: Any, *, worker: bool, clock: Callable[[], float] = time.monotonic
+        self, dataset: Any, *, worker: bool, clock_s: Callable[[], float] = clock.monotonic
     ) -> None:
         self._dataset = dataset
         self._stream = own_stream(dataset)
         self._takes = tells_state(self._stream)
         self._watch = DrawWatch() if worker else None
-        self._clock = clock
+        self._clock = clock_s
         self._next_s = 0.0
         self._loaded = False
         self.refused = ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import CpuThrottling, counters, read_cpu_throttling, read_text
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def queued_s(schedstat: Path = _SCHEDSTAT) -> float:
 def read_spent(schedstat: Path = _SCHEDSTAT) -> SpentTime:
     """Return what the process has used since some moment in the past."""
     return SpentTime(
-        wall_s=time.monotonic(), cpu_s=time.process_time(), runqueue_s=queued_s(schedstat)
+        wall_s=clock.monotonic(), cpu_s=clock.process_time(), runqueue_s=queued_s(schedstat)
     )
 
 
@@ -300,8 +300,8 @@ def _used_share(folder: Path) -> float | None:
 class Clocks:
     """Where times are read, each in seconds from any start."""
 
-    clock_s: Callable[[], float] = time.perf_counter
-    cpu_s: Callable[[], float] = time.thread_time
+    clock_s: Callable[[], float] = clock.monotonic
+    cpu_s: Callable[[], float] = clock.thread_time
     """CPU time of the calling thread, or of its process."""
     queue_s: Callable[[], float] = queued_s
     """In which the calling thread waited for a CPU."""

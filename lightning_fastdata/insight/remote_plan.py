@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.batches.packed import pack
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, ways_of
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH, LITTLE
@@ -275,7 +275,7 @@ def _copy_ms(size_bytes: float) -> float:
     one, other = (np.ones(max(1, round(size_bytes)), np.uint8) for _ in range(2))
     spent: list[float] = []
     for _ in range(_COPIES):
-        began_s = time.perf_counter()
+        began_s = clock.monotonic()
         np.copyto(other, one)
-        spent.append((time.perf_counter() - began_s) * 1e3)
+        spent.append((clock.monotonic() - began_s) * 1e3)
     return statistics.median(spent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from lightning_fastdata.batches.libraries import rank_now
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.clock import monotonic
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun, watch
 from lightning_fastdata.insight.measure.stage import LoopStage
@@ -86,7 +86,7 @@ class StepTimer:
         self._told = False
         self._reading: dict[int, object] = {}
         """Loaders that are read now, by the numbers of the iterations."""
-        self._activity = "between steps", time.monotonic()
+        self._activity = "between steps", monotonic()
         """What is done now, and since when."""
         self._transfer = Phase(self, StepTimeline.transfer_began, StepTimeline.transfer_ended)
         self._augment = Phase(self, StepTimeline.augment_began, StepTimeline.augment_ended)
@@ -138,7 +138,7 @@ class StepTimer:
         step, self._open = self._open, None
         if step is not None:
             step.stage.step_ended(step.samples)
-            self._activity = "between steps", time.monotonic()
+            self._activity = "between steps", monotonic()
             if self._live is not None:
                 self._live.pace.step_ended(step.stage)
 
@@ -214,7 +214,7 @@ class StepTimer:
                 except StopIteration:
                     break
                 stage.timeline.wait_ended()
-                self._activity = "computing a step", time.monotonic()
+                self._activity = "computing a step", monotonic()
                 if self._open is None:
                     self._open = _OpenStep(stage, batch_samples(held[0]), [reader])
                 else:
@@ -230,7 +230,7 @@ class StepTimer:
             self._left(stage, reader)
 
     def _waits(self, stage: LoopStage) -> None:
-        self._activity = "waiting for a batch", time.monotonic()
+        self._activity = "waiting for a batch", monotonic()
         stage.wait_began()
 
     def _facts(self) -> RunFacts | None:
@@ -246,7 +246,7 @@ class StepTimer:
             log_dir=str(Path.cwd()),
             method=stage.stage,
             activity=activity,
-            activity_s=time.monotonic() - since_s,
+            activity_s=monotonic() - since_s,
             epoch=max(0, stage.epochs - 1),
             step=live.pace.steps,
             loaders=tuple(each for each in readers.values() if isinstance(each, FastDataLoader)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import (
@@ -220,13 +220,13 @@ def _sampler_epoch(loader: Resumable) -> int | None:
 
 
 def _read_again(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch]:
-    began_s = time.monotonic()
+    began_s = clock.monotonic()
     for _ in islice(batches, count):
         pass
     if count:
         warnings.warn(
             f"{count} batches of {name} that were delivered before the training was saved were "
-            f"read again and dropped, in {time.monotonic() - began_s:.1f} s, as torch's own "
+            f"read again and dropped, in {clock.monotonic() - began_s:.1f} s, as torch's own "
             "iterator cannot begin within a stream. What its workers draw from global generators "
             'is not drawn again. Use executor="workers".',
             FastDataWarning,

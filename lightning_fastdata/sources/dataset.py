@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,6 +13,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, printable
+from lightning_fastdata.host import clock
 from lightning_fastdata.sources.source import Raw, Source
 from lightning_fastdata.types import Batch, StoredInBlocks
 
@@ -178,13 +178,13 @@ class _Reads:
         return self._threads.submit(self._read, number)
 
     def _read(self, number: int) -> Raw:
-        began_s = time.monotonic()
+        began_s = clock.monotonic()
         raw = self._source.get_bytes([number])[0]
-        self._times_s.append(time.monotonic() - began_s)
+        self._times_s.append(clock.monotonic() - began_s)
         return raw
 
     def _wait(self, first: Future[Raw], number: int) -> Raw:
-        ends_s = time.monotonic() + self._timeout_s
+        ends_s = clock.monotonic() + self._timeout_s
         reads, late_s = {first}, self._late_s()
         if late_s is not None and self._may_repeat():
             wait(reads, late_s)
@@ -193,7 +193,7 @@ class _Reads:
                 reads.add(self._submit(number))
         error: BaseException | None = None
         while reads:
-            done, reads = wait(reads, max(0.0, ends_s - time.monotonic()), FIRST_COMPLETED)
+            done, reads = wait(reads, max(0.0, ends_s - clock.monotonic()), FIRST_COMPLETED)
             if not done:
                 raise TimeoutError(
                     f"{printable(self._source.name_of(number), keep='')} has not come within "

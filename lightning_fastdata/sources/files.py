@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import index as as_index
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from torch.utils.data import Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, require
+from lightning_fastdata.host import clock
 from lightning_fastdata.images.folder import FastImageFolder, files_of
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, reads_ahead
@@ -162,9 +162,9 @@ def _begin_to_read(path: str) -> None:
 def _opens_quickly(path: str) -> bool:
     times_s = []
     for _ in range(3):
-        began_s = time.perf_counter()
+        began_s = clock.monotonic()
         opened = _open(path)
-        times_s.append(time.perf_counter() - began_s)
+        times_s.append(clock.monotonic() - began_s)
         if opened is not None:
             os.close(opened[0])
     return min(times_s) < _QUICK_S

@@ -6,12 +6,11 @@ those of other machines are moved to it (:mod:`.travel`).
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from lightning_fastdata.host import clock
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.lines import LineTime, LineWatch
@@ -56,38 +55,12 @@ class OwnStamps(NamedTuple):
     """Time ready to run while other threads had the CPUs; None: not reported."""
 
 
-class ThreadSchedule:
-    """Reads ``/proc/<pid>/schedstat`` of the thread that makes this object.
-
-    https://docs.kernel.org/scheduler/sched-stats.html
-    """
-
-    def __init__(self) -> None:
-        self._file: int | None = None
-        try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
-        except OSError:
-            pass
-
-    def read_ns(self) -> tuple[int, int] | None:
-        """Return the time on a CPU and the time ready but without one; None: not reported.
-
-        To be called by that thread alone.
-        """
-        if self._file is None:
-            return None
-        # The file has the time on a CPU as of the last tick, up to 4 ms ago; the clock is exact.
-        cpu_ns = time.thread_time_ns()
-        return cpu_ns, int(os.pread(self._file, 100, 0).split()[1])
-
-
 class WaitWatch:
     """Notes what the training process does by itself from one request to its delivery."""
 
     def __init__(self) -> None:
         self._thread: int | None = None
-        self._schedule: ThreadSchedule | None = None
+        self._schedule: clock.ThreadSchedule | None = None
         self._queued: tuple[int, int] | None = None
         self._recorded = False
         self._sampled: list[tuple[int, int]] = []
@@ -100,30 +73,30 @@ class WaitWatch:
         if recorded:
             thread = threading.get_native_id()
             if self._schedule is None or thread != self._thread:  # the file is of its thread
-                self._thread, self._schedule = thread, ThreadSchedule()
+                self._thread, self._schedule = thread, clock.ThreadSchedule()
             self._queued = self._schedule.read_ns()
         self._sampled.clear()
         self._unpacked.clear()
-        self.requested_ns = time.monotonic_ns()
+        self.requested_ns = clock.monotonic_ns()
 
     def sampled(self, sampler: Iterator[T]) -> T:
         """Return the next of what a sampler gives; :exc:`StopIteration` where it ends."""
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         try:
             return next(sampler)
         finally:
-            self._sampled.append((began_ns, time.monotonic_ns()))
+            self._sampled.append((began_ns, clock.monotonic_ns()))
 
     def unpacked(self, call: Callable[[], T]) -> T:
         """Return what a call returns that takes a batch out of what it was sent in."""
         if not self._recorded:
             return call()
-        began_ns = time.thread_time_ns()
+        began_ns = clock.thread_time_ns()
         try:
             return call()
         finally:
-            ended_ns = time.monotonic_ns()
-            self._unpacked.append((ended_ns - (time.thread_time_ns() - began_ns), ended_ns))
+            ended_ns = clock.monotonic_ns()
+            self._unpacked.append((ended_ns - (clock.thread_time_ns() - began_ns), ended_ns))
 
     def delivered(self) -> OwnStamps:
         """Return what was noted since the batch was asked for; it is delivered now."""
@@ -257,13 +230,13 @@ class TaskWatch:
         self._operations = operations
         self._lines = lines
         self._alone = alone
-        self._schedule = ThreadSchedule()
+        self._schedule = clock.ThreadSchedule()
         self._long = True
         self._tasks = 0
         self._clear()
 
     def _clear(self) -> None:
-        self._began_ns = time.monotonic_ns()
+        self._began_ns = clock.monotonic_ns()
         self._scheduled = self._schedule.read_ns() if self._long else None
         self._helped = _helpers_ns() if self._long and self._alone else None
         self._timed: tuple[OperationTime, ...] | None = None
@@ -285,7 +258,7 @@ class TaskWatch:
 
     def read(self, index: object, began_ns: int, samples: int = 1) -> None:
         """Note a sample, or several in one call, whose reading began then and has ended."""
-        spent = time.monotonic_ns() - began_ns
+        spent = clock.monotonic_ns() - began_ns
         self.samples += samples
         self.read_ns += spent
         if samples == 1:
@@ -296,7 +269,7 @@ class TaskWatch:
 
     def collated(self, began_ns: int) -> None:
         """Note collation that began then and has ended."""
-        self.collate_ns += time.monotonic_ns() - began_ns
+        self.collate_ns += clock.monotonic_ns() - began_ns
 
     def all_read(self) -> None:
         """Note that no sample will follow, so that the dataset is as it was from here on."""
@@ -314,7 +287,7 @@ class TaskWatch:
             runqueue = scheduled[1] - self._scheduled[1]
             if self._helped is not None:
                 helpers = max(0, _helpers_ns() - self._helped)
-        ended_ns = time.monotonic_ns()
+        ended_ns = clock.monotonic_ns()
         self._long = ended_ns - self._began_ns > _WORTH_ASKING_NS
         return TaskStamps(
             self._process,
@@ -337,4 +310,4 @@ class TaskWatch:
 
 def _helpers_ns() -> int:
     """Return the CPU time of all other threads of this process."""
-    return time.process_time_ns() - time.thread_time_ns()
+    return clock.process_time_ns() - clock.thread_time_ns()

@@ -13,9 +13,9 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from typing import Final, NamedTuple
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.thread_waits import ThreadProbe
 from lightning_fastdata.stamps.line_names import (
     ELSEWHERE,
@@ -81,7 +81,7 @@ class LineWatch:
         """Note that the calling thread starts to read for a task."""
         self._tasks += 1
         if self._round is None and (
-            self._tasks <= _UNSEEN_TASKS or time.monotonic_ns() < self._next_ns or not self._works
+            self._tasks <= _UNSEEN_TASKS or clock.monotonic_ns() < self._next_ns or not self._works
         ):
             return
         try:
@@ -93,7 +93,7 @@ class LineWatch:
                     self._close(current)
                     current = None
                 if current is None:
-                    if time.monotonic_ns() < self._next_ns:
+                    if clock.monotonic_ns() < self._next_ns:
                         return
                     self._round = current = _Round()
                 if current.thread == threading.get_native_id():
@@ -116,7 +116,7 @@ class LineWatch:
             return None
 
     def _close(self, current: _Round) -> None:
-        self._next_ns = time.monotonic_ns() + (self._every - 1) * current.read_ns
+        self._next_ns = clock.monotonic_ns() + (self._every - 1) * current.read_ns
         self._round = None
         current.close()
 
@@ -184,7 +184,7 @@ class _Round:
         self._ident = threading.get_ident()
         self._going = threading.Event()
         self._began_ns = self._looked_ns = self._seen_ns = 0
-        self._paused_ns = time.monotonic_ns()
+        self._paused_ns = clock.monotonic_ns()
         self._seen: dict[tuple[object, ...], _Seen] = {}
         self._switch_s = (0.0, 0.0)
         threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
@@ -194,7 +194,7 @@ class _Round:
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(min(usual_s, _SWITCH_S))
         self._switch_s = usual_s, sys.getswitchinterval()
-        self._began_ns = time.monotonic_ns()
+        self._began_ns = clock.monotonic_ns()
         self.reading = True
         self._going.set()
 
@@ -202,7 +202,7 @@ class _Round:
         """Look no more, and return what was seen since the last time."""
         self.reading = False
         self._going.clear()
-        self._paused_ns = time.monotonic_ns()
+        self._paused_ns = clock.monotonic_ns()
         self.read_ns += self._paused_ns - self._began_ns
         usual_s, ours_s = self._switch_s
         if sys.getswitchinterval() == ours_s:
@@ -213,7 +213,7 @@ class _Round:
     def left(self) -> bool:
         """Tell whether its thread reads no longer, or may have ended."""
         # A round that has ended by itself stays with its thread as long as that reads.
-        return not self.reading and (self.over or time.monotonic_ns() - self._paused_ns > _LEFT_NS)
+        return not self.reading and (self.over or clock.monotonic_ns() - self._paused_ns > _LEFT_NS)
 
     def close(self) -> None:
         """Have the thread end."""
@@ -227,11 +227,11 @@ class _Round:
             while self._going.wait(_GIVE_UP_S) and not self.over:
                 # Whoever had to wait for the lock looks at once: then the reading thread has just
                 # given it away, and is in the line in which it had it.
-                now_ns = time.monotonic_ns()
+                now_ns = clock.monotonic_ns()
                 tick_ns = max(_TICK_NS, (now_ns - self._began_ns) // _TICKS)
                 early_ns = max(self._began_ns, self._looked_ns) + tick_ns - now_ns
                 if early_ns > 0:
-                    time.sleep(early_ns / 1e9)
+                    clock.sleep(early_ns / 1e9)
                 if self.reading:
                     self._look(probe)
         self.over = True
@@ -240,7 +240,7 @@ class _Round:
         # A frame that is kept keeps the variables in it: it is let go of before anything is waited
         # for.
         place = place_of(sys._current_frames().get(self._ident))
-        now_ns = self._looked_ns = time.monotonic_ns()
+        now_ns = self._looked_ns = clock.monotonic_ns()
         state = probe.state()
         if not self.reading:
             return

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.tree import name_of
 
@@ -88,11 +88,11 @@ class OperationWatch:
         if self._inside or self._thread != threading.get_ident():
             return operation(*args, **kwargs)
         self._inside = True
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         try:
             return operation(*args, **kwargs)
         finally:
-            spent_ns = time.monotonic_ns() - began_ns
+            spent_ns = clock.monotonic_ns() - began_ns
             self._inside = False
             name = _name_of(operation)
             calls, total_ns = self._spent.get(name, (0, 0))

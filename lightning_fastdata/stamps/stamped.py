@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Protocol, cast
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
@@ -39,21 +39,21 @@ class Envelope:
 
     def pin_memory(self, device: str | None = None) -> Envelope:
         """Return the same with the batch in page-locked memory; torch's pin thread calls this."""
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         batch = pinned(self.batch, device)
-        return Envelope(batch, self.task, (began_ns, time.monotonic_ns()), self.unpickled_ns)
+        return Envelope(batch, self.task, (began_ns, clock.monotonic_ns()), self.unpickled_ns)
 
 
 class _TimeOfUnpickling:
     """Unpickles to the CPU time of the thread that does it, in nanoseconds."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return time.thread_time_ns, ()
+        return clock.thread_time_ns, ()
 
 
 def _arrived(began_ns: int, batch: Batch, task: TaskStamps, ended_ns: int) -> Envelope:
     # Tensors are asked for of the worker, which may be busy: that wait is no unpickling.
-    now_ns = time.monotonic_ns()
+    now_ns = clock.monotonic_ns()
     return Envelope(batch, task, unpickled_ns=(now_ns - (ended_ns - began_ns), now_ns))
 
 
@@ -114,7 +114,7 @@ class StampedDataset(Dataset[object]):
     def __getitem__(self, index: object) -> object:
         watch = self.watch
         task = watch.task or watch.begin(self.dataset)
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         try:
             sample = self.dataset[index]
         except BaseException:
@@ -131,7 +131,7 @@ class StampedDataset(Dataset[object]):
     def _fetch(self, indices: Sequence[object]) -> object:
         watch = self.watch
         task = watch.task or watch.begin(self.dataset)
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         try:
             samples = self.dataset.__getitems__(indices)
         except BaseException:
@@ -159,7 +159,7 @@ class StampedStream(IterableDataset[object]):
         watch = self.watch
         for number in itertools.count():
             task = watch.task or watch.begin(self.dataset)
-            began_ns = time.monotonic_ns()
+            began_ns = clock.monotonic_ns()
             try:
                 sample = next(samples)
             except StopIteration:
@@ -184,7 +184,7 @@ class EnvelopeCollate:
         """Return the batch of samples in its envelope."""
         task = self.watch.task or self.watch.begin(None)
         task.all_read()
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         try:
             batch = self.collate_fn(samples)
             task.collated(began_ns)
@@ -303,7 +303,7 @@ class OpenedEnvelopes(_Delegate):
                     number=ledger.count,
                     samples=task.samples,
                     requested_ns=requested_ns,
-                    delivered_ns=time.monotonic_ns(),
+                    delivered_ns=clock.monotonic_ns(),
                     tasks=(task,),
                     ready_ahead=self._ready_ahead(task, requested_ns),
                     first=self._first,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_fastdata.caches.cached import CachedDataset
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import cache_folder, write_atomically
 from lightning_fastdata.tree import held
 
@@ -50,7 +50,7 @@ class KeptFile:
         if self.path is None:
             return {}
         try:
-            if time.time() - self.path.stat().st_mtime > _VALID_S:
+            if clock.unix_s() - self.path.stat().st_mtime > _VALID_S:
                 return {}
             with self.path.open("rb") as file:
                 kept = json.loads(file.read(_MOST_BYTES))

@@ -42,7 +42,7 @@ class TrainingTimes:
     """What the training process did in an interval, e.g. an epoch without its start."""
 
     cpu_s: float
-    """Its CPU seconds (``time.process_time``), without its workers."""
+    """Its CPU seconds (``clock.process_time``), without its workers."""
     wall_s: float
     """Seconds that passed."""
     waited_s: float

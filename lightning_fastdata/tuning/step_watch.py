@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.stamps.batch_stamps import ThreadSchedule
+from lightning_fastdata.host import clock
 from lightning_fastdata.tuning.costs import BatchCost
 from lightning_fastdata.tuning.moves import Window, window_of, without_pauses
 from lightning_fastdata.tuning.simulate import TrainingTimes, batch_costs, by_epoch
@@ -32,7 +31,7 @@ class StepWatch:
         self._waits: list[int] = []
         self._owns: list[int] = []
         self._measures = False
-        self._schedule: ThreadSchedule | None = None
+        self._schedule: clock.ThreadSchedule | None = None
         self._thread = 0
         self._queued_ns = self._cpu_ns = 0
         """In steps, from delivery to request: queued for a CPU, and CPU time of the process."""
@@ -110,5 +109,5 @@ class StepWatch:
             return 0, 0
         thread = threading.get_native_id()
         if self._schedule is None or thread != self._thread:  # the file is of its thread
-            self._thread, self._schedule = thread, ThreadSchedule()
-        return (self._schedule.read_ns() or (0, 0))[1], time.process_time_ns()
+            self._thread, self._schedule = thread, clock.ThreadSchedule()
+        return (self._schedule.read_ns() or (0, 0))[1], clock.process_time_ns()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
 from lightning_fastdata.errors import OptionsError, require
+from lightning_fastdata.host import clock
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH, WORKERS
 
 _LEAST_BATCHES: Final = 8
@@ -158,17 +158,17 @@ def sweep(
 
 def _batches_per_s(loader: Sweepable, seconds: float, step_s: float, *, warm: int) -> float:
     batches = _endless(loader)
-    began = time.perf_counter()
+    began = clock.monotonic()
     for _ in itertools.islice(batches, warm):
-        time.sleep(step_s)
-        if time.perf_counter() - began > 2 * seconds:
+        clock.sleep(step_s)
+        if clock.monotonic() - began > 2 * seconds:
             break
-    began, count = time.perf_counter(), 0
-    while count < _LEAST_BATCHES or time.perf_counter() - began < seconds:
+    began, count = clock.monotonic(), 0
+    while count < _LEAST_BATCHES or clock.monotonic() - began < seconds:
         next(batches)
-        time.sleep(step_s)
+        clock.sleep(step_s)
         count += 1
-    return count / (time.perf_counter() - began)
+    return count / (clock.monotonic() - began)
 
 
 def _endless(loader: Sweepable) -> Iterator[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.machine import Pressure, PressureReader
 from lightning_fastdata.tuning.costs import Placement
 from lightning_fastdata.tuning.moves import (
@@ -101,7 +101,7 @@ class Tuner:
         cpus: float,
         prior: Prior | None = None,
         tell: Callable[[str], None] = log.info,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        clock_ns: Callable[[], int] = clock.monotonic_ns,
         pressure: Callable[[], Pressure] | None = None,
     ) -> None:
         self.most_workers = most_workers

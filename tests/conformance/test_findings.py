@@ -59,7 +59,7 @@ def test_a_healthy_run_has_nothing_to_try(tmp_path):
 
 def test_verdicts_take_no_more_than_a_hundredth_of_a_run():
     now = [0.0]
-    judge = RunJudge(SimpleNamespace(), SimpleNamespace(), clock=lambda: now[0])
+    judge = RunJudge(SimpleNamespace(), SimpleNamespace(), clock_s=lambda: now[0])
     assert judge.affordable
     with judge.spending():
         now[0] += 2.0

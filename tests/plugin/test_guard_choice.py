@@ -82,7 +82,7 @@ class Model(Linear):
 
 
 def fit(tmp_path, data, model, ckpt=None, **how):
-    guard = BatchSizeGuard(reader=model.memory, clock=model.memory.clock)
+    guard = BatchSizeGuard(reader=model.memory, clock_s=model.memory.clock)
     how = {"limit_val_batches": 2, **how}
     trainer = make_trainer(tmp_path, callbacks=[guard], num_sanity_val_steps=0, **how)
     trainer.fit(model, datamodule=data, ckpt_path=ckpt)

@@ -419,7 +419,7 @@ def test_states_take_one_hundredth_of_the_time_and_large_ones_are_rare(
     cost_s: float, size: int, calls: int
 ) -> None:
     stream = Timed(cost_s, size)
-    taker = StateTaker(stream, worker=False, clock=lambda: stream.now)
+    taker = StateTaker(stream, worker=False, clock_s=lambda: stream.now)
     for _ in range(1000):
         taker.take()
         stream.now += 0.001  # a batch

@@ -15,7 +15,6 @@ import copy
 import functools
 import importlib.metadata
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -39,6 +38,7 @@ from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay, run_whole
 from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import SampleKey
@@ -71,7 +71,7 @@ def try_operations(
     *,
     seed: int = 0,
     budget_s: float = 1.0,
-    clock_s: Callable[[], float] = time.process_time,
+    clock_s: Callable[[], float] = clock.process_time,
 ) -> tuple[Tried, ...]:
     """Try every operation that a plan may leave to the device, in both ways.
 

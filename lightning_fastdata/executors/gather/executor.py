@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import Fetcher
 from lightning_fastdata.executors.gather.rows import in_bounds, rows_of
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
 if TYPE_CHECKING:
@@ -188,9 +188,9 @@ class GatherExecutor:
     def __next__(self) -> Batch:
         if self._records is None:
             return self._next()
-        requested_ns = time.monotonic_ns()
+        requested_ns = clock.monotonic_ns()
         batch = self._next()
-        ended_ns = time.monotonic_ns()
+        ended_ns = clock.monotonic_ns()
         self._count += 1
         # Who copied which row is not noted; all of the wait is for rows to be there.
         spent = ended_ns - requested_ns
@@ -211,9 +211,9 @@ class GatherExecutor:
                     indices = indices.tolist()
                 batch = self._read_odd(indices)
                 return self._next() if batch is NO_SAMPLES else batch
-            began = time.perf_counter()
+            began = clock.monotonic()
             self._ready.extend(job.batches())
-            self._long |= time.perf_counter() - began > _LONG_S
+            self._long |= clock.monotonic() - began > _LONG_S
         return self._ready.popleft()
 
     def _read_odd(self, indices: Sequence[object]) -> Batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.wire import Wire
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
@@ -126,7 +126,7 @@ class TaskThread:
     def do(self, number: int, task: protocol.TaskRequest) -> None:
         """Do a task, and send how it ended."""
         shared, fetcher = self.shared, self.fetcher
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         fetcher.stamps = self.stamps if shared.stamped else None
         if fetcher.stamps is not None:
             self.stamps.begin()
@@ -148,7 +148,7 @@ class TaskThread:
             report = describe_error(error, where or fetcher.where(task.indices))
             result = protocol.TaskError(self._position(task), *report)
         shared.progress.read(self.number, -1, -1)
-        spent_ns = time.monotonic_ns() - began_ns
+        spent_ns = clock.monotonic_ns() - began_ns
         stamps = self.stamps.end() if fetcher.stamps is not None else None
         awaits_rest = isinstance(result, protocol.FirstSample)
         if awaits_rest:
@@ -224,7 +224,7 @@ class TaskThread:
                     if sample is not SKIPPED:
                         samples.append(sample)
                 else:
-                    began_ns = time.monotonic_ns()
+                    began_ns = clock.monotonic_ns()
                     try:
                         write_image(index, start + offset)
                         failed = None
@@ -236,7 +236,7 @@ class TaskThread:
                     if stamps is not None:
                         stamps.read(index, began_ns)
             if samples:
-                began_ns = time.monotonic_ns()
+                began_ns = clock.monotonic_ns()
                 layout.write(samples, writers, row)
                 if stamps is not None:
                     stamps.collated(began_ns)
@@ -250,7 +250,7 @@ class TaskThread:
             return protocol.StreamEnd(fetcher.told()), ()
         if result is NO_SAMPLES:
             return protocol.NothingLeft(), ()
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         collated, files = self._packed(result, task.slot)
         if fetcher.stamps is not None:
             fetcher.stamps.collated(began_ns)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightning_fastdata.executors.pool.faults import Deaths, Growth, cannot_star
 from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss, stop_all
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
+from lightning_fastdata.host import clock
 from lightning_fastdata.sources.source import reads_ahead
 
 _DEATHS_AT_START: Final = 3
@@ -196,7 +196,7 @@ class Crew:
                 self._writing ^= {end}
                 self._poller.modify(end, select.POLLIN | (select.POLLOUT if child.outbox else 0))
         self._look_at_memory()
-        left_ms = None if until is None else max(0.0, (until - time.monotonic()) * 1000)
+        left_ms = None if until is None else max(0.0, (until - clock.monotonic()) * 1000)
         readable: list[ChildProcess] = []
         for end, event in self._poller.poll(left_ms):
             child = self._by_end[end]
@@ -204,7 +204,7 @@ class Crew:
                 child.flush()
             if event & ~select.POLLOUT and child not in readable:
                 readable.append(child)
-        if not readable and until is not None and time.monotonic() >= until:
+        if not readable and until is not None and clock.monotonic() >= until:
             return None
         return self._read(readable)
 

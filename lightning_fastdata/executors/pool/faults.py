@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import signal
 import threading
-import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -15,6 +14,7 @@ from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.process import ChildProcess, Hang, Side
 from lightning_fastdata.executors.pool.splitter import PendingBatch
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory, read_oom_kills, read_open_file_limits
 from lightning_fastdata.host.usage import read_own_bytes
 
@@ -238,16 +238,16 @@ class Deaths:
     """The deaths of an executor's side processes within a minute.
 
     Args:
-        clock: Seconds that never go back.
+        clock_s: Seconds that never go back.
         oom_kills: Returns how often the kernel has killed for memory so far; None: not known.
     """
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.monotonic,
+        clock_s: Callable[[], float] = clock.monotonic,
         oom_kills: Callable[[], int | None] = read_oom_kills,
     ) -> None:
-        self._clock, self._oom_kills = clock, oom_kills
+        self._clock, self._oom_kills = clock_s, oom_kills
         self._at_first = oom_kills()
         self._last: deque[_Death] = deque()
 
@@ -298,19 +298,19 @@ class Growth:
     and makes place for a new one when it has grown by four times as much: before the kernel kills.
 
     Args:
-        clock: Seconds that never go back.
+        clock_s: Seconds that never go back.
         own_bytes: Returns the memory of a process that it shares with no other; None: not known.
         left_bytes: Returns what is left on this machine, or in this container.
     """
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.monotonic,
+        clock_s: Callable[[], float] = clock.monotonic,
         own_bytes: Callable[[int], int | None] = read_own_bytes,
         left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
     ) -> None:
-        self._clock, self._own_bytes, self._left_bytes = clock, own_bytes, left_bytes
-        self._next_s = clock() + _LOOK_S
+        self._clock, self._own_bytes, self._left_bytes = clock_s, own_bytes, left_bytes
+        self._next_s = clock_s() + _LOOK_S
         self._first: dict[int, int] = {}
         self._told = False
 

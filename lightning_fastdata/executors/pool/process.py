@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
@@ -30,6 +29,7 @@ from lightning_fastdata.executors.pool.protocol import (
 )
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, Wire, wire_pair
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import files_being_read
 
 _CROWDED_S: Final = 0.001
@@ -177,7 +177,7 @@ class ChildProcess:
     def flush(self) -> None:
         """Send what had to wait, once the wire has room again."""
         if not self._post():
-            time.sleep(_CROWDED_S)
+            clock.sleep(_CROWDED_S)
 
     def _post(self) -> bool:
         while self.outbox:
@@ -222,12 +222,12 @@ class ChildProcess:
             os.kill(self.pid, signal.SIGUSR1)
         except ProcessLookupError:
             return "(no stack: the process is gone)"
-        until = time.monotonic() + wait_s
-        while time.monotonic() < until:
-            time.sleep(0.05)
+        until = clock.monotonic() + wait_s
+        while clock.monotonic() < until:
+            clock.sleep(0.05)
             now = os.fstat(self.stacks).st_size
             if now > size and now == os.fstat(self.stacks).st_size:
-                time.sleep(0.05)
+                clock.sleep(0.05)
                 return os.pread(self.stacks, 2**16, size).decode(errors="replace")
         return f"(no stack within {wait_s:g} s, state {self._state()})"
 
@@ -334,9 +334,9 @@ def stop_all(children: dict[int, ChildProcess], queue: TaskQueue | None, owner: 
         return
     for child in children.values():
         child.wire.close()
-    until = time.monotonic() + 1
+    until = clock.monotonic() + 1
     for child in children.values():
-        child.stop(max(0.0, until - time.monotonic()))
+        child.stop(max(0.0, until - clock.monotonic()))
     children.clear()
     if queue is not None:
         queue.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from lightning_fastdata.executors.pool.process import Answer, Loss, TaskCrew
 from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
+from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
@@ -111,7 +111,7 @@ class PoolExecutor:
         return self
 
     def __next__(self) -> Batch:
-        until = time.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
+        until = clock.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
         ahead = -1
         while True:
@@ -233,7 +233,7 @@ class PoolExecutor:
                 self._redo(event)
             else:
                 self._answer(event)
-        if not waiting or (events is not None and time.monotonic() < (look_s or math.inf)):
+        if not waiting or (events is not None and clock.monotonic() < (look_s or math.inf)):
             return
         children = list(self._crew.children.values())
         tell = partial(doing, self.plan, self._batches, children)

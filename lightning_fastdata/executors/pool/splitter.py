@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,6 +22,7 @@ from lightning_fastdata.errors import DatasetError, WorkerError
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
+from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps, WaitWatch
 from lightning_fastdata.types import Batch
@@ -181,7 +181,7 @@ class PendingBatch:
             self.number,
             sum(task.samples for task in self.stamps),
             wait.requested_ns,
-            time.monotonic_ns(),
+            clock.monotonic_ns(),
             tuple(self.stamps),
             ready_ahead,
             first=first,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool.process import ChildProcess, Hang
 from lightning_fastdata.executors.pool.splitter import PendingBatch
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import bounds_ns, bucket_of
 
 _LIMIT_S: Final = 60.0
@@ -61,7 +61,7 @@ class StallWatch:
     Args:
         limit_s: How long that may go on; 0: for ever; None: 60 s, or 20 times the 99th percentile
             of the times of tasks if that is more.
-        clock: Seconds that never go back.
+        clock_s: Seconds that never go back.
         cpu_s: Returns the CPU time of a process, by its id, and with True that of the processes
             that it has started besides.
     """
@@ -69,13 +69,13 @@ class StallWatch:
     def __init__(
         self,
         limit_s: float | None,
-        clock: Callable[[], float] = time.monotonic,
+        clock_s: Callable[[], float] = clock.monotonic,
         cpu_s: Callable[[int, bool], float] = read_cpu_s,
     ) -> None:
         self._given = limit_s
-        self._clock, self._read_cpu_s = clock, cpu_s
+        self._clock, self._read_cpu_s = clock_s, cpu_s
         self._step_s = min(_LOOK_S, (limit_s or _LIMIT_S) / 8)
-        self._looked_s = clock()
+        self._looked_s = clock_s()
         self._times: Counter[int] = Counter()
         self._threads: dict[int, list[_Thread]] = {}
         self._cpu_s: dict[int, float] = {}

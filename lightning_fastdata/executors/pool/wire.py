@@ -14,13 +14,13 @@ import pickle
 import select
 import socket
 import struct
-import time
 from typing import Any, Final
 
 from lightning_fastdata.batches.slots import create_shared_memory
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.protocol import TaskRequest
+from lightning_fastdata.host import clock
 
 _PIPE_BYTES: Final = 2**20
 """What an unprivileged process may ask for; each packet takes a page."""
@@ -76,7 +76,7 @@ class Wire:
                     raise
                 if not self.end.getblocking():
                     raise BlockingIOError(error.errno, error.strerror) from error
-                time.sleep(_CROWDED_S)  # no event says when there is room
+                clock.sleep(_CROWDED_S)  # no event says when there is room
             else:
                 return
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -26,6 +25,7 @@ from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child import prepare_process
 from lightning_fastdata.executors.pool.child_task import describe_error
 from lightning_fastdata.executors.ray.cluster import read_nodes
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import name_of_machine
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
@@ -108,11 +108,11 @@ class ReadingActor:
 
     def clock_ns(self) -> int:
         """Return the clock of the stamps, which each machine has of its own."""
-        return time.monotonic_ns()
+        return clock.monotonic_ns()
 
     def make(self, task: protocol.TaskRequest, number: int, stamped: bool) -> Made:
         """Return how a task with this number ended, which is to read and collate a whole batch."""
-        fetcher, began_ns = self._fetcher, time.monotonic_ns()
+        fetcher, began_ns = self._fetcher, clock.monotonic_ns()
         fetcher.stamps = self._watch if stamped else None
         fetcher.faults.clear()
         if stamped:
@@ -129,14 +129,14 @@ class ReadingActor:
         except BaseException as error:  # sys.exit(), too, is the fault of one sample
             report = self._told(error, where or fetcher.where(task.indices))
             result = protocol.TaskError(max(fetcher.position, 0), *report)
-        spent_ns = time.monotonic_ns() - began_ns
+        spent_ns = clock.monotonic_ns() - began_ns
         stamps = self._watch.end() if stamped else None
         return protocol.TaskEnded(number, spent_ns, stamps, tuple(fetcher.faults), result), memory
 
     def _packed(self, batch: object) -> tuple[protocol.TaskResult, NDArray[np.uint8] | None]:
         if batch is NO_SAMPLES:
             return protocol.NothingLeft(), None
-        began_ns = time.monotonic_ns()
+        began_ns = clock.monotonic_ns()
         packed, leaves = pack(batch, self._cloudpickle.Pickler)
         if packed.size_bytes > self._store_bytes:
             raise BatchError(
@@ -201,7 +201,7 @@ class Reader:
         While stamps are taken it runs out of work once a minute, so that asking it for more shows
         its clock.
         """
-        fresh = time.monotonic() - self.compared_s < _COMPARED_S
+        fresh = clock.monotonic() - self.compared_s < _COMPARED_S
         return len(self.calls) < (
             BATCHES_AT_ONCE if fresh or not stamped or self.clock is None else 1
         )
@@ -254,7 +254,7 @@ def stamped(
         reader.clock.note(*times)
         began_ns, ended_ns = reader.clock.aligned(*times)
         uncertain_ns = reader.clock.uncertain_ns
-    place, landed_ns = reader.place, time.monotonic_ns()
+    place, landed_ns = reader.place, clock.monotonic_ns()
     way = Way(
         node="" if place is None else f"{place.address}/{place.node[:8]}",
         other_node=reader.clock is not None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import warnings
 import weakref
 from collections import Counter
@@ -32,6 +31,7 @@ from lightning_fastdata.executors.ray.placement import (
     share_in_words,
     share_of_rank,
 )
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import adopted, name_of_machine
 from lightning_fastdata.stamps.travel import ClockOffset
 
@@ -139,7 +139,7 @@ class Actors:
         Raises:
             WorkerError: It is gone, and this program about to be ended.
         """
-        if time.monotonic() - self._hired_s >= _HIRE_S:
+        if clock.monotonic() - self._hired_s >= _HIRE_S:
             self.hire_missing()
         self._cluster.look()
 
@@ -149,7 +149,7 @@ class Actors:
         missing = sorted(set(range(self.wanted)) - there)
         if not missing or self._cluster.is_gone:
             return
-        self._hired_s = time.monotonic()
+        self._hired_s = clock.monotonic()
         readers = [(each, one) for each in _all for one in (*each.ready, *each.coming.values())]
         nodes = read_nodes(self.ray)
         places = place(
@@ -214,11 +214,11 @@ class Actors:
 
     def _compare_clocks(self, reader: Reader) -> None:
         """Ask an actor a few times for its clock; each of its batches tells more."""
-        reader.clock, reader.compared_s = ClockOffset(), time.monotonic()
+        reader.clock, reader.compared_s = ClockOffset(), clock.monotonic()
         for _ in range(_PINGS):
-            asked_ns = time.monotonic_ns()
+            asked_ns = clock.monotonic_ns()
             there_ns: int = self.ray.get(reader.actor.clock_ns.remote())
-            reader.clock.note(asked_ns, there_ns, there_ns, time.monotonic_ns())
+            reader.clock.note(asked_ns, there_ns, there_ns, clock.monotonic_ns())
 
     def resize(self, wanted: int) -> None:
         """Be so many from now on; those too many finish what they have."""
@@ -247,7 +247,7 @@ class Actors:
         Raises:
             WorkerError: There is none for too long.
         """
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         if self.ready or not self.wanted:
             self._none_since_s = None
             return

@@ -6,13 +6,13 @@ import logging
 import math
 import os
 import socket
-import time
 import warnings
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.executors.ray.placement import Node, Training
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import ranks_on_host
 
 _INSTALL: Final = (
@@ -173,7 +173,7 @@ class HeadWatch:
         # What cannot be reached from here even now, as with Ray Client, says nothing later.
         self._watched = {each for each in (self._head, self._raylet) if _answers(each)}
         self._patience_s = _PATIENCE * float(os.environ.get(_ENDS, "60"))
-        self._looked_s, self._gone_since_s = time.monotonic(), math.inf
+        self._looked_s, self._gone_since_s = clock.monotonic(), math.inf
 
     @property
     def is_gone(self) -> bool:
@@ -186,7 +186,7 @@ class HeadWatch:
         Raises:
             WorkerError: One is gone, and this program about to be ended.
         """
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         if not now and now_s - self._looked_s < _ASK_S:
             return
         self._looked_s = now_s

@@ -12,7 +12,6 @@ import contextlib
 import re
 import statistics
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy as np
 from lightning_fastdata.errors import WorkerError, printable
 from lightning_fastdata.executors.ray.actors import actors_here
 from lightning_fastdata.executors.ray.cluster import connect, read_nodes, read_training
+from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.travel import ClusterSeen
 
 _EVERY_S: Final = 10.0
@@ -116,7 +116,7 @@ class ClusterWatch:
     """
 
     def __init__(
-        self, read: Callable[[], ClusterSeen], clock_s: Callable[[], float] = time.monotonic
+        self, read: Callable[[], ClusterSeen], clock_s: Callable[[], float] = clock.monotonic
     ) -> None:
         self._read, self._clock_s = read, clock_s
         self._looked_s: float | None = None
@@ -279,9 +279,9 @@ def _sender_on(ray: Any, node: str) -> Iterator[Any]:
 def _taken_ms(ray: Any, sender: Any, size_bytes: int) -> float:
     memory, spent = np.empty(size_bytes, np.uint8), []
     for _ in range(_TIMES):
-        began_s = time.perf_counter()
+        began_s = clock.monotonic()
         np.copyto(memory, ray.get(sender.send.remote(size_bytes)))
-        spent.append((time.perf_counter() - began_s) * 1e3)
+        spent.append((clock.monotonic() - began_s) * 1e3)
     return statistics.median(spent)
 
 

@@ -9,7 +9,6 @@ retries nothing: what is lost with an actor or its node is handed back, and aske
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,6 +26,7 @@ from lightning_fastdata.executors.ray.actor import Call, Reader, stamped
 from lightning_fastdata.executors.ray.actors import Actors
 from lightning_fastdata.executors.ray.cluster import connect, offers
 from lightning_fastdata.executors.ray.cluster_seen import ClusterWatch, read_cluster
+from lightning_fastdata.host import clock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -140,7 +140,7 @@ class RayCrew:
                 raise
             if moved or events:  # an actor that has become free can be given something
                 return iter(events)
-            if until is not None and time.monotonic() >= until:
+            if until is not None and clock.monotonic() >= until:
                 return None
 
     # What is asked for
@@ -153,10 +153,10 @@ class RayCrew:
             alone = self._doubtful.get(task.batch.number)
         if alone is not None:
             request = request._replace(start=alone, indices=task.indices[alone : alone + 1])
-        asked_ns = time.monotonic_ns()
+        asked_ns = clock.monotonic_ns()
         ref = reader.actor.make.remote(request, number, self._actors.stamped)
         if not reader.calls:
-            reader.since_s = time.monotonic()
+            reader.since_s = clock.monotonic()
             reader.compared_s = reader.since_s if self._actors.stamped else reader.compared_s
         reader.calls.append(Call(ref, number, alone, asked_ns))
 
@@ -171,7 +171,7 @@ class RayCrew:
         )
         if idle is None or not self._task_s:
             return
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         asked = [(each, call) for each in self._actors.ready for call in each.calls]
         for number in sorted(self._tasks, key=lambda number: self._tasks[number].batch.number):
             calls = [(each, call) for each, call in asked if call.task == number]
@@ -187,7 +187,7 @@ class RayCrew:
     def _look(self, until: float | None) -> tuple[bool, list[Answer | Loss]]:
         """Wait a moment; return whether anything has come, and what of it is for others."""
         self._actors.look_at_cluster()
-        left_s = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - time.monotonic()))
+        left_s = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - clock.monotonic()))
         ref = self._first_answer(0.0)  # what has come while nobody looked is not late
         if ref is None:
             self._ask_twice()
@@ -206,7 +206,7 @@ class RayCrew:
         refs = [call.ref for each in self._actors.ready for call in each.calls]
         refs += self._actors.coming
         if not refs:
-            time.sleep(wait_s)
+            clock.sleep(wait_s)
             return None
         ready, _ = self._ray.wait(refs, num_returns=1, timeout=wait_s)
         return ready[0] if ready else None
@@ -216,9 +216,9 @@ class RayCrew:
 
         memory: NDArray[np.uint8] | None = None
         try:
-            taking_ns = time.monotonic_ns()
+            taking_ns = clock.monotonic_ns()
             made: Made = self._ray.get(call.ref)
-            got_ns = taking_ns, time.monotonic_ns()
+            got_ns = taking_ns, clock.monotonic_ns()
             ended, memory = made
         except RayTaskError as error:  # what it made cannot be handed over
             failure = protocol.TaskError(0, RuntimeError, f"({reader}) in handing over.\n{error}")
@@ -227,7 +227,7 @@ class RayCrew:
             yield from self._lose(reader, error)
             return
         reader.calls.remove(call)
-        reader.since_s = time.monotonic()
+        reader.since_s = clock.monotonic()
         self._actors.dismiss_idle()
         task = self._tasks.get(call.task)
         if task is None:
@@ -300,7 +300,7 @@ class RayCrew:
 
     def _kill_hung(self) -> Iterator[Loss]:
         """Kill actors that get nowhere with what they do."""
-        given, now_s = self._plan.stall_timeout_s, time.monotonic()
+        given, now_s = self._plan.stall_timeout_s, clock.monotonic()
         limit_s = max(_HANG_S, _HANG_TASKS * self._longest_s) if given is None else given
         for reader in [each for each in self._actors.ready if each.calls and limit_s]:
             if now_s - reader.since_s > limit_s:

@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +21,7 @@ from typing import Any, Final
 import psutil
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import private_folder
 
 EVERY_S: Final = 1.0
@@ -252,7 +252,7 @@ class Publisher:
         self._owner = os.getpid()
         folder = live_folder() if folder is None else folder
         private_folder(folder)
-        read_all(folder, time.time())  # removes what killed processes have left
+        read_all(folder, clock.unix_s())  # removes what killed processes have left
         self._path = folder / f"{self._owner}-{next(_numbers)}.json"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastdata live", daemon=True)

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import read_own_bytes
 from lightning_fastdata.insight.live.status import (
     EVERY_S,
@@ -78,10 +78,10 @@ class _Note:
 class PaceMeter:
     """Notes once a second, where a step ends, what the thread that tells must not read itself."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock_s: Callable[[], float] = clock.monotonic) -> None:
+        self._clock = clock_s
         self.pace = Pace()
-        self.step_ended_s = clock()
+        self.step_ended_s = clock_s()
         """When the last step ended, of whatever stage; before the first one, when this began."""
         self.steps = 0
         self._due_s = 0.0
@@ -133,8 +133,8 @@ def _shares(first: _Note, last: _Note) -> dict[str, float]:
 class WorkerWatch:
     """Notices for how long each worker has been at what it does."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock_s: Callable[[], float] = clock.monotonic) -> None:
+        self._clock = clock_s
         self._since: dict[tuple[int, int], tuple[tuple[int, ...], float]] = {}
         self._lines: dict[int, tuple[float, tuple[str, ...]]] = {}
         self._may_ask = 0
@@ -260,7 +260,7 @@ class WatchedRun:
         """To be told of each step that ends."""
         self._facts, self._workers = facts, WorkerWatch()
         self._thread = threading.get_ident()
-        self._started_s = time.time()
+        self._started_s = clock.unix_s()
         self._process_started_s = process_started_s(os.getpid()) or 0.0
         self.close = Publisher(self._status).close
 
@@ -272,7 +272,7 @@ class WatchedRun:
         status = Status(
             pid=os.getpid(),
             process_started_s=self._process_started_s,
-            written_s=time.time(),
+            written_s=clock.unix_s(),
             group=_group(facts.world_size),
             rank=facts.rank,
             world_size=facts.world_size,
@@ -282,7 +282,7 @@ class WatchedRun:
             method=facts.method,
             activity=facts.activity,
             activity_s=facts.activity_s,
-            quiet_s=time.monotonic() - self.pace.step_ended_s,
+            quiet_s=clock.monotonic() - self.pace.step_ended_s,
             epoch=facts.epoch,
             step=facts.step,
             steps_per_s=pace.steps_per_s,

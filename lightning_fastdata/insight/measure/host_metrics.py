@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import (
     read_device_usage,
     read_host_usage,
@@ -154,7 +154,7 @@ class HostMeter:
         device: torch.device,
         *,
         busy_share: Callable[[], float | None] = lambda: None,
-        clock_s: Callable[[], float] = time.monotonic,
+        clock_s: Callable[[], float] = clock.monotonic,
         workers: Callable[[], list[int]] = worker_processes,
     ) -> None:
         self._device = device

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lightning_fastdata.device.prefetch import Prefetched
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
@@ -80,13 +80,13 @@ class StageMeter:
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
         if self._last is None:
-            self._last = time.monotonic()
+            self._last = clock.monotonic()
             self._cpu.began()
 
     def step_ended(self, samples: int) -> None:
         """Close the step, in which the model got so many samples."""
         self.timeline.compute_ended(samples)
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._last is not None:
             self._duration_s += now - self._last
         self._last = now

@@ -11,13 +11,13 @@ Any of them may be missing; what was not marked is None, never 0.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
 
 import torch
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.metrics import Cold, StepHistory, StepTiming
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class HostClock:
 
     __slots__ = ("mark",)
 
-    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
         self.mark = clock_ns
 
     def ready(self, mark: int) -> bool:  # noqa: ARG002

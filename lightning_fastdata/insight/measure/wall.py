@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.types import STAGE_WORDS
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class WallClock:
 
     __slots__ = ("_began_s", "_blocks", "_clock_s", "_now", "_since_s", "_spent_s", "_state")
 
-    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock_s: Callable[[], float] = clock.monotonic) -> None:
         self._clock_s = clock_s
         self._began_s = self._since_s = clock_s()
         self._spent_s: defaultdict[Activity, float] = defaultdict(float)

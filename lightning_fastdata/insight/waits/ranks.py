@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.metrics import measured, warm_steps
 from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.insight.waits.causes import cause_lines
@@ -241,9 +241,9 @@ class RankRecords:
     def _await(self, ranks: Set[int], store: Store, patience_s: float) -> None:
         newest = self._epochs - 1
         awaited = [self._key(rank, newest) for rank in ranks if self._next[rank] <= newest]
-        until = time.monotonic() + patience_s
-        while awaited and not store.check(awaited) and time.monotonic() < until:
-            time.sleep(_POLL_S)
+        until = clock.monotonic() + patience_s
+        while awaited and not store.check(awaited) and clock.monotonic() < until:
+            clock.sleep(_POLL_S)
 
     def _key(self, rank: int, number: int) -> str:
         return f"{self._run}/{rank}/{number}"

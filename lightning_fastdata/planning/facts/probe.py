@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -161,7 +161,7 @@ def further_samples(
     count: int,
     *,
     budget_s: float = _BUDGET_S,
-    clock_s: Callable[[], float] = time.perf_counter,
+    clock_s: Callable[[], float] = clock.monotonic,
 ) -> Iterator[Any]:
     """Read up to ``count`` samples from all over a map-style dataset, each when it is asked for.
 
@@ -279,7 +279,7 @@ def measure_samples(
     )
 
 
-def known_work(cpu_s: Callable[[], float] = time.thread_time) -> float:
+def known_work(cpu_s: Callable[[], float] = clock.thread_time) -> float:
     """Return the seconds of CPU time of some work like that of handing a task over."""
     began = cpu_s()
     for _ in range(_KNOWN_TIMES):
@@ -291,7 +291,7 @@ def _read(
     dataset: Any,
     indices: Sequence[int],
     at_once: bool = False,
-    until: tuple[float, Callable[[], float]] = (math.inf, time.perf_counter),
+    until: tuple[float, Callable[[], float]] = (math.inf, clock.monotonic),
 ) -> Any:
     """Return samples; after a moment of a clock, one by one and no further one is begun."""
     if at_once:

@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import OpenFile, die_with, files_being_read, open_anew
 
 Tell: TypeAlias = Callable[[str, object], None]
@@ -119,7 +119,7 @@ def _listen(
     """Receive findings into ``values`` until the work ends; return why it did not."""
     pid = process.pid or 0
     idle, begun = _IdleWatch(pid), False
-    until = time.monotonic() + _START_S
+    until = clock.monotonic() + _START_S
     while True:
         ready = multiprocessing.connection.wait([ours, process.sentinel], _LOOK_S)
         if ours in ready:
@@ -131,7 +131,7 @@ def _listen(
                 continue  # a value that can be pickled, but not read again, is no finding
             else:
                 if kind == "begun":
-                    begun, until = True, time.monotonic() + deadline_s
+                    begun, until = True, clock.monotonic() + deadline_s
                 elif kind == "found":
                     values[name] = payload
                 elif kind == "raised":
@@ -148,7 +148,7 @@ def _listen(
         if begun and idle.stuck():
             what = f"waited for locks for {_STUCK_S:g} s"
             return Failure(kind="stuck", what=what, stack=_stack(pid, stacks))
-        if time.monotonic() > until:
+        if clock.monotonic() > until:
             slow, never = f"took more than {deadline_s:g} s", f"did not start within {_START_S:g} s"
             stack = _stack(pid, stacks) if begun else ""
             return Failure(kind="late", what=slow if begun else never, stack=stack)
@@ -207,7 +207,7 @@ def _stack(pid: int, stacks: Connection) -> str:
         if _CAN_ASK_FOR_STACKS:
             os.kill(pid, signal.SIGUSR1)
         if stacks.poll(_STACK_S):
-            time.sleep(0.05)  # it is written line by line
+            clock.sleep(0.05)  # it is written line by line
             return os.read(stacks.fileno(), _STACK_BYTES).decode(errors="replace")
     return ""
 
@@ -229,7 +229,7 @@ class _IdleWatch:
     def stuck(self) -> bool:
         """Return whether it has been so for some seconds."""
         cpu_s, waiting = self._read()
-        now = time.monotonic()
+        now = clock.monotonic()
         if not waiting:
             self._since = None
         elif self._since is None or cpu_s - self._cpu_s > _BUSY * (1 + now - self._since):

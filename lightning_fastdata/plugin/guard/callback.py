@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import (
     CudaMemoryReader,
     is_out_of_memory,
@@ -77,16 +77,16 @@ class GuardHooks:
     Args:
         reader: Reads the device's memory. Default: the CUDA device of the trainer; on another
             device nothing is checked.
-        clock: Seconds from any start, for ``batch_size="auto"``.
+        clock_s: Seconds from any start, for ``batch_size="auto"``.
     """
 
     def __init__(
         self,
         reader: MemoryReader | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock_s: Callable[[], float] = clock.monotonic,
     ) -> None:
         super().__init__()
-        self.reader, self.clock = reader, clock
+        self.reader, self.clock = reader, clock_s
         self.decision: GuardDecision | None = None
         self.parts: RunsInParts | None = None
         """What takes batches in parts that do not fit; None: they cannot be, or not yet."""

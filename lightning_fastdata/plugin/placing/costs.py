@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from lightning_fastdata.batches.staged import (
     move,
     spreading,
 )
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -89,7 +89,7 @@ def read_place_costs(
     )
     if not (accelerator and defers and spec.options.probe) or spec.is_stream:
         return costs
-    clocks = clocks or Clocks(cpu_s=time.process_time)
+    clocks = clocks or Clocks(cpu_s=clock.process_time)
     method = task.start_method or multiprocessing.get_start_method()
     # What the measuring has no use for may be such that it cannot be pickled.
     spec = replace(spec, sampler=None, batch_sampler=None, worker_init_fn=None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
@@ -54,12 +54,12 @@ class RunJudge:
     """Judges the training of one trainer, as it goes on and when it has ended."""
 
     def __init__(
-        self, trainer: Trainer, recording: Recording, clock: Callable[[], float] = time.monotonic
+        self, trainer: Trainer, recording: Recording, clock_s: Callable[[], float] = clock.monotonic
     ) -> None:
         self._trainer = trainer
         self._recording = recording
-        self._clock = clock
-        self._began_s = clock()
+        self._clock = clock_s
+        self._began_s = clock_s()
         self._spent_s = self._dearest_s = 0.0
         self.ranks: RankRecords | None = None
 
@@ -199,7 +199,7 @@ class MeasuredRun:
         self._ours = ours
         self._shown: str | None = None
         self._shown_at_s = 0.0
-        self._judged_s = time.monotonic()
+        self._judged_s = clock.monotonic()
         self._logged = False
         self._log_due_s = 0.0
 
@@ -214,7 +214,7 @@ class MeasuredRun:
         usual = attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
         self.log_dir = self.live.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
-        self._judged_s = time.monotonic()
+        self._judged_s = clock.monotonic()
         if self.logs and self.recording.fits:
             boards.log_layout(self.trainer.loggers, custom_scalar_layout(self._ours.scalars))
 
@@ -238,11 +238,11 @@ class MeasuredRun:
         self.step = step
         if not self.every_n_steps or (step + 1) % self.every_n_steps or not self.logs:
             return
-        began_s = time.monotonic()
+        began_s = clock.monotonic()
         if self._ours.every_n_steps is None and began_s < self._log_due_s:
             return
         self.log(self.recording.metrics(memory=self._ours.scalars == "all"), step)
-        ended_s = time.monotonic()
+        ended_s = clock.monotonic()
         if self._logged:
             self._log_due_s = ended_s + _LOG_REST * (ended_s - began_s)
         self._logged = True
@@ -257,7 +257,7 @@ class MeasuredRun:
         heard = self.logs or self._ours.report_path is not False
         if batches == FIRST_WORD_STEPS:
             return self.trainer.is_global_zero and (heard or self._ours.summary)
-        if time.monotonic() - self._judged_s < _JUDGED_EVERY_S:
+        if clock.monotonic() - self._judged_s < _JUDGED_EVERY_S:
             return False
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
@@ -278,13 +278,13 @@ class MeasuredRun:
                 report = self.report(ended=False, verdict=verdict)
                 if report is not None and self.files is not None:
                     self.files.write(report)
-        self._judged_s = time.monotonic()
+        self._judged_s = clock.monotonic()
         self.show(verdict, summary, wall)
         return verdict, evidence
 
     def show(self, verdict: Verdict, summary: StageSummary, wall: WallTime | None) -> None:
         """Show a verdict to the loggers of texts: another one, or figures five minutes newer."""
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
         if self.logs and (aged or verdict.code != self._shown):
             self._shown, self._shown_at_s = verdict.code, now_s

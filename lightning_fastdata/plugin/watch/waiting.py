@@ -6,7 +6,6 @@ import copy
 import inspect
 import random
 import statistics
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.batches.staged import batch_samples
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import read_gpu_watts
 from lightning_fastdata.insight.measure.metrics import Headroom
 from lightning_fastdata.insight.measure.waiting_cost import waiting_cost
@@ -174,12 +174,12 @@ class ReplayedSteps:
         rounds_ms: list[float] = []
         first_s = 0.0
         for number in range(_MOST_ROUNDS + 1):
-            began_s = time.perf_counter()
+            began_s = clock.monotonic()
             for index, batch in enumerate(batches):
                 step(batch, index)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the training is over: this holds up no step
-            ended_s = time.perf_counter()
+            ended_s = clock.monotonic()
             if number == 0:
                 first_s = ended_s  # compiles, and fills the caches
             else:

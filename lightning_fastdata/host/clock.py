@@ -1,0 +1,128 @@
+"""The only clock of the package: it tells time, sleeps, and asks the kernel who had the CPUs.
+
+The rest of the package calls the functions of this module and never those of :mod:`time`; ruff
+checks that. A test runs the same code in a time of its own by :func:`installed`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_THREAD_SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+class Clock:
+    """The clock of the machine. A subclass may keep a time of its own."""
+
+    def monotonic_ns(self) -> int:
+        """Return nanoseconds that never go back and are the same in all processes of a machine.
+
+        The performance counter is used since on Windows ``time.monotonic`` moves in steps of 16 ms;
+        on Linux and macOS the two are one clock.
+        """
+        return time.perf_counter_ns()
+
+    def thread_time_ns(self) -> int:
+        """Return the CPU time of the calling thread in nanoseconds."""
+        return time.thread_time_ns()
+
+    def process_time_ns(self) -> int:
+        """Return the CPU time of all threads of this process in nanoseconds."""
+        return time.process_time_ns()
+
+    def unix_s(self) -> float:
+        """Return the seconds since 1970, to compare with the times of files."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Let the calling thread wait."""
+        time.sleep(seconds)
+
+    def queued_ns(self, schedstat: int) -> int:
+        """Return how long a thread was ready to run without a CPU, in nanoseconds.
+
+        Args:
+            schedstat: Descriptor of the thread's ``/proc/<pid>/schedstat``, whose second number it
+                is: https://docs.kernel.org/scheduler/sched-stats.html
+        """
+        return int(os.pread(schedstat, 100, 0).split()[1])
+
+
+_clock = Clock()
+
+
+@contextmanager
+def installed(clock: Clock) -> Iterator[None]:
+    """Have this process read another clock while the block runs; for tests."""
+    global _clock  # noqa: PLW0603 - one clock for the whole process is what this module is for
+    before, _clock = _clock, clock
+    try:
+        yield
+    finally:
+        _clock = before
+
+
+def monotonic_ns() -> int:
+    """Return nanoseconds that never go back and are the same in all processes of a machine."""
+    return _clock.monotonic_ns()
+
+
+def monotonic() -> float:
+    """Return seconds that never go back and are the same in all processes of a machine."""
+    return _clock.monotonic_ns() / 1e9
+
+
+def thread_time_ns() -> int:
+    """Return the CPU time of the calling thread in nanoseconds."""
+    return _clock.thread_time_ns()
+
+
+def thread_time() -> float:
+    """Return the CPU time of the calling thread in seconds."""
+    return _clock.thread_time_ns() / 1e9
+
+
+def process_time_ns() -> int:
+    """Return the CPU time of all threads of this process in nanoseconds."""
+    return _clock.process_time_ns()
+
+
+def process_time() -> float:
+    """Return the CPU time of all threads of this process in seconds."""
+    return _clock.process_time_ns() / 1e9
+
+
+def unix_s() -> float:
+    """Return the seconds since 1970, to compare with the times of files."""
+    return _clock.unix_s()
+
+
+def sleep(seconds: float) -> None:
+    """Let the calling thread wait."""
+    _clock.sleep(seconds)
+
+
+class ThreadSchedule:
+    """Tells what the kernel's scheduler gave the thread that makes this object."""
+
+    def __init__(self) -> None:
+        self._schedstat: int | None = None
+        try:
+            self._schedstat = os.open(_THREAD_SCHEDSTAT, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._schedstat)
+        except OSError:
+            pass
+
+    def read_ns(self) -> tuple[int, int] | None:
+        """Return the time on a CPU and the time ready but without one; None: not reported.
+
+        To be called by that thread alone.
+        """
+        if self._schedstat is None:
+            return None
+        # The file has the time on a CPU as of the last tick, up to 4 ms ago; the clock is exact.
+        return _clock.thread_time_ns(), _clock.queued_ns(self._schedstat)
