@@ -1,7 +1,10 @@
 # make demo    the package in a fresh .venv, trained on real photographs: what data stalls cost
 # make test    the tests, without those of clusters
 # make test-remote   the tests of clusters: nodes of Ray on this machine
-# make test-long     the tests, with the slow ones, and all cases where make test takes a part of them
+# make test-long     the tests, with the slow ones, all cases where make test takes a part of them,
+#                    and random examples that nobody has seen before
+# make test-realtime the few tests that rest on real time: on a machine that does nothing else
+# make test-mutants  known faults put into the package one by one, each of which a law must see
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make dist-check   sdist and wheel, built, installed in an environment of their own, and used
 # make check   everything CI runs: lint, types, layers, tests
@@ -19,7 +22,7 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-remote test-long test-lowest dist-check check lint format docs measure clean
+.PHONY: demo test test-remote test-long test-realtime test-mutants test-lowest dist-check check lint format docs measure clean
 
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata demo
@@ -33,6 +36,14 @@ test-remote: $(VENV)/.ready-test
 
 test-long: export TEST_LONG := 1
 test-long: test test-remote
+
+test-realtime: export TEST_REALTIME := 1
+test-realtime: $(VENV)/.ready-test
+	$(PY) -m pytest -n 0 -m realtime tests
+
+test-mutants: export TEST_MUTANTS := 1
+test-mutants: $(VENV)/.ready-test
+	$(PY) -m pytest -n 0 -m mutant tests
 
 # Apart from CI, since it installs another torch.
 test-lowest: $(LOWEST)/.ready
@@ -83,7 +94,7 @@ $(LOWEST)/.ready: pyproject.toml
 	$(LOWEST)/bin/python tools/lowest_versions.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --requirement $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps --editable .
-	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout pytest-rerunfailures hypothesis scikit-image
+	$(LOWEST)/bin/python -m pip install --quiet pytest pytest-timeout hypothesis scikit-image
 	touch $@
 
 clean:
