@@ -51,18 +51,15 @@ class Deadly(Dataset):
 
 
 def pool(dataset: Any, collate: Any = default_collate, processes: int = 2, **how: Any):
-    threads = how.pop("threads", 1)
     default = collate is default_collate
     plan = FetchPlan(dataset=dataset, collate_fn=collate, default_collation=default, **how)
-    return PoolExecutor(plan, processes=processes, threads=threads)
+    return PoolExecutor(plan, processes=processes)
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("collate", "threads"), [(default_collate, 1), (listed, 1), (default_collate, 3)]
-)
-def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate, threads) -> None:
-    executor = pool(Slow(), collate, 3, threads=threads)
+@pytest.mark.parametrize("collate", [default_collate, listed])
+def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate) -> None:
+    executor = pool(Slow(), collate, 3)
     rng = random.Random(0)
     done = threading.Event()
     seen: list[int] = []

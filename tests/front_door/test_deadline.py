@@ -98,7 +98,7 @@ def quiet_loader(dataset: Any, executor: str, **how: Any) -> FastDataLoader:
 @pytest.mark.filterwarnings("ignore:.*training batches", "ignore:.*does not have many workers")
 @pytest.mark.parametrize(
     ("dataset", "executor"),
-    [(Stuck(), "workers"), (Stuck(), "sidecar"), (StuckStream(), "workers")],
+    [(Stuck(), "workers"), (Stuck()), (StuckStream(), "workers")],
 )
 def test_a_training_that_is_stuck_warns_and_then_ends_with_the_sample_and_the_stack(
     dataset, executor
