@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.protocol import DropSlot, TasksTaken
+from lightning_fastdata.executors.pool.protocol import DropSlot, TaskTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
 
@@ -257,7 +257,7 @@ def test_a_task_that_another_has_noted_meanwhile_is_not_done_again() -> None:
 
 def test_what_a_process_said_before_it_died_is_heard() -> None:
     ours, theirs = map(Wire, wire_pair())
-    answers = [TasksTaken(1, {4}), TasksTaken(2, {4})]
+    answers = [TaskTaken(1, 4), TaskTaken(2, 4)]
     for answer in answers:
         theirs.send(answer)
     ours.send(DropSlot(3))  # it dies without having read this, which resets the connection
