@@ -49,7 +49,7 @@ SWEEP_UNTIL_S = 540
 """Workloads that begin later go without the sweep, so that all of it ends in 12 minutes."""
 SWEEP = [
     ("inline", 0),
-    *((name, workers) for name in ("gather", "workers", "sidecar") for workers in (1, 2, 4)),
+    *((name, workers) for name in ("gather", "workers") for workers in (1, 2, 4)),
     ("gather", 0),
     ("torch", 1),
     ("torch", 4),

@@ -1,4 +1,4 @@
-"""The GPU benchmark's data movement: one ahead, through locked memory, and not at all."""
+"""The GPU benchmark's data movement: at its turn, beside the computing, and one ahead."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def measure_prefetch(run):
         for way in ("at its turn", "beside", "one ahead"):
             took = _steps_ms(run, batches, compute, way, waits=waits)
             run.add(name, f"a step, moved {way}", took, "ms", kind)
-    _measure_locks(run, rows, side)
-    _measure_resident(run)
+    _measure_loaders(run, rows, side)
 
 
 def _work_of(run, wanted_ms):
@@ -83,19 +82,18 @@ class Rows(torch.utils.data.Dataset):
         return self.sample
 
 
-def _measure_locks(run, rows, side):
+def _measure_loaders(run, rows, side):
     from lightning_fastdata import FastDataLoader
 
     name = f"loader to device, {rows}x3x{side}x{side} uint8"
     count = rows * (4 if run.quick else 40)
-    for executor, page_lock in (("torch", "copy"), ("workers", "copy"), ("workers", "register")):
+    for executor in ("torch", "workers"):
         loader = FastDataLoader(
             Rows(count, side),
             rows,
             num_workers=2,
             executor=executor,
             pin_memory=run.cuda,
-            page_lock=page_lock,
             persistent_workers=True,
             multiprocessing_context="forkserver",
         )
@@ -108,31 +106,4 @@ def _measure_locks(run, rows, side):
             run.settle()
             rate = count / (time.perf_counter() - at)
         loader.close()
-        run.add(name, f"{executor}, page_lock={page_lock}", rate, "images/s", "2 workers")
-
-
-def _measure_resident(run):
-    from lightning_fastdata import FastDataLoader
-
-    rows, width, size = (4096, 8, 256) if run.quick else (1_000_000, 64, 1024)
-    data = torch.utils.data.TensorDataset(torch.zeros(rows, width), torch.zeros(rows))
-    name = f"table {rows}x{width} float32, batch {size}"
-    for resident in (False, True):
-        loader = FastDataLoader(
-            data,
-            size,
-            shuffle=True,
-            executor="gather",
-            pin_memory=run.cuda and not resident,
-            device_resident=run.device if resident else False,
-        )
-        rate = 0.0
-        for _ in range(2):
-            run.settle()
-            at = time.perf_counter()
-            for x, y in loader:
-                x.to(run.device, non_blocking=True)
-                y.to(run.device, non_blocking=True)
-            run.settle()
-            rate = rows / (time.perf_counter() - at)
-        run.add(name, "on the device" if resident else "gathered and moved", rate, "rows/s")
+        run.add(name, executor, rate, "images/s", "2 workers")

@@ -1,6 +1,6 @@
 """Training batches from a folder of JPEG photographs: the peers' loaders and ours, in turn.
 
-    python benchmarks/jpeg_folder.py [--rounds 7] [--json FILE] [--rows DataLoader,sidecar]
+    python benchmarks/jpeg_folder.py [--rounds 7] [--json FILE] [--rows DataLoader,workers]
 
 Shuffled batches of 64, decode, RandomResizedCrop(224), horizontal flip, delivered as uint8 and as
 normalised float32, over crops of photographs of about 480 x 375 px (JPEG quality 92, 4:2:0) in the
@@ -41,7 +41,7 @@ from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.host.machine import describe_machine, read_versions
 
-BASE, LIMIT, SIDECAR = "DataLoader, ImageFolder", "decode alone, threads", "ours, sidecar"
+BASE, LIMIT = "DataLoader, ImageFolder", "decode alone, threads"
 WORKERS, FOLDER = "ours, workers", "DataLoader, FastImageFolder"
 DALI, FFCV, PLAIN = "DALI, CPU", "FFCV, jpg", "ours, ImageFolder, workers"
 
@@ -60,11 +60,6 @@ def ours(data, task: JpegTask, executor: str) -> Epoch:
 def torch_folder(task: JpegTask) -> Epoch:
     loader = DataLoader(folder_of(task), shuffle=True, **peers.worker_settings(task))
     return lambda: peers.firsts(loader)
-
-
-@peers.or_reason
-def ours_sidecar(task: JpegTask) -> Epoch:
-    return ours(folder_of(task), task, "sidecar")
 
 
 @peers.or_reason
@@ -117,7 +112,6 @@ ROWS = {
     "LitData": peers.litdata_jpeg,
     PLAIN: ours_plain,
     "ours, ImageFolder, auto": ours_plain_auto,
-    SIDECAR: ours_sidecar,
     WORKERS: ours_folder,
     FOLDER: torch_folder,
     "ours, auto": ours_folder_auto,

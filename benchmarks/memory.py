@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
 
-CASES = ("workers", "sidecar", "stream")
+CASES = ("workers", "stream")
 
 
 class Rows(Dataset):

@@ -75,7 +75,6 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--batches", type=int, default=20_000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--executor", default="workers", choices=["workers", "sidecar"])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -89,7 +88,7 @@ def main() -> None:
             sampler=RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(0)),
             **how,
         )
-        for executor, workers in ((chosen.executor, chosen.workers), ("inline", 0))
+        for executor, workers in (("workers", chosen.workers), ("inline", 0))
     ]
     ours = loaders[0]
     chance = random.Random(0)

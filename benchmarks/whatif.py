@@ -123,9 +123,6 @@ WORKLOADS = {
     ),
     "large batches": Workload(step_s=0.020, blocked_s=0.001, floats=150_000, batch_size=32),
     "step on a CPU": Workload(step_s=0.010, cpu_s=0.001, step_on_cpu=True, others=IN_ORDER),
-    "workers give way": Workload(
-        step_s=0.010, cpu_s=0.001, step_on_cpu=True, others=IN_ORDER, settings={"worker_nice": 10}
-    ),
     "cheap": Workload(step_s=0.015),
     "torch, io": Workload(step_s=0.015, blocked_s=0.003, executor="torch"),
     "torch, cpu": Workload(step_s=0.010, cpu_s=0.0015, executor="torch", others=IN_ORDER),
@@ -133,7 +130,6 @@ WORKLOADS = {
         step_s=0.010, blocked_s=0.001, slow_s=0.3, executor="torch",
         others=((1, True), (2, False), (4, True), (4, False), (8, False)),
     ),
-    "sidecar, io": Workload(step_s=0.015, blocked_s=0.004, executor="sidecar"),
 }  # fmt: skip
 QUICK = ("io", "cpu", "mixed", "slow samples")
 

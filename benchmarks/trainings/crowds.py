@@ -88,20 +88,6 @@ CROWDS = [
         },
     ),
     *several(
-        "threads that hold the interpreter's lock",
-        Accepted(codes=("FD306",), words=("interpreter", "executor='workers'")), decoding,
-        {
-            "4 threads": {
-                "kind": "records", "form": "fast", "workers": 4, "size": 4000, "batches": 100,
-                "executor": "sidecar",
-            },
-            "2 threads, tokenizer": {
-                "kind": "texts", "form": "module", "workers": 2, "size": 800, "batches": 150,
-                "step_s": 0.003, "executor": "sidecar",
-            },
-        },
-    ),
-    *several(
         "threads of torch in workers", Accepted(codes=("FD306", "FD315")), crowded,
         {
             "2 workers of 4": {

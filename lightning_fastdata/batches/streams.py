@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -17,15 +17,12 @@ from lightning_fastdata.errors import FastDataWarning
 if TYPE_CHECKING:
     import mmap
 
-PageLockName: TypeAlias = Literal["copy", "register"]
-
 _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: page-locked for every device of the process."""
 _REFUSED: Final = (
-    'page_lock is "register", but the driver did not lock {mib:,.1f} MiB of batch memory: {error} '
-    "(RLIMIT_MEMLOCK is {limit}). Batches are copied into page-locked memory instead. Raise the "
-    'limit (ulimit -l unlimited; docker run --ulimit memlock=-1), or set page_lock="copy" and this '
-    "message goes away."
+    "The driver did not lock {mib:,.1f} MiB of batch memory: {error} (RLIMIT_MEMLOCK is {limit}). "
+    "Batches are copied into page-locked memory instead. Raise the limit (ulimit -l unlimited; "
+    "docker run --ulimit memlock=-1)."
 )
 _in_use: weakref.WeakSet[DeviceStreams] = weakref.WeakSet()
 

@@ -28,27 +28,24 @@ _BLOCKED: Final = 0.3
 
 
 class CrewTrial:
-    """Says how many tasks may be under way, and compares what is read with all and with half.
+    """Says how many tasks may be under way, and compares what is read with all and with half."""
 
-    ``hands`` are the threads of all side processes together.
-    """
-
-    def __init__(self, hands: int, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
-        self.hands = hands
+    def __init__(self, workers: int, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
+        self.workers = workers
         self.limit: int | None = None
         """Tasks that may be under way; None: as many as there are."""
         self._clock_ns = clock_ns
         self._began_ns: int | None = None
         self._late: deque[bool] = deque(maxlen=_REQUESTS)
-        self._with_all: deque[TaskStamps] = deque(maxlen=_KEPT * hands)
+        self._with_all: deque[TaskStamps] = deque(maxlen=_KEPT * workers)
         self._with_half: list[TaskStamps] = []
         self._since_ns: int | None = None
-        self._over = hands < 2
+        self._over = workers < 2
 
-    def with_hands(self, hands: int) -> CrewTrial:
-        """Return the trial of as many hands; none if it was made already."""
-        other = CrewTrial(hands, self._clock_ns)
-        other._over = other._over or (self._over and self.hands > 1)
+    def with_workers(self, workers: int) -> CrewTrial:
+        """Return the trial of as many workers; none if it was made already."""
+        other = CrewTrial(workers, self._clock_ns)
+        other._over = other._over or (self._over and self.workers > 1)
         return other
 
     def delivered(self, *, late: bool) -> None:
@@ -59,7 +56,7 @@ class CrewTrial:
             self._began_ns = self._clock_ns()
         self._late.append(late)
         if sum(self._late) >= _LATE and self._is_worth_it(self._began_ns):
-            self.limit = self.hands // 2
+            self.limit = self.workers // 2
 
     def answered(self, task: TaskStamps | None, under_way: int) -> ReadRates | None:
         """Note a task that has ended, beside those still under way; return what a trial found."""
@@ -82,7 +79,7 @@ class CrewTrial:
         # With all at work, those that a lock leaves waiting longest have not ended yet.
         span_ns = before[-1].ended_ns - before[0].ended_ns
         rates = ReadRates(
-            self.limit, _per_s(half, busy_ns), self.hands, _per_s(before[1:], span_ns)
+            self.limit, _per_s(half, busy_ns), self.workers, _per_s(before[1:], span_ns)
         )
         self._over, self.limit = True, None
         return rates
@@ -102,7 +99,7 @@ class CrewTrial:
         if not (full and length > 0 and 1 - busy / length >= _BLOCKED):
             return False
         each_ns = _length_ns(self._with_all) / len(self._with_all)
-        lost_ns = (_ROUNDS + 0.5) * each_ns * (1 - (self.hands // 2) / self.hands)
+        lost_ns = (_ROUNDS + 0.5) * each_ns * (1 - (self.workers // 2) / self.workers)
         return lost_ns <= _MOST_OF_RUN * (self._clock_ns() - began_ns)
 
 

@@ -77,16 +77,12 @@ class FetchPlan:
     """More than one batch for each side process is under way only within this."""
     memory_limit_bytes: int = 2**31
     """What the slots may take together."""
-    sharing_strategy: str | None = None
-    """How torch shares tensors of samples in side processes; None: as it is by default."""
     guard: SampleGuard = field(default_factory=SampleGuard)
     """What becomes of samples that cannot be read."""
     faults: FaultLog = field(default_factory=FaultLog)
     """Where the training process counts them."""
     rank: Rank = field(default_factory=lambda: Rank(0, 1))
     """Which of the training processes it is fetched for."""
-    niceness: int = 5
-    """How much side processes give way to the training process, 0 to 19."""
 
     def with_other_draws(self) -> FetchPlan:
         """Return the plan for a process in another's place, which is not to draw the same again."""
@@ -100,16 +96,15 @@ class _DrewError(BaseException):
 class Fetcher:
     """Reads samples and batches of a plan in the calling thread.
 
-    Each sample's draws from the global generators have a key of their own, if the thread may seed
-    those (``keyed``). A generator is seeded only once a fetch has been seen to draw from it: that
-    fetch is done again, and in it and every one after it the generator is seeded for each sample.
+    Each sample's draws from the global generators have a key of their own, if the plan has a seed.
+    A generator is seeded only once a fetch has been seen to draw from it: that fetch is done again,
+    and in it and every one after it the generator is seeded for each sample.
     A ``guest`` leaves the generators as the calling program had them.
     """
 
-    def __init__(self, plan: FetchPlan, *, keyed: bool = True, guest: bool = False) -> None:
+    def __init__(self, plan: FetchPlan, *, guest: bool = False) -> None:
         self.plan = plan
         self.dataset = plan.dataset
-        self.keyed = keyed and plan.seed is not None
         self.guest = guest
         self.drawn: tuple[str, ...] = ()
         """The global generators that a fetch has drawn from."""
@@ -124,8 +119,8 @@ class Fetcher:
         self.coming: Sequence[Any] = ()
         """Of the batch after that which is fetched, as far as it is known."""
         self._skips = plan.guard.policy == "skip"
-        self._watch = DrawWatch() if self.keyed else None
-        self._own = plan.own if self.keyed else None
+        self._watch = DrawWatch() if plan.seed is not None else None
+        self._own = plan.own if plan.seed is not None else None
         self._own_draws = bool(self._own)
         self._looked = False
         self._epoch: int | None = None

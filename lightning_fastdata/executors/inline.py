@@ -213,13 +213,11 @@ class StreamFetcher:
         return f"Raised {self.where(ask)}."
 
 
-def fetcher_of(
-    plan: FetchPlan, *, keyed: bool = True, guest: bool = False
-) -> Fetcher | StreamFetcher:
+def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetcher:
     """Return what reads the dataset of a plan in the calling thread; see :class:`Fetcher`."""
     if isinstance(plan.dataset, IterableDataset):
         return StreamFetcher(plan, guest=guest)
-    return Fetcher(plan, keyed=keyed, guest=guest)
+    return Fetcher(plan, guest=guest)
 
 
 class InlineExecutor:
@@ -335,7 +333,7 @@ class InlineExecutor:
         """Append the stamps of each batch from now on; None: no more."""
         self._records = records
         watches = OperationWatch(self._fetcher.dataset), LineWatch()
-        self._fetcher.stamps = None if records is None else TaskWatch(-1, 0, *watches)
+        self._fetcher.stamps = None if records is None else TaskWatch(-1, *watches)
 
     def resize(self, workers: int, look_ahead: int | None = None) -> None:
         """Do nothing: there are no workers."""

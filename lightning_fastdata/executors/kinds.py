@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FILES_OF_WORKER: Final = 8
 """Descriptors of a side process, with those that exist while it starts."""
 _FILES_OF_BATCH: Final = 4
-ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "sidecar", "ray"]
+ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,6 @@ class Resources:
 
     workers: int
     """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
-    threads: int
-    """In each side process, where it may have several."""
     page_locks: PageLocks | None
     """Locks the memory of batches for a device that reads it."""
     trial: CrewTrial | None
@@ -67,9 +65,6 @@ class ExecutorKind:
     epochs if that is asked for; threads and memory, which cost nothing, always are."""
     resizes: bool = False
     """``num_workers`` may change while an epoch is read, and changes nothing of its batches."""
-    threads_per_process: int = 1
-    """Threads in a side process, at most. Where there are several they share the dataset, its
-    pipelines, the epoch it is in, and the global generators, which are not keyed by sample."""
     needs_shared_memory: bool = False
     """Batches come in memory files, which Linux has."""
     splits_batches: bool = True
@@ -115,7 +110,6 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     return PoolExecutor(
         plan,
         processes=given.workers,
-        threads=given.threads,
         page_locks=given.page_locks,
         trial=given.trial,
     )
@@ -149,18 +143,10 @@ KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
         workers=(1, "a thread, which gathers ahead"),
     ),
     "workers": ExecutorKind(
-        what="side processes of one thread, for Python code",
+        what="side processes",
         start=_start_processes,
         side_processes=True,
         resizes=True,
-        needs_shared_memory=True,
-    ),
-    "sidecar": ExecutorKind(
-        what="threads in side processes, for code that waits or releases the GIL",
-        start=_start_processes,
-        reads_streams=False,
-        side_processes=True,
-        threads_per_process=8,
         needs_shared_memory=True,
     ),
     "ray": ExecutorKind(
@@ -229,7 +215,6 @@ def open_executor(
     plan: FetchPlan,
     *,
     workers: int = 1,
-    threads: int = 8,
     page_locks: PageLocks | None = None,
     trial: CrewTrial | None = None,
     actor_options: Mapping[str, Any] | None = None,
@@ -252,10 +237,8 @@ def open_executor(
         )
     if kind.needs_shared_memory and not shared_slots_supported():
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
-    threads = threads if kind.threads_per_process > 1 else 1
     given = Resources(
         workers=workers,
-        threads=threads,
         page_locks=page_locks,
         trial=trial,
         actor_options=actor_options or {},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 import weakref
 from collections import deque
@@ -16,9 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, run
 import torch
 
 from lightning_fastdata.augment import DatasetRecording, StageTransform
-from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fault_log import FaultLog
@@ -82,12 +79,9 @@ class SourceSettings(NamedTuple):
     seed: int
     transform: StageTransform | None
     on_device: bool
-    worker_nice: int
     staged: Stage | None
     recording: DatasetRecording | None
     executor: ExecutorName
-    page_lock: PageLockName
-    device_resident: bool | str | torch.device
     stall_timeout: float | Literal["auto"]
     faults: FaultLog
     actor_options: dict[str, Any] | None
@@ -118,18 +112,12 @@ class KeptExecutor:
     """Returns the length that the loader of a stream has reported, or None."""
 
     def __post_init__(self) -> None:
-        kind, workers = KINDS[self.name], self.settings.num_workers
-        self.processes = math.ceil(workers / kind.threads_per_process)
-        self.threads = math.ceil(workers / max(1, self.processes))
-        self.trial = CrewTrial(self.processes * self.threads)
+        self.workers = self.settings.num_workers
+        self.trial = CrewTrial(self.workers)
         self.persistent = self.settings.persistent_workers
-        # Threads of one process share a dataset, which is in one epoch at a time.
-        self._arms = kind.threads_per_process == 1 or decodes_in_place(self.plan.dataset)
         # Threads and reused memory cost nothing between epochs; processes do.
-        self.keep = self.persistent or not kind.side_processes
+        self.keep = self.persistent or not KINDS[self.name].side_processes
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
-        registers = self.settings.page_lock == "register"
-        self.page_locks = cuda_page_locks(self.pin_on) if registers else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
         self.base_seed: int | None = None
@@ -157,9 +145,7 @@ class KeptExecutor:
             executor = open_executor(
                 self.name,
                 plan,
-                workers=self.processes,
-                threads=self.threads,
-                page_locks=self.page_locks,
+                workers=self.workers,
                 trial=self.trial,
                 actor_options=self.settings.actor_options,
             )
@@ -181,8 +167,8 @@ class KeptExecutor:
     def _seed_of_processes(self, base_seed: int) -> int:
         if self.plan.seed is None:
             return base_seed
-        # The threads of a sidecar draw from what the process was seeded with, and so may a
-        # worker_init_fn: another epoch, seed or global seed has to give other numbers.
+        # A worker_init_fn may draw from what the process was seeded with: another epoch, seed or
+        # global seed has to give other numbers.
         text = f"{self.plan.seed},{self.epoch()},{base_seed}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -201,7 +187,7 @@ class KeptExecutor:
         executor.start_epoch(iter(indices), epoch, order)
         # An epoch that is not shuffled is one of several passes over data, as a validation is, and
         # may be repeated or followed by none.
-        if order.shuffle and self._arms:
+        if order.shuffle:
             executor.arm(replace(order, epoch=epoch + 1, start=0))
 
     def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None:
@@ -241,9 +227,9 @@ class KeptExecutor:
             WorkerError: They cannot be had, or the dataset holds by now what forked ones must not
                 share.
         """
-        if workers > self.processes:
+        if workers > self.workers:
             refuse_late_fork(self.plan)
-        self.processes = workers
+        self.workers = workers
         self.settings = self.settings._replace(num_workers=workers)
         self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
         for executor in self._at_work():
@@ -268,8 +254,6 @@ class KeptExecutor:
         """Return the batch as it is delivered."""
         if self.staged is not None:
             batch = StagedBatch(batch, None, self.staged)
-        if self.page_locks is not None:
-            self.page_locks.driver.note_consumer()
         return batch if self.pin_on is None else pinned(batch, self.pin_on)
 
     def close(self) -> None:

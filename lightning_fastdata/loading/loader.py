@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
-from lightning_fastdata.batches.streams import PageLockName
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.torch_guard import OpenedNotes
@@ -40,7 +39,6 @@ from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Shuffle, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Generator
 
 
@@ -79,29 +77,19 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             on each sample. With ``on_device`` that is what prepares its run on the device;
             otherwise it is the whole Albumentations pipeline.
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
-        worker_nice: Added to the niceness of the workers, 0 to 19: how much the calling process
-            goes first where both want a CPU. All other programs go before them, too. None: 0.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         recording: With ``staged``, has the Albumentations pipelines that the dataset calls itself
             leave to the device what they can. Not with a ``transform`` that starts in the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"``, ``"sidecar"`` or ``"ray"`` (actors of a Ray cluster);
+            ``"workers"`` or ``"ray"`` (actors of a Ray cluster);
             ``"auto"`` reads some samples now, takes what suits them and says why in
             ``plan.explain()``. None: ``"auto"``, without keeping workers; but
             ``"torch"`` where it would have to start processes in a script that cannot be imported
             again. An iterable dataset, which has no index, is read by
-            ``"workers"`` in place of ``"gather"``, ``"sidecar"`` and ``"ray"``, DataPipes always by
-            torch.
+            ``"workers"`` in place of ``"gather"`` and ``"ray"``, DataPipes always by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
-        page_lock: With ``pin_memory`` and another executor than torch's: ``"register"`` has CUDA
-            lock the memory that batches come in, instead of copying each. A batch may then be
-            copied to the device on the stream that is current when the loader hands it out, and by
-            this package's own prefetching.
-        device_resident: Keep the whole dataset on a device and index it there, if it is tensors or
-            arrays: True: on the current accelerator, else the CPU. It is read once, at the first
-            iteration.
         stall_timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and
             the sample read once more; an error if that gets nowhere, too. 0 waits for ever. "auto":
             60, or 20 times the 99th percentile of tasks if that is more. A ``timeout`` takes its
@@ -117,9 +105,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
-        OptionsError: An argument has an impossible value. A sidecar was asked for, and an
-            Albumentations pipeline runs on the samples. At the first iteration: ``device_resident``
-            was asked for and the dataset is no tensors or arrays, or does not fit.
+        OptionsError: An argument has an impossible value.
         TransformError: A transform on the device was asked for without batches
             (``batch_size=None``).
     """
@@ -151,13 +137,10 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         epoch: Callable[[], int] | None = None,
         transform: StageTransform | None = None,
         on_device: bool = False,
-        worker_nice: int | None = None,
         staged: Stage | None = None,
         recording: DatasetRecording | None = None,
         executor: ExecutorName | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
-        page_lock: PageLockName = "copy",
-        device_resident: bool | str | torch.device = False,
         stall_timeout: float | Literal["auto"] = "auto",
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
@@ -171,7 +154,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             dataset,
             executor=executor,
             actor_options=actor_options,
-            page_lock=page_lock,
             transform=transform,
             stall_timeout=stall_timeout,
             tune="auto" if isinstance(tune, Tuner) else tune,
@@ -180,7 +162,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
                 "batch_size": (batch_size, 1),
                 "num_workers": (num_workers, 0),
                 "prefetch_factor": (prefetch_factor, 1),
-                "worker_nice": (worker_nice, 0),
             },
             orders={"sampler": sampler, "batch_sampler": batch_sampler},
             functions={
@@ -223,7 +204,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             )
             tune = tuner_for(plan, spec, tune if isinstance(tune, Tuner) else None) or "off"
             executor, num_workers = plan.executor, plan.num_workers
-            worker_nice = plan.worker_nice if worker_nice is None else worker_nice
             persistent_workers = plan.persistent_workers and num_workers > 0
             if not num_workers:
                 prefetch_factor = multiprocessing_context = None
@@ -261,12 +241,10 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self.epoch = epoch
         self.transform = transform
         self.on_device = on_device
-        self.worker_nice = worker_nice or 0
         self.staged = staged
         self.recording = recording
         self.ahead = ahead
-        self.page_lock, self.actor_options = page_lock, actor_options
-        self.device_resident = device_resident
+        self.actor_options = actor_options
         self.stall_timeout = stall_timeout
         self.faults = FaultLog.of(on_bad_sample, dataset)
         self.on_bad_sample = self.faults.rule

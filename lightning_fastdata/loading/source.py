@@ -1,9 +1,8 @@
-"""What gives the batches of a FastDataLoader: torch's loader, an executor, or resident data."""
+"""What gives the batches of a FastDataLoader: torch's loader, or an executor."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,7 +31,6 @@ from lightning_fastdata.batches.staged import (
     StagingCollate,
     spreading,
 )
-from lightning_fastdata.device.resident import ResidentBatches, device_of
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
@@ -42,13 +40,13 @@ from lightning_fastdata.host.system_calls import OpenFile, files_being_read, ope
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.planning.worker_count import look_ahead_batches
-from lightning_fastdata.randomness.generators import own_generators
+from lightning_fastdata.randomness.generators import OwnGenerators
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.stamps.batch_stamps import WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
 from lightning_fastdata.types import Batch
 
-Source: TypeAlias = "DataLoader[Any] | KeptExecutor | ResidentBatches"
+Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
 
 
 _PASSED_ON: Final = (
@@ -77,10 +75,6 @@ class LoaderFacts(Protocol):
     def executor(self) -> ExecutorName:
         """Who reads."""
 
-    @property
-    def device_resident(self) -> object:
-        """Where the data is kept; False: it is not."""
-
 
 def makes_batches(loader: LoaderFacts) -> bool:
     """Return whether samples are put together into batches."""
@@ -90,7 +84,7 @@ def makes_batches(loader: LoaderFacts) -> bool:
 def reads_with_torch(loader: LoaderFacts) -> bool:
     """Return whether torch's own iterator reads the dataset."""
     pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
-    return loader.device_resident is False and (KINDS[loader.executor].is_torch or pipe)
+    return KINDS[loader.executor].is_torch or pipe
 
 
 def indices_of(settings: SourceSettings) -> EpochIndices | None:
@@ -98,8 +92,7 @@ def indices_of(settings: SourceSettings) -> EpochIndices | None:
     if isinstance(settings.dataset, IterableDataset):
         return None
     source = settings.batch_sampler if makes_batches(settings) else settings.sampler
-    arrays = settings.device_resident is not False or KINDS[settings.executor].gathers
-    return EpochIndices(source, arrays=arrays)
+    return EpochIndices(source, arrays=KINDS[settings.executor].gathers)
 
 
 def open_source(
@@ -130,15 +123,6 @@ def open_source(
         transform=worker_part,
         recording=recording,
     )
-    if settings.device_resident is not False:
-        return ResidentBatches(
-            dataset,
-            device_of(settings.device_resident),
-            default_collation=collate_fn is collate_samples and makes_batches(settings),
-            batches=partial(iter, () if indices is None else indices),  # of no batches it is false
-            staged=settings.staged,
-            generator=settings.generator,
-        )
     rule = settings.faults.rule
     guard = SampleGuard.of(rule, settings.dataset, settings.sampler, settings.seed)
     if not reads_with_torch(settings):
@@ -155,7 +139,7 @@ def open_source(
         order[name] = indices if stamps is None else WatchedSampler(indices, stamps)
     start = settings.worker_init_fn
     if settings.num_workers:
-        start = WorkerStart(settings.worker_nice, start if stamps is None else ShowDataset(start))
+        start = WorkerStart(start if stamps is None else ShowDataset(start))
     return DataLoader(
         dataset,
         collate_fn=collate_fn,
@@ -226,7 +210,6 @@ def _open_executor(
             batch_size=settings.batch_size or 1,
             split=splits and not reads_together(settings.dataset),
         )
-    several = KINDS[executor].threads_per_process > 1 and settings.num_workers > 1
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
@@ -235,7 +218,7 @@ def _open_executor(
         drop_last=streamed and settings.drop_last,
         # The state of a stream runs on from sample to sample, and so do its random numbers.
         seed=None if streamed else settings.seed,
-        own=None if streamed else own_generators(settings.dataset, shared=several),
+        own=None if streamed else OwnGenerators(settings.dataset),
         worker_init_fn=settings.worker_init_fn,
         timeout_s=settings.timeout,
         stall_timeout_s=None if settings.stall_timeout == "auto" else settings.stall_timeout,
@@ -243,10 +226,8 @@ def _open_executor(
         context=settings.multiprocessing_context,
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
-        sharing_strategy=_sharing_strategy(),
         guard=guard,
         faults=settings.faults,
-        niceness=settings.worker_nice,
         rank=rank_now() if streamed else Rank(0, 1),
     )
     if settings.asked_prefetch_factor:  # large batches, too, as far as memory allows
@@ -266,13 +247,12 @@ def _open_executor(
 class WorkerStart:
     """Prepares a worker process of torch, then runs the user's own ``worker_init_fn``.
 
-    It lets the training process go first, computes on one thread (torch sees to its own threads,
-    not to OpenCV's), and takes the sharing strategy of its parent, which only a forked one has.
+    It computes on one thread (torch sees to its own threads, not to OpenCV's), and takes the
+    sharing strategy of its parent, which only a forked one has.
     """
 
-    def __init__(self, nice: int, then: Callable[[int], None] | None) -> None:
-        self.strategy = _sharing_strategy()
-        self.nice = nice
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.strategy: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
         self.then = then
         self.files: tuple[OpenFile, ...] = ()
         self.rank = rank_now()
@@ -286,14 +266,7 @@ class WorkerStart:
         open_anew(self.files)
         tell_rank(self.rank)
         torch.multiprocessing.set_sharing_strategy(self.strategy)  # type: ignore[no-untyped-call]
-        if self.nice and sys.platform != "win32":
-            os.nice(self.nice)
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)
         if self.then is not None:
             self.then(worker_id)
-
-
-def _sharing_strategy() -> str:
-    strategy: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    return strategy

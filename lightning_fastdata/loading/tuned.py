@@ -49,8 +49,6 @@ class _Loader(LoaderFacts, Protocol):
     @property
     def in_order(self) -> bool: ...
     @property
-    def worker_nice(self) -> int: ...
-    @property
     def transform(self) -> StageTransform | None: ...
     @property
     def on_device(self) -> bool: ...
@@ -59,11 +57,11 @@ class _Loader(LoaderFacts, Protocol):
 def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
     """Return the setup of a loader; None for what the model does not know.
 
-    It knows loaders whose workers read by themselves: torch's own, ``"workers"``, ``"sidecar"`` and
-    ``"ray"`` (on which machines, the stamps tell: :class:`~..tuning.costs.Placement`), and those
-    that read in the training process when a batch is asked for. It knows neither ``"gather"``,
-    whose caller helps its threads, nor datasets that stay on the device. It takes samples to be of
-    one shape, and memory to suffice for the whole look-ahead.
+    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"ray"`` (on
+    which machines, the stamps tell: :class:`~..tuning.costs.Placement`), and those that read in the
+    training process when a batch is asked for. It does not know ``"gather"``, whose caller helps
+    its threads. It takes samples to be of one shape, and memory to suffice for the whole
+    look-ahead.
 
     Args:
         loader: As it is set up now; it is not iterated.
@@ -74,8 +72,7 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
     streamed = isinstance(loader.dataset, IterableDataset)
     torchs = reads_with_torch(loader)
     kind = KINDS[loader.executor]
-    unknown = kind.gathers and not streamed and not torchs
-    if unknown or loader.device_resident is not False:
+    if kind.gathers and not streamed and not torchs:
         return None
     workers = loader.num_workers if torchs or not kind.caller_reads else 0
     scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
@@ -95,7 +92,6 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
         in_order=loader.in_order,
         cpus=cpus,
         step_cpus=step_cpus,
-        worker_nice=loader.worker_nice,
         inline=kind.caller_reads,
     )
 

@@ -141,8 +141,8 @@ class Setting:
 class LoaderPlan:
     """The settings one loader runs with: those of ``LoaderOptions``, decided.
 
-    None: ``prefetch_factor`` and ``stall_timeout_s`` follow the tasks; the start method and the
-    sharing strategy stay as Python and torch have them.
+    None: ``prefetch_factor`` and ``stall_timeout_s`` follow the tasks; the start method stays as
+    Python has it.
     """
 
     num_workers: int
@@ -150,13 +150,10 @@ class LoaderPlan:
     persistent_workers: bool
     prefetch_factor: int | None
     multiprocessing_context: str | None
-    sharing_strategy: str | None
     timeout_s: float
     stall_timeout_s: float | None
     in_order: bool
-    worker_nice: int
     executor: ExecutorName
-    page_lock: Literal["copy", "register"]
     on_bad_sample: BadSamplePolicy
     bad_sample_budget: float
     quarantine_file: str | None
@@ -183,8 +180,7 @@ class LoaderPlan:
     def dataloader_kwargs(self) -> dict[str, object]:
         """Keyword arguments for ``torch.utils.data.DataLoader``.
 
-        Torch refuses settings of workers when there are none; those are left out. The sharing
-        strategy is a setting of the process, not of a loader, and is not among them.
+        Torch refuses settings of workers when there are none; those are left out.
         """
         names = ["num_workers", "pin_memory", "in_order"]
         if self.num_workers > 0:

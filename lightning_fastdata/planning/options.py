@@ -18,16 +18,13 @@ from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, check_elsewhere
-from lightning_fastdata.randomness.search import find_composes
 
 Auto: TypeAlias = Literal["auto"]
 C = TypeVar("C", bound=type)
 
 _EXECUTORS: Final = ("auto", *KINDS)
 _TUNE: Final = ("auto", "off")
-_PAGE_LOCKS: Final = ("copy", "register")
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
-_SHARING: Final = ("auto", "file_descriptor", "file_system")
 
 
 @runtime_checkable
@@ -83,7 +80,6 @@ def check_loader(
     *,
     executor: Literal["auto"] | ExecutorName,
     actor_options: object,
-    page_lock: object,
     transform: object,
     stall_timeout: object,
     tune: object,
@@ -106,7 +102,6 @@ def check_loader(
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
     check_among("executor", executor, _EXECUTORS)
     check_elsewhere(executor, actor_options)
-    check_among("page_lock", page_lock, _PAGE_LOCKS)
     check_among("tune", tune, _TUNE)
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
@@ -125,12 +120,6 @@ def check_loader(
         raise TransformError(
             "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
             "or pass the transform to the dataset."
-        )
-    threads = executor != "auto" and KINDS[executor].threads_per_process > 1
-    if threads and whole["num_workers"][0] and (transform or find_composes(dataset)):
-        raise OptionsError(
-            f"executor is {executor!r}, whose threads would share one Albumentations pipeline and "
-            "its random state. Use 'workers' for this dataset."
         )
 
 
@@ -265,8 +254,6 @@ class LoaderOptions:
         persistent_workers: Keep the workers between epochs instead of starting new ones.
         prefetch_factor: Batches each worker is ahead, at least 1.
         multiprocessing_context: How workers are started.
-        sharing_strategy: How tensors travel between processes: by open file or by file name. It
-            is set for the whole process.
         timeout_s: Seconds to wait for a batch of the workers before it is an error; 0 waits for
             ever.
         stall_timeout_s: Seconds after which a worker that gets nowhere with a sample is replaced,
@@ -275,15 +262,9 @@ class LoaderOptions:
             if that is more. Not of torch's own iterator.
         in_order: Batches come as the sampler gives them; False hands over whichever is ready
             first.
-        worker_nice: How much the training process goes before the workers where both want a CPU:
-            0 (not at all, the default) to 19, added to the niceness of the workers. All other
-            programs then go before them, too.
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
             training process, ``"gather"`` rows of tensors in one call, ``"workers"`` processes,
-            ``"sidecar"`` num_workers threads outside the training process, ``"ray"`` num_workers
-            actors of a Ray cluster, which may be on other machines.
-        page_lock: How batches of the engine come into page-locked memory: ``"copy"`` copies each,
-            ``"register"`` has CUDA lock the engine's own memory once.
+            ``"ray"`` num_workers actors of a Ray cluster, which may be on other machines.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"`` an error that
             names it, ``"replace"`` it by another one, the same for any number of workers, or
             ``"skip"`` it, which shortens its batch. Not of streams, which can only raise.
@@ -310,13 +291,10 @@ class LoaderOptions:
     persistent_workers: bool | Auto = "auto"
     prefetch_factor: int | Auto = "auto"
     multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
-    sharing_strategy: Literal["auto", "file_descriptor", "file_system"] = "auto"
     timeout_s: float = 0
     stall_timeout_s: float | Auto = "auto"
     in_order: bool = True
-    worker_nice: int | Auto = "auto"
     executor: Literal["auto", ExecutorName] = "auto"
-    page_lock: Literal["copy", "register"] = "copy"
     on_bad_sample: BadSamplePolicy = "raise"
     bad_sample_budget: float = 0.001
     quarantine_file: str | None = None
@@ -325,7 +303,7 @@ class LoaderOptions:
     actor_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, lowest in (("num_workers", 0), ("prefetch_factor", 1), ("worker_nice", 0)):
+        for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
             fine = value == "auto" or (type(value) is int and value >= lowest)
             check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
@@ -335,10 +313,8 @@ class LoaderOptions:
         for name in ("in_order", "probe"):
             check(name, getattr(self, name), type(getattr(self, name)) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
-        check_among("sharing_strategy", self.sharing_strategy, _SHARING)
         check_among("executor", self.executor, _EXECUTORS)
         check_elsewhere(self.executor, self.actor_options)
-        check_among("page_lock", self.page_lock, _PAGE_LOCKS)
         check_among("tune", self.tune, _TUNE)
         BadSamples(self.on_bad_sample, self.bad_sample_budget, self.quarantine_file)
         _check_seconds("timeout_s", self.timeout_s, auto=False)

@@ -53,9 +53,8 @@ _SURELY_MS: Final = 2
 _PIN: Final = "page-locked memory speeds up copies to CUDA devices only"
 _KEEP: Final = "kept between the epochs of training and validation; a single pass does not need it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
-_AS_IT_IS: Final = (None, "left as Python and torch have it")
+_AS_IT_IS: Final = (None, "left as Python has it")
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
-_FEW_FILES: Final = "shared by name, as the open-file limit is too low to share by descriptor"
 
 
 def plan_for(
@@ -127,10 +126,8 @@ def choose_executor(
     """Return the executor that suits a dataset, and why. Pure.
 
     ``num_workers=0`` is a wish to fetch in the training process, a higher number one for workers,
-    also where the samples that were read are cheap: others may not be. Threads are never chosen:
-    whether a dataset may be read by several at once cannot be seen from outside, and processes
-    decode this package's own images at least as fast. ``shared_memory``: the system has the memory
-    that side processes need (Linux).
+    also where the samples that were read are cheap: others may not be. ``shared_memory``: the
+    system has the memory that side processes need (Linux).
     """
     workers, batch_size = spec.options.num_workers, spec.batch_size or 1
     keyed = facts.draws or bool(spec.pipelines)
@@ -172,16 +169,13 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
     What the user set always wins, and gets a limit message where it cannot work.
 
     Raises:
-        OptionsError: ``batch_size`` is below 1, or the system has no such start method or sharing
-            strategy.
+        OptionsError: ``batch_size`` is below 1, or the system has no such start method.
     """
     batch_size, platform, chosen = situation.batch_size, situation.platform, situation.choice
     if batch_size < 1:
         raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
     if platform == "win32":
         check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
-    if platform in ("darwin", "win32"):
-        check_among("sharing_strategy", options.sharing_strategy, ("auto", "file_system"))
     executor = chosen.executor if options.executor == "auto" else options.executor
     ours = not (KINDS[executor].is_torch or situation.iterable)
     count, why, limits = count_workers(options, executor, situation, ours=ours)
@@ -197,10 +191,10 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
             batch_size=batch_size,
             split=situation.split and KINDS[executor].splits_batches,
         )
-        prefetch_why, many_files = f"{ahead} batches ahead in all, as memory allows", False
+        prefetch_why = f"{ahead} batches ahead in all, as memory allows"
     else:
         queue = torch_queue(count, why, options, situation)
-        count, why, prefetch, prefetch_why, many_files, bounds = queue
+        count, why, prefetch, prefetch_why, bounds = queue
         limits += bounds
     kept = count > 0 and situation.stage in ("train", "val")
     forks = situation.instead_of_fork is None
@@ -210,18 +204,13 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "persistent_workers": (kept, _KEEP),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
         "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
-        "sharing_strategy": ("file_system", _FEW_FILES) if many_files else _AS_IT_IS,
         "timeout_s": (0, "wait for ever, as long as there is progress"),
         "stall_timeout_s": (
             None,
             "60 s without progress, or 20 times as long as tasks take",
         ),
         "in_order": (True, "as the sampler gives them"),
-        # Nicer workers get a fourth of a CPU that another program wants, too: half the samples
-        # beside two busy programs on two CPUs, and none more where the machine is free.
-        "worker_nice": (0, "workers get as much of a CPU as other programs"),
         "executor": (chosen.executor, chosen.why),
-        "page_lock": ("copy", "each batch is copied, where pin_memory asks for it"),
         "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
         "bad_sample_budget": (0.001, "share of the samples, where they are replaced or skipped"),
         "quarantine_file": (None, "in the trainer's log folder, where they are"),

@@ -248,7 +248,6 @@ class Queue(NamedTuple):
     why: str  # so many workers
     prefetch: int  # batches that each of them is ahead
     prefetch_why: str
-    many_files: bool  # more open files than half of those that this process may have
     limits: list[str]
 
 
@@ -271,16 +270,14 @@ def torch_queue(workers: int, why: str, options: LoaderOptions, situation: Situa
         workers, prefetch = fitting
     files, soft = workers * prefetch * _TENSORS_PER_BATCH * 2, memory.open_files_soft
     descriptors = situation.platform not in _NO_DESCRIPTORS
-    many_files = descriptors and soft is not None and files * 2 >= soft
-    if many_files and options.sharing_strategy != "file_system":
-        took = options.sharing_strategy == "auto"
-        result = 'so sharing_strategy is "file_system"' if took else "and opening one more may fail"
+    if descriptors and soft is not None and files * 2 >= soft:
         limits.append(
             f"Batches on their way take up to {files} open files, more than half of the {soft} "
-            f"this process may have, {result}. Run `ulimit -n {files * 2 + 1}` before the program "
-            f"(hard limit: {memory.open_files_hard})."
+            "this process may have, and opening one more may fail. Run `ulimit -n "
+            f"{files * 2 + 1}` before the program (hard limit: {memory.open_files_hard}), or call "
+            'torch.multiprocessing.set_sharing_strategy("file_system") first.'
         )
-    return Queue(workers, why, prefetch, prefetch_why, many_files, limits)
+    return Queue(workers, why, prefetch, prefetch_why, limits)
 
 
 def _fit(

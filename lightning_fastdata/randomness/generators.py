@@ -87,28 +87,6 @@ class OwnGenerators:
             )
 
 
-def own_generators(dataset: object, *, shared: bool) -> OwnGenerators | None:
-    """Return the generators of a map-style dataset that are to be keyed.
-
-    Args:
-        dataset: The dataset of a loader, without what this package puts around it.
-        shared: Threads of one process read it, so that no generator can be keyed; that is warned
-            of if there are any.
-    """
-    own = OwnGenerators(dataset)
-    if not shared:
-        return own
-    if own:
-        warnings.warn(
-            f"{type(dataset).__name__} draws from generators of its own, which the threads of a "
-            "sidecar share: its samples depend on timing, and differ from run to run. Use "
-            "executor='workers', which keys them by sample.",
-            FastDataWarning,
-            stacklevel=2,
-        )
-    return None
-
-
 def _generators(dataset: object) -> list[_Generator]:
     pipelines = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
     return [

@@ -108,12 +108,10 @@ class WaitWatch:
 
 
 class TaskStamps(NamedTuple):
-    """What one thread did in one go for one batch."""
+    """What one process did in one go for one batch."""
 
     process: int
     """Number of the side process; -1 for the training process itself."""
-    thread: int
-    """Number of the thread in it."""
     began_ns: int
     ended_ns: int
     cpu_ns: int | None
@@ -137,7 +135,7 @@ class TaskStamps(NamedTuple):
     """In which lines of the user's code reading spent its time; None in most tasks: not sampled."""
     helpers_ns: int | None = None
     """CPU time of the other threads of the process meanwhile, such as torch and OpenCV start; None
-    where several threads of it read, or the task was too short to ask."""
+    in the training process, and where the task was too short to ask."""
     way: Way | None = None
     """How an actor's batch came here; None: it was made in memory that is shared."""
 
@@ -210,23 +208,21 @@ class TaskWatch:
 
     Args:
         process: Number of the side process; -1 for the training process itself.
-        thread: Number of the thread in it.
-        operations: Times the operations of some tasks; shared by the threads of a process.
-        lines: Names the lines of the user's code in which some tasks are; shared, too.
-        alone: No other thread of the process reads, so that what others compute is for this one.
+        operations: Times the operations of some tasks.
+        lines: Names the lines of the user's code in which some tasks are.
+        alone: The process does nothing else, so that what its other threads compute is for these
+            tasks.
     """
 
     def __init__(
         self,
         process: int,
-        thread: int,
         operations: OperationWatch | None = None,
         lines: LineWatch | None = None,
         *,
         alone: bool = False,
     ) -> None:
         self._process = process
-        self._thread = thread
         self._operations = operations
         self._lines = lines
         self._alone = alone
@@ -291,7 +287,6 @@ class TaskWatch:
         self._long = ended_ns - self._began_ns > _WORTH_ASKING_NS
         return TaskStamps(
             self._process,
-            self._thread,
             self._began_ns,
             ended_ns,
             cpu,

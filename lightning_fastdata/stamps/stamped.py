@@ -77,7 +77,7 @@ class ReadingWatch:
             info = get_worker_info()
             number = -1 if info is None else info.id
             self._kept = TaskWatch(
-                number, 0, OperationWatch(dataset), LineWatch(), alone=info is not None
+                number, OperationWatch(dataset), LineWatch(), alone=info is not None
             )
             self._thread = thread
         self._kept.begin()

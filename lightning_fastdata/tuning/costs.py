@@ -64,8 +64,6 @@ class LoaderSetup:
     """CPUs this process and its workers may use."""
     step_cpus: float = 1.0
     """CPUs the training uses between two requests: 1 where it drives a device, or more."""
-    worker_nice: int = 0
-    """Niceness of the workers above that of the training, 0 to 19."""
     inline: bool = False
     """Its executor reads in the training process, however many workers it has."""
     other_cpus: float = 0.0

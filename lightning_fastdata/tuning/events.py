@@ -22,8 +22,6 @@ _PARTS_PER_WORKER: Final = 2
 """Of one batch: more parts keep workers no busier, and take longer to model."""
 _TAKING_FROM_TORCH: Final = 0.5
 """CPUs that taking a batch uses: half of it waits for the process that sends it."""
-_NICE_FACTOR: Final = 1.25
-"""One level of niceness, see ``sched_prio_to_weight`` in Linux."""
 
 
 class EventModel:
@@ -51,7 +49,6 @@ class EventModel:
         self._setup = setup
         self._carried = carried
         self._taking_cpus = _TAKING_FROM_TORCH if setup.scheduling == "batch" else 1.0
-        self._weight = _NICE_FACTOR**-setup.worker_nice
         self._now_ns = 0.0
         self._far, self._sent = (
             round(share * setup.workers) for share in (setup.far_share, setup.sent_share)
@@ -171,7 +168,7 @@ class EventModel:
             rows = rows_per_task(
                 cost.samples,
                 self._sample_ns,
-                hands=setup.workers,
+                workers=setup.workers,
                 before=len(self._open) + len(self._complete),
                 look_ahead=setup.look_ahead,
             )
@@ -228,7 +225,7 @@ class EventModel:
         share = sum([job.cpu_share for job in here]) / count if count else 0.0
         threads = count * self._setup.worker_threads
         there = left_over(threads * share + cpus, self._setup.cpus, self._setup.other_cpus)
-        slow, own_slow = slowdowns(threads, share, cpus, there, self._weight)
+        slow, own_slow = slowdowns(threads, share, cpus, there)
         own_stretch = 1 + min(1.0, cpus) * (own_slow - 1)
         extra = slow - 1
         span = own_ns * own_stretch
@@ -283,21 +280,18 @@ def left_over(wanted: float, cpus: float, others: float) -> float:
     return min(cpus, max(cpus - others, cpus * wanted / (wanted + others)))
 
 
-def slowdowns(
-    jobs: float, share: float, own: float, cpus: float, weight: float = 1.0
-) -> tuple[float, float]:
+def slowdowns(jobs: float, share: float, own: float, cpus: float) -> tuple[float, float]:
     """Return by which factors, at least 1, sharing CPUs slows the CPU work of jobs and training.
 
     A job that is on a CPU for a share s of its time uses ``s / (1 - s + s x)`` CPUs if that part
-    takes x times as long. The jobs are taken as one kind. While the training has less than its part
-    by weight, its work is not slowed down; else that of a job is by 1 / weight times as much.
+    takes x times as long. The jobs are taken as one kind. While the training has less than its
+    part, its work is not slowed down; else it is as much as that of a job.
 
     Args:
         jobs: That run; one that uses several CPUs counts as so many.
         share: Of their time at full speed, that on a CPU, 0 to 1: the mean.
         own: CPUs that the training would use; one thread if they are up to 1.
         cpus: That there are.
-        weight: Of a job; that of a thread of the training is 1.
     """
     wanted = jobs * share
     if wanted + own <= cpus:
@@ -305,15 +299,15 @@ def slowdowns(
     left = cpus - own
     if wanted and left > 0:
         alone = jobs / left - (1 - share) / share
-        if alone * weight <= 1 or not own:
+        if alone <= 1 or not own:
             return max(1.0, alone), 1.0
     threads, own = max(1.0, own), min(1.0, own)
-    # With y for the training and x = y / weight for jobs, both parts fill the CPUs:
-    # wanted / (b + a y) + threads own / (d + own y) = cpus
-    a, b, d = share / weight, 1 - share, 1 - own
-    square = cpus * a * own
-    linear = cpus * (a * d + b * own) - wanted * own - threads * own * a
+    # Where all of it takes y times as long, both parts fill the CPUs:
+    # wanted / (b + share y) + threads own / (d + own y) = cpus
+    b, d = 1 - share, 1 - own
+    square = cpus * share * own
+    linear = cpus * (share * d + b * own) - wanted * own - threads * own * share
     rest = cpus * b * d - wanted * d - threads * own * b
     root = math.sqrt(linear * linear - 4 * square * rest)
     y = -2 * rest / (linear + root) if linear > 0 else (root - linear) / (2 * square)
-    return max(1.0, y / weight), max(1.0, y)
+    return max(1.0, y), max(1.0, y)

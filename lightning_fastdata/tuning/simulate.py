@@ -146,7 +146,7 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
     """Return the hand-over of a batch that is waited for, and the taking of one that is there."""
     late: list[float] = []
     there: list[float] = []
-    following: dict[tuple[int, int], list[TaskStamps]] = {}
+    following: dict[int, list[TaskStamps]] = {}
     for batch in reversed(stamps):
         if not batch.tasks:
             continue
@@ -155,14 +155,13 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
         # A worker that computes in Python holds the interpreter that the hand-over waits for. It
         # would not if it were idle: that time is what its next batch costs.
         busy = sum(
-            task.held_ns(made, batch.delivered_ns)
-            for task in following.get((last.process, last.thread), ())
+            task.held_ns(made, batch.delivered_ns) for task in following.get(last.process, ())
         )
         queued = batch.own.runqueue_ns or 0
         way = max(0, batch.delivered_ns - made - busy - queued)
         (late if last.ended_ns > batch.requested_ns else there).append(way)
         for task in batch.tasks:
-            kept = following.setdefault((task.process, task.thread), [])
+            kept = following.setdefault(task.process, [])
             kept.append(task)
             del kept[:-_NEXT_TASKS]
     taking = statistics.fmean(there or late or [0])
@@ -170,14 +169,13 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
 
 
 def _pauses(stamps: Sequence[BatchStamps]) -> Iterator[int]:
-    """Yield the times between the tasks of each thread."""
-    ended: dict[tuple[int, int], int] = {}
+    """Yield the times between the tasks of each process."""
+    ended: dict[int, int] = {}
     tasks = [task for batch in stamps for task in batch.tasks]
     for task in sorted(tasks, key=lambda task: task.began_ns):
-        thread = task.process, task.thread
-        if thread in ended:
-            yield max(0, task.began_ns - ended[thread])
-        ended[thread] = task.ended_ns
+        if task.process in ended:
+            yield max(0, task.began_ns - ended[task.process])
+        ended[task.process] = task.ended_ns
 
 
 def _quantile(values: Sequence[float], part: float) -> float:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 from torch.utils.data import Dataset
 
-from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.streams import CudaLockDriver, PageLocks, cuda_page_locks
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
 
@@ -233,17 +232,6 @@ def test_cuda_is_asked_for_portable_locks_and_its_errors_are_told():
     assert CudaLockDriver(torch.device("cpu"), fails).lock(4096, 100) == "error 2"
 
 
-def test_only_cuda_devices_lock_and_others_go_on_as_before():
+def test_only_cuda_devices_lock():
     assert cuda_page_locks(None) is None
     assert cuda_page_locks("cpu") is None
-    loader = FastDataLoader(Rows(), 4, executor="inline", page_lock="register")
-    assert [batch[:, 0, 0].tolist() for batch in loader][1] == [4, 5, 6, 7]
-
-
-def test_the_option_reaches_the_loader_and_is_checked():
-    options = LoaderOptions(page_lock="register", num_workers=0)
-    module = FastDataModule.from_datasets(Rows(), batch_size=4, options=options)
-    assert module.train_dataloader().page_lock == "register"
-    assert "page_lock" in module.explain()
-    with pytest.raises(OptionsError, match="page_lock"):
-        LoaderOptions(page_lock="pin")

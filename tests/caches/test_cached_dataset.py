@@ -67,7 +67,7 @@ def ragged(samples):
 
 
 @pytest.mark.parametrize("varies", [False, True])
-@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar", "torch"])
+@pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
 def test_loaders_deliver_the_same_with_a_cache(tmp_path, folder, varies, executor):
     data = Made(folder, varies=varies)
     arguments = {"batch_size": 8, "collate_fn": ragged if varies else None, "executor": executor}

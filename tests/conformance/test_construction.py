@@ -79,28 +79,13 @@ def test_row_39_from_datasets_keeps_the_datasets_and_the_subclass():
     assert (module.batch_size, module.seed) == (2, 3)
 
 
-def test_the_sharing_strategy_that_was_planned_is_set(tmp_path):
-    before = torch.multiprocessing.get_sharing_strategy()
-    try:
-        torch.multiprocessing.set_sharing_strategy("file_descriptor")
-        RowsModule().train_dataloader()
-        assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
-        RowsModule(options=LoaderOptions(sharing_strategy="file_system")).train_dataloader()
-        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["torch", "workers"])
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_share_as_their_parent_does_however_they_are_started(start, executor):
+def test_torchs_workers_share_as_their_parent_does_however_they_are_started(start):
     before = torch.multiprocessing.get_sharing_strategy()
-    options = LoaderOptions(
-        num_workers=1, multiprocessing_context=start, sharing_strategy="file_system",
-        executor=executor,
-    )  # fmt: skip
+    options = LoaderOptions(num_workers=1, multiprocessing_context=start, executor="torch")
     try:
+        torch.multiprocessing.set_sharing_strategy("file_system")
         module = FastDataModule.from_datasets(Strategy(), batch_size=2, options=options)
         (batch,) = list(module.train_dataloader())
         assert batch.tolist() == [1, 1]

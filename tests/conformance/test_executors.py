@@ -68,7 +68,7 @@ def test_an_augmentation_makes_the_same_pixels_in_each_executor(tmp_path, place,
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["workers", "sidecar", "inline"])
+@pytest.mark.parametrize("executor", ["workers", "inline"])
 def test_row_21_and_the_order_of_each_epoch_are_those_of_torch(tmp_path, executor):
     seen = []
     for name in ("torch", executor):
@@ -84,7 +84,7 @@ def test_row_21_and_the_order_of_each_epoch_are_those_of_torch(tmp_path, executo
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("executor", ["workers", "sidecar", "inline"])
+@pytest.mark.parametrize("executor", ["workers", "inline"])
 def test_row_17_overfitting_repeats_the_first_batches(tmp_path, executor):
     model = Linear()
     trainer = make_trainer(tmp_path, overfit_batches=2, max_epochs=2, limit_val_batches=0)
@@ -92,7 +92,7 @@ def test_row_17_overfitting_repeats_the_first_batches(tmp_path, executor):
     assert numbers(model.seen["train"]) == 2 * list(range(8))
 
 
-@pytest.mark.parametrize("executor", ["workers", "sidecar", "inline"])
+@pytest.mark.parametrize("executor", ["workers", "inline"])
 def test_row_18_prediction_writers_get_the_right_indices(tmp_path, executor):
     class Writer(BasePredictionWriter):
         def __init__(self):
@@ -129,9 +129,3 @@ def test_row_37_a_loader_with_running_workers_can_be_copied(tmp_path):
     for loader in COPIES:
         assert sorted(numbers(loader)) == list(range(16))
         loader.close()
-
-
-def test_threads_refuse_to_share_a_pipeline(tmp_path):
-    module = module_for("sidecar", Images(), augment=A.Compose([ToTensorV2()]), augment_on="cpu")
-    with pytest.raises(ValueError, match="Use 'workers'"):
-        make_trainer(tmp_path).fit(Keeps(), datamodule=module)

@@ -200,8 +200,6 @@ ROWS = [
     ("gather", 1),
     ("workers", 1),
     ("workers", 2),
-    ("sidecar", 1),
-    ("sidecar", 2),
 ]
 
 

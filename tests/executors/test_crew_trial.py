@@ -27,9 +27,9 @@ class Crew:
         cpu: Part of that on a CPU.
     """
 
-    def __init__(self, task_ms, *, hands=4, cpu=0.0, late=True):
+    def __init__(self, task_ms, *, workers=4, cpu=0.0, late=True):
         self.now_ns = 0
-        self.trial = CrewTrial(hands, lambda: self.now_ns)
+        self.trial = CrewTrial(workers, lambda: self.now_ns)
         self.task_ms, self.cpu, self.late = task_ms, cpu, late
         self.under_way: list[tuple[int, int]] = []
         self.limits: list[int | None] = []
@@ -37,7 +37,7 @@ class Crew:
     def run(self, tasks=400):
         found = []
         for _ in range(tasks):
-            limit = self.trial.limit or self.trial.hands
+            limit = self.trial.limit or self.trial.workers
             while len(self.under_way) < limit:
                 took = self.task_ms(limit) * MS
                 self.under_way.append((self.now_ns + int(took), self.now_ns))
@@ -46,7 +46,7 @@ class Crew:
             self.now_ns = ended
             self.limits.append(self.trial.limit)
             busy = int((ended - began) * self.cpu)
-            stamps = TaskStamps(0, 0, began, ended, busy, 0, 8, ended - began, 0, 0, None)
+            stamps = TaskStamps(0, began, ended, busy, 0, 8, ended - began, 0, 0, None)
             found.append(self.trial.answered(stamps, len(self.under_way)))
             self.trial.delivered(late=self.late)
         return [rates for rates in found if rates is not None]
@@ -77,7 +77,7 @@ def test_it_is_tried_once_and_all_work_on_afterwards():
     [
         Crew(lambda _: 20, late=False),
         Crew(lambda _: 20, cpu=0.9),
-        Crew(lambda _: 20, hands=1),
+        Crew(lambda _: 20, workers=1),
     ],
     ids=["in time", "computing", "one worker"],
 )

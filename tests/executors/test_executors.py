@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +16,10 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
 
-SIDE = ("workers", "sidecar")
-ALL = ("inline", *SIDE)
+ALL = ("inline", "workers")
 
 
 class Point(NamedTuple):
@@ -68,7 +65,7 @@ class Made(Dataset):
 
 
 def fetched(name: str, plan: FetchPlan, batches: list[Any], epoch: int = 0, **how: Any) -> list:
-    executor = open_executor(name, plan, **{"workers": 2, "threads": 3, **how})
+    executor = open_executor(name, plan, **{"workers": 2, **how})
     try:
         executor.start_epoch(batches, epoch)
         return list(executor)
@@ -175,12 +172,11 @@ def test_inline_leaves_the_callers_generators_alone() -> None:
     assert before == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
-@pytest.mark.parametrize("name", SIDE)
 @pytest.mark.parametrize("collate", [default_collate, ragged])
-def test_batches_that_are_kept_are_never_overwritten(name: str, collate: Any) -> None:
+def test_batches_that_are_kept_are_never_overwritten(collate: Any) -> None:
     dataset = Made(240, "big")
     batches = [list(range(i, i + 8)) for i in range(0, 240, 8)]
-    kept = fetched(name, plan_of(dataset, collate, memory_limit_bytes=2**20), batches)
+    kept = fetched("workers", plan_of(dataset, collate, memory_limit_bytes=2**20), batches)
     for batch, indices in zip(kept, batches, strict=True):
         assert_same(batch, collate([dataset[i] for i in indices]))
 
@@ -192,10 +188,9 @@ class Sick(Made):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("name", SIDE)
 @pytest.mark.parametrize("kind", ["tensor", "strings"])
-def test_an_error_names_its_sample_and_the_rest_of_the_epoch_follows(name, kind) -> None:
-    executor = open_executor(name, plan_of(Sick(20, kind)), workers=2, threads=2)
+def test_an_error_names_its_sample_and_the_rest_of_the_epoch_follows(kind) -> None:
+    executor = open_executor("workers", plan_of(Sick(20, kind)), workers=2)
     executor.start_epoch([list(range(i, i + 5)) for i in range(0, 20, 5)], 0)
     good = [next(executor), next(executor)]
     with pytest.raises(KeyError, match=r"(?s)sample 11 .*no such picture"):
@@ -226,9 +221,8 @@ def test_workers_know_who_they_are() -> None:
         assert initialised.tolist() == numbers.tolist()
 
 
-@pytest.mark.parametrize("name", SIDE)
-def test_an_abandoned_epoch_leaves_nothing_in_the_next(name: str) -> None:
-    executor = open_executor(name, plan_of(Made(100, "big")), workers=2, threads=2)
+def test_an_abandoned_epoch_leaves_nothing_in_the_next() -> None:
+    executor = open_executor("workers", plan_of(Made(100, "big")), workers=2)
     for epoch in range(6):
         executor.start_epoch([[i, i + 1] for i in range(epoch * 10, 99, 2)], epoch)
         assert next(executor)[:, 0, 0, 0].tolist() == [epoch * 10, epoch * 10 + 1]
@@ -255,11 +249,10 @@ class FirstBatchFirst(Dataset):
         return 8
 
 
-@pytest.mark.parametrize(("name", "workers"), [("workers", 2), ("sidecar", 2)])
-def test_the_first_batch_waits_for_no_later_one(name: str, workers: int, tmp_path: Path) -> None:
+def test_the_first_batch_waits_for_no_later_one(tmp_path: Path) -> None:
     arrived = tmp_path / "arrived"
     plan = plan_of(FirstBatchFirst(arrived))
-    executor = open_executor(name, plan, workers=workers)
+    executor = open_executor("workers", plan, workers=2)
     try:
         executor.start_epoch([[0, 1], [2, 3], [4, 5], [6, 7]], 0)
         assert next(executor).tolist() == [0, 1]
@@ -282,10 +275,10 @@ def test_processes_come_and_go_while_running() -> None:
 
 
 def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
-    executor = open_executor("workers", plan_of(Threads()), workers=3)
+    executor = open_executor("workers", plan_of(Slow()), workers=3)
     executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
     seen = []
-    for number, (indices, _) in enumerate(executor):
+    for number, indices in enumerate(executor):
         seen += indices.tolist()
         if number == 20:
             executor.resize(1)
@@ -300,42 +293,12 @@ def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
     executor.close()
 
 
-class Threads(Dataset):
-    """Tells which thread reads it, which takes a while."""
+class Slow(Dataset):
+    """Takes a while to read."""
 
-    def __len__(self) -> int:
-        return 600
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
+    def __getitem__(self, index: int) -> int:
         time.sleep(0.004)
-        return index, threading.get_native_id()
-
-
-def test_threads_come_and_go_while_running() -> None:
-    executor = open_executor("sidecar", plan_of(Threads()), workers=1, threads=2)
-    executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
-    seen, readers = [], []
-    for number, (indices, threads) in enumerate(executor):
-        seen += indices.tolist()
-        readers.append(set(threads.tolist()))
-        if number == 25:
-            executor.set_threads(6)
-        if number == 60:
-            executor.set_threads(1)
-    assert seen == list(range(600))
-    assert len(set.union(*readers[:26])) == 2
-    assert len(set.union(*readers[26:61])) > 2
-    # What was taken before is still done by whoever took it.
-    assert len(set.union(*readers[-10:])) == 1
-    executor.close()
-
-
-@pytest.mark.parametrize(("name", "threads"), [("workers", 2), ("sidecar", 0), ("sidecar", 65)])
-def test_threads_that_cannot_be_are_refused(name: str, threads: int) -> None:
-    executor = open_executor(name, plan_of(Threads()), workers=1, threads=2)
-    with pytest.raises(OptionsError, match=f"threads is {threads}"):
-        executor.set_threads(threads)
-    executor.close()
+        return index
 
 
 @pytest.mark.parametrize("kind", ["tensors", "tensor", "array"])

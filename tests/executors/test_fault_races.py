@@ -33,7 +33,7 @@ def listed(samples: list[Any]) -> Any:
     return [sample.clone() for sample in samples], "kept beside"
 
 
-def pool(dataset: Any, collate: Any = listed, processes: int = 2, threads: int = 1, **how: Any):
+def pool(dataset: Any, collate: Any = listed, processes: int = 2, **how: Any):
     """Return an executor, of which a batch that is lost is an error and no test without end."""
     plan = FetchPlan(
         dataset=dataset,
@@ -41,7 +41,7 @@ def pool(dataset: Any, collate: Any = listed, processes: int = 2, threads: int =
         default_collation=collate is default_collate,
         **{"timeout_s": 40, **how},
     )
-    return PoolExecutor(plan, processes=processes, threads=threads)
+    return PoolExecutor(plan, processes=processes)
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -167,27 +167,6 @@ def test_a_process_that_starts_is_given_no_memory_that_was_given_up() -> None:
     executor.close()
 
 
-class Patient(Dataset):
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.005)
-        return torch.full((200,), index)
-
-
-def test_threads_that_come_back_have_a_place_in_a_process_that_was_replaced() -> None:
-    executor = pool(Patient(), processes=1, threads=3)
-    executor.start_epoch([[0]], 0)
-    assert firsts(executor) == [0]
-    executor.set_threads(1)
-    kill(executor.children[0])
-    executor.start_epoch([[index] for index in range(10)], 1)
-    assert firsts(executor) == list(range(10))
-    executor.set_threads(4)
-    executor.start_epoch([[index] for index in range(200)], 2)
-    assert firsts(executor) == list(range(200))
-    assert executor.respawned == 1
-    executor.close()
-
-
 class Leaves(Dataset):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.01)
@@ -196,9 +175,8 @@ class Leaves(Dataset):
         return torch.full((200,), index)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_sample_that_would_end_its_thread_is_named_and_the_others_come(threads: int) -> None:
-    executor = pool(Leaves(), processes=1, threads=threads)
+def test_a_sample_that_would_end_its_process_is_named_and_the_others_come() -> None:
+    executor = pool(Leaves(), processes=1)
     executor.start_epoch([[index] for index in range(30)], 0)
     assert [firsts([next(executor)]) for _ in range(20)] == [[index] for index in range(20)]
     with pytest.raises(RuntimeError, match=r"SystemExit in side process 0 while reading sample 20"):
@@ -286,9 +264,9 @@ class Told(Dataset):
         return torch.tensor([index, self.epoch])
 
 
-def test_the_threads_of_a_process_tell_their_dataset_of_an_epoch_once() -> None:
+def test_a_process_tells_its_dataset_of_an_epoch_once() -> None:
     dataset = Told()
-    executor = pool(dataset, processes=1, threads=4)
+    executor = pool(dataset, processes=1)
     for epoch in range(3):
         executor.start_epoch([[index] for index in range(40)], epoch)
         samples = [samples[0].tolist() for samples, _ in executor]

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.pool.protocol import DropSlot, TasksTaken
+from lightning_fastdata.executors.pool.protocol import DropSlot, TaskTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
 
@@ -51,18 +51,15 @@ class Deadly(Dataset):
 
 
 def pool(dataset: Any, collate: Any = default_collate, processes: int = 2, **how: Any):
-    threads = how.pop("threads", 1)
     default = collate is default_collate
     plan = FetchPlan(dataset=dataset, collate_fn=collate, default_collation=default, **how)
-    return PoolExecutor(plan, processes=processes, threads=threads)
+    return PoolExecutor(plan, processes=processes)
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("collate", "threads"), [(default_collate, 1), (listed, 1), (default_collate, 3)]
-)
-def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate, threads) -> None:
-    executor = pool(Slow(), collate, 3, threads=threads)
+@pytest.mark.parametrize("collate", [default_collate, listed])
+def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate) -> None:
+    executor = pool(Slow(), collate, 3)
     rng = random.Random(0)
     done = threading.Event()
     seen: list[int] = []
@@ -260,7 +257,7 @@ def test_a_task_that_another_has_noted_meanwhile_is_not_done_again() -> None:
 
 def test_what_a_process_said_before_it_died_is_heard() -> None:
     ours, theirs = map(Wire, wire_pair())
-    answers = [TasksTaken(1, {4}), TasksTaken(2, {4})]
+    answers = [TaskTaken(1, 4), TaskTaken(2, 4)]
     for answer in answers:
         theirs.send(answer)
     ours.send(DropSlot(3))  # it dies without having read this, which resets the connection

@@ -68,7 +68,7 @@ loader.close()
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("executor", "kind"),
-    [("workers", "rows"), ("workers", "collated"), ("sidecar", "rows"), ("workers", "stream")],
+    [("workers", "rows"), ("workers", "collated"), ("workers", "stream")],
 )
 def test_nothing_grows_with_the_number_of_batches(executor: str, kind: str) -> None:
     command = [sys.executable, "-c", SCRIPT, executor, kind, str(BATCHES), str(WARM)]

@@ -556,7 +556,7 @@ MANY = {
 
 
 @pytest.mark.cases(8)
-@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["inline", "workers"])
 @pytest.mark.parametrize("kind", MANY)
 def test_batched_fetching_is_honoured_by_every_executor(kind, executor) -> None:
     data = MANY[kind]

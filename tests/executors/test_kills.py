@@ -91,27 +91,19 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("executor", "collate", "kills"),
-    [("workers", None, KILLS), ("workers", only_tensors, 12), ("sidecar", None, 12)],
-)
-def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(
-    executor, collate, kills
-) -> None:
-    # Global generators belong to a sample only where one thread reads.
-    drawn = executor == "workers"
-    how = {} if executor == "workers" else {"num_workers": 6}
-    calm = loader_of(executor, collate, **how)
-    expected = [[(x, r if drawn else x) for x, r, *_ in calm] for _ in range(4)]
+@pytest.mark.parametrize(("collate", "kills"), [(None, KILLS), (only_tensors, 12)])
+def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(collate, kills) -> None:
+    calm = loader_of("workers", collate)
+    expected = [[(x, r) for x, r, *_ in calm] for _ in range(4)]
     calm.close()
-    loader = loader_of(executor, collate, **how, epoch=lambda: epoch % 4)
+    loader = loader_of("workers", collate, epoch=lambda: epoch % 4)
     epoch = 0
     iter(loader)
     killer = Killer(loader._iterator, 7)
     killer.start()
     # Deaths that were seen and made good are counted, not signals that were sent.
     while loader._iterator.respawned < kills:
-        seen = [(x, r if drawn else x) for x, r, *_ in killer.watched(loader)]
+        seen = [(x, r) for x, r, *_ in killer.watched(loader)]
         assert same(seen, expected[epoch % 4])
         epoch += 1
     killer.done.set()
@@ -154,9 +146,9 @@ class Stream(IterableDataset):
             yield torch.full((100000,), index)
 
 if __name__ == "__main__":
-    executor, kind, context = sys.argv[1:]
+    kind, context = sys.argv[1:]
     data = Stream() if kind == "stream" else Rows()
-    loader = FastDataLoader(data, batch_size=2, num_workers=2, executor=executor,
+    loader = FastDataLoader(data, batch_size=2, num_workers=2, executor="workers",
                             persistent_workers=True, multiprocessing_context=context)
     running = iter(loader)
     next(running)
@@ -175,23 +167,21 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("executor", "kind", "ending", "context"),
+    ("kind", "ending", "context"),
     [
-        ("workers", "rows", signal.SIGKILL, "fork"),
-        ("workers", "rows", signal.SIGINT, "fork"),
-        ("sidecar", "rows", signal.SIGKILL, "fork"),
-        ("sidecar", "rows", signal.SIGINT, "fork"),
-        ("workers", "stream", signal.SIGINT, "fork"),
-        ("workers", "stream", signal.SIGKILL, "spawn"),
+        ("rows", signal.SIGKILL, "fork"),
+        ("rows", signal.SIGINT, "fork"),
+        ("stream", signal.SIGINT, "fork"),
+        ("stream", signal.SIGKILL, "spawn"),
     ],
 )
 def test_a_program_that_ends_leaves_no_process_and_no_file(
-    tmp_path: Path, executor, kind, ending, context
+    tmp_path: Path, kind, ending, context
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     program = subprocess.Popen(
-        [sys.executable, str(script), executor, kind, context],
+        [sys.executable, str(script), kind, context],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -219,9 +209,8 @@ def shared_files_of(pid: int) -> list[str]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["workers", "sidecar"])
-def test_a_stopped_process_ends_in_a_timeout_that_says_so(executor: str) -> None:
-    loader = loader_of(executor, None, num_workers=1, timeout=4)
+def test_a_stopped_process_ends_in_a_timeout_that_says_so() -> None:
+    loader = loader_of("workers", None, num_workers=1, timeout=4)
     running = iter(loader)
     next(running)
     os.kill(loader._iterator.children[0].process.pid, signal.SIGSTOP)

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, default_collate
 from lightning_fastdata.loading.loader import FastDataLoader
 
 torch.set_num_threads(1)
-ALL = ("inline", "workers", "sidecar")
-SIDE = ("workers", "sidecar")
+ALL = ("inline", "workers")
+SIDE = ("workers",)
 
 
 def loader_of(dataset: Any, executor: str, **how: Any) -> FastDataLoader:
@@ -198,11 +198,9 @@ def test_slow_samples_change_neither_the_order_nor_the_batches(executor, workers
     assert labels == [list(range(i, min(100, i + 6))) for i in range(0, 100, 6)]
 
 
-@pytest.mark.parametrize("executors", [("workers", "workers"), ("sidecar", "workers")])
-def test_loaders_side_by_side_do_not_meet(executors) -> None:
+def test_loaders_side_by_side_do_not_meet() -> None:
     one, two = (
-        loader_of(Plain(60, start), name, persistent_workers=True)
-        for start, name in zip((0, 1000), executors, strict=True)
+        loader_of(Plain(60, start), "workers", persistent_workers=True) for start in (0, 1000)
     )
     for _ in range(2):
         for first, second in zip(one, two, strict=True):
@@ -225,7 +223,7 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return torch.full((500,), index + int(sys.argv[1]))
 if __name__ == "__main__":
-    how = {"batch_size": 8, "num_workers": 2, "executor": sys.argv[2]}
+    how = {"batch_size": 8, "num_workers": 2, "executor": "workers"}
     for loader in (FastDataLoader(Data(), **how), FastDataLoader(Data(), **how)):
         seen = torch.cat(list(loader))
         assert seen.eq(torch.arange(400)[:, None] + int(sys.argv[1])).all()
@@ -239,12 +237,12 @@ def test_programs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(PROGRAM))
     programs = [
         subprocess.Popen(
-            [sys.executable, str(script), str(start), executor],
+            [sys.executable, str(script), str(start)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for start, executor in ((0, "workers"), (1000, "sidecar"))
+        for start in (0, 1000)
     ]
     assert [program.communicate(timeout=280)[0].strip() for program in programs] == ["right"] * 2
 
@@ -259,7 +257,7 @@ class Meeting(Dataset):
         return 8
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.005)  # cheap samples may share a thread
+        time.sleep(0.005)  # cheap samples may share a task
         if index == 7:
             self.sign.touch()
         until = time.monotonic() + 20

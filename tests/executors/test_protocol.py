@@ -52,19 +52,18 @@ def test_a_request_arrives_with_its_number() -> None:
 
 
 def test_progress_is_seen_from_the_other_side_and_outlives_the_writer() -> None:
-    seen = ProgressMemory.create(2)
+    seen = ProgressMemory.create()
     writer = ProgressMemory(os.dup(seen.descriptor))
-    assert (seen.threads, seen.state, seen.being_read()) == (2, State.STARTING, [])
+    assert (seen.state, seen.being_read()) == (State.STARTING, None)
     writer.state = State.WAITING
     assert seen.state == State.WAITING
     seen.generation = 3
     assert writer.generation == 3
-    writer.take(0, 7)
-    writer.take(1, 8)
-    writer.read(1, 5, 2)
+    writer.state = 7
+    writer.read(5, 2)
     os.close(writer.descriptor)
     del writer
-    assert seen.taken() == {7, 8}
-    assert seen.being_read() == [(5, 2)]
-    assert seen.state > State.WAITING
+    assert seen.state == 7
+    assert seen.being_read() == (5, 2)
+    assert seen.noted() == (5, 2, 7)
     os.close(seen.descriptor)

@@ -90,7 +90,7 @@ def test_batches_and_their_order_and_random_numbers_are_those_of_torch(
     assert same(mine, epochs_of(DataLoader(Lengths(lengths), **how)))
 
 
-@pytest.mark.parametrize("executor", ["gather", "sidecar"])
+@pytest.mark.parametrize("executor", ["gather"])
 def test_an_executor_that_needs_an_index_gives_way_to_workers(executor: str) -> None:
     how = {"batch_size": 3, "num_workers": 1}
     ours = FastDataLoader(Lengths([7]), **how, executor=executor)

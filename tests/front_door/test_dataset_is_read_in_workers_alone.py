@@ -170,11 +170,6 @@ WAYS = {
             d, options=LoaderOptions(executor="workers", num_workers=1), batch_size=8
         )
     },
-    "sidecar": lambda d: {
-        "datamodule": HandWritten(
-            d, options=LoaderOptions(executor="sidecar", num_workers=2), batch_size=8
-        )
-    },
     "torch": lambda d: {
         "datamodule": HandWritten(
             d, options=LoaderOptions(executor="torch", num_workers=1), batch_size=8

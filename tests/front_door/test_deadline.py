@@ -91,19 +91,14 @@ def fit(data: Any) -> None:
     ).fit(Model(), data)
 
 
-def quiet_loader(dataset: Any, executor: str, **how: Any) -> FastDataLoader:
-    return FastDataLoader(dataset, 8, num_workers=1, executor=executor, **how)
+def quiet_loader(dataset: Any, **how: Any) -> FastDataLoader:
+    return FastDataLoader(dataset, 8, num_workers=1, executor="workers", **how)
 
 
 @pytest.mark.filterwarnings("ignore:.*training batches", "ignore:.*does not have many workers")
-@pytest.mark.parametrize(
-    ("dataset", "executor"),
-    [(Stuck(), "workers"), (Stuck(), "sidecar"), (StuckStream(), "workers")],
-)
-def test_a_training_that_is_stuck_warns_and_then_ends_with_the_sample_and_the_stack(
-    dataset, executor
-):
-    loader = quiet_loader(dataset, executor, stall_timeout=1)
+@pytest.mark.parametrize("dataset", [Stuck(), StuckStream()])
+def test_a_training_that_is_stuck_warns_and_then_ends_with_the_sample_and_the_stack(dataset):
+    loader = quiet_loader(dataset, stall_timeout=1)
     stream = isinstance(dataset, StuckStream)
     when = r"for 0\.5 s" if stream else "for 1 s with a sample, and is replaced"
     with (
@@ -126,12 +121,12 @@ def test_the_option_of_a_data_module_sets_the_deadline():
 def test_a_slow_training_goes_on(dataset):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FastDataWarning)
-        fit(quiet_loader(dataset, "workers", stall_timeout=3))
+        fit(quiet_loader(dataset, stall_timeout=3))
 
 
 def test_the_timeout_of_torch_takes_its_place():
     with pytest.raises(WorkerError, match=r"No batch within timeout=1 s"):
-        list(quiet_loader(Stuck(), "workers", timeout=1, stall_timeout=0.1))
+        list(quiet_loader(Stuck(), timeout=1, stall_timeout=0.1))
 
 
 def test_there_is_a_deadline_by_default_and_it_can_be_turned_off():

@@ -278,7 +278,7 @@ LOADERS = {
     "None": ((None,), {}, "is None, not a dataset"),
     "a loader": ((DataLoader(Samples()),), {}, "a DataLoader, not a dataset.*loader.dataset"),
     "no length": ((NoLength(),), {}, "no __len__"),
-    "executor": ((Samples(),), {"executor": "threads"}, "executor is 'threads'.*'sidecar'"),
+    "executor": ((Samples(),), {"executor": "threads"}, "executor is 'threads'.*'workers'"),
     "collate_fn": ((Samples(),), {"collate_fn": 3}, "collate_fn is 3"),
     "seed": ((Samples(),), {"seed": "a"}, "seed is 'a'"),
     "batch_size": ((Samples(),), {"batch_size": "4"}, "batch_size is '4'"),
@@ -292,7 +292,6 @@ LOADERS = {
     "sampler": ((Samples(),), {"sampler": 3}, "sampler is 3"),
     "transform": ((Samples(),), {"transform": FLIP}, "BatchTransform.from_albumentations"),
     "worker_init_fn": ((Samples(),), {"worker_init_fn": "f"}, "worker_init_fn is 'f'"),
-    "page_lock": ((Samples(),), {"page_lock": "none"}, "page_lock is 'none'.*'register'"),
 }
 
 

@@ -37,7 +37,6 @@ LOADERS = {
     },
     "inline": {"executor": "inline", "num_workers": 0},
     "workers": {"executor": "workers", "num_workers": 1},
-    "sidecar": {"executor": "sidecar", "num_workers": 2},
 }  # fmt: skip
 SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
@@ -195,7 +194,7 @@ def test_the_line_that_sleeps_is_named_by_every_loader(tmp_path, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["torch", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_a_spawned_process_names_its_lines(tmp_path, executor):
     report, _ = fit(tmp_path, Sleeps(), executor=executor, **SPAWNED)
     expect(longest(report), Sleeps.read, "time.sleep", "sleep")

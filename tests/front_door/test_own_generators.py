@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
 SAMPLES, EPOCHS = 12, 2
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
@@ -187,11 +187,3 @@ def test_two_generators_of_one_seed_draw_different_numbers():
 
     rows = read(Two([random.Random(3), np.random.default_rng(3)]))
     assert len({number for row in rows for number in row}) == 2 * SAMPLES * EPOCHS
-
-
-def test_threads_that_share_a_generator_are_warned_of():
-    dataset = Attribute(np.random.default_rng(3))
-    loader = FastDataLoader(dataset, 3, num_workers=2, executor="sidecar")
-    with pytest.warns(FastDataWarning, match=r"generators of its own.*executor='workers'"):
-        iter(loader)
-    loader.close()

@@ -9,8 +9,8 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import pytest
 import torch
-from gpu.device import CUDA, DeviceWork, PictureDicts, largest_gap, needs_cuda, no_waiting
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from gpu.device import CUDA, DeviceWork, PictureDicts, needs_cuda, no_waiting
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -18,7 +18,8 @@ from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.batches.streams import CudaLockDriver, DeviceStreams, PageLocks
 from lightning_fastdata.device.lookahead import SideLane
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.fetch import FetchPlan
+from lightning_fastdata.executors.kinds import open_executor
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 NUMBERS = 2**20
@@ -166,59 +167,37 @@ def test_a_locked_slot_counts_as_page_locked_and_is_unlocked_with_its_last_tenso
         pool = SlotPool(limit_bytes=2**26, shared=shared, page_locks=locks())
 
 
-@pytest.mark.parametrize("executor", ["workers", "inline", "gather"])
+@pytest.mark.parametrize("executor", ["workers", "gather"])
 def test_batches_in_locked_slots_arrive_whole_under_stress(executor):
     data = torch.arange(48, dtype=torch.int32)[:, None].expand(48, NUMBERS // 8).contiguous()
-    loader = FastDataLoader(
-        data if executor == "gather" else Filled(48),
-        1,
-        num_workers=2 if executor == "workers" else 0,
-        executor=executor,
-        pin_memory=True,
-        page_lock="register",
-        multiprocessing_context="forkserver",
+    plan = FetchPlan(
+        dataset=data if executor == "gather" else Filled(48),
+        collate_fn=default_collate,
+        default_collation=True,
+        context="forkserver",
     )
-    for _ in range(2):
-        found = consumed(prefetch(loader, CUDA))
+    page_locks = locks()
+    running = open_executor(executor, plan, workers=2, page_locks=page_locks)
+
+    def batches(epoch):
+        running.start_epoch([[index] for index in range(48)], epoch)
+        for batch in running:
+            page_locks.driver.note_consumer()
+            assert batch.is_pinned()
+            yield batch
+
+    for epoch in range(2):
+        found = consumed(prefetch(batches(epoch), CUDA))
         assert found == [([n] * 2, [n] * 2) for n in range(48)]
-    straight = (batch.to(CUDA, non_blocking=True) for batch in loader)
+    straight = (batch.to(CUDA, non_blocking=True) for batch in batches(2))
     assert consumed(straight) == [([n] * 2, [n] * 2) for n in range(48)]
+    running.close()
 
 
 def test_a_refused_lock_leaves_no_error_behind():
     driver = CudaLockDriver(CUDA)
     assert driver.lock(0, 4096)  # no such memory
     assert torch.ones(3, device=CUDA).sum().item() == 3
-
-
-# A dataset on the device
-
-
-def test_a_resident_dataset_gives_the_same_batches_without_waiting():
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.rand(64, 3, 8, 8, generator=generator), torch.arange(64))
-    found = []
-    for resident in (True, False):
-        torch.manual_seed(5)
-        loader = FastDataLoader(data, 8, shuffle=True, device_resident=CUDA if resident else False)
-        list(loader)
-        torch.cuda.synchronize()
-        if resident:
-            with no_waiting():
-                found.append(list(loader))
-        else:
-            found.append(list(loader))
-    for ours, theirs in zip(*found, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.device == CUDA
-            assert largest_gap(one, other) == 0
-
-
-def test_a_dataset_larger_than_half_of_the_device_is_refused():
-    rows = torch.cuda.mem_get_info(CUDA)[0] // 2**20
-    data = torch.zeros(1, 2**20, dtype=torch.uint8).expand(rows, -1)
-    with pytest.raises(OptionsError, match="free on cuda:0"):
-        iter(FastDataLoader(data, 8, device_resident=CUDA))
 
 
 # In Lightning

@@ -37,7 +37,6 @@ def task(
     ns = [None if x is None else round(x * MS) for x in (cpu, runqueue)]
     return TaskStamps(
         process,
-        0,
         round(began_ms * MS),
         round(ended_ms * MS),
         *ns,
@@ -150,7 +149,6 @@ def runs(draw: st.DrawFn) -> list[BatchStamps]:
             tasks.append(
                 TaskStamps(
                     process,
-                    0,
                     began,
                     ended,
                     cpu,
@@ -221,7 +219,7 @@ def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
 
 @pytest.mark.flaky(reruns=2)
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["inline", "workers"])
 @pytest.mark.parametrize(
     ("dataset", "cause", "other"),
     [

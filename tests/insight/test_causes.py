@@ -34,7 +34,7 @@ def batch(at_ms, wait_ms, *, read=None, slowest=0.0, index=0, first=False, ahead
     began, ended = round(at_ms * MS), round((at_ms + wait_ms) * MS)
     cpu, runqueue = (None if ms is None else round(ms * MS) for ms in task.pop("on", (0.0, 0.0)))
     stamps = TaskStamps(
-        task.pop("process", 0), 0, began, ended, cpu, runqueue, 8, round(read * MS),
+        task.pop("process", 0), began, ended, cpu, runqueue, 8, round(read * MS),
         round(task.pop("collate", 0.0) * MS), round(slowest * MS), index,
         task.pop("operations", None),
     )  # fmt: skip

@@ -54,9 +54,7 @@ def status(**changes) -> Status:
     return Status(**{**told, **changes})
 
 
-WORKER = WorkerStatus(
-    worker=0, pid=12, thread=0, state="reading", index="17", path="/data/a.jpg", for_s=31.0
-)
+WORKER = WorkerStatus(worker=0, pid=12, state="reading", index="17", path="/data/a.jpg", for_s=31.0)
 
 
 def printed(page) -> str:
@@ -207,7 +205,7 @@ class Stream(IterableDataset):
 
 
 @linux
-@pytest.mark.parametrize("executor", ["workers", "sidecar", "stream"])
+@pytest.mark.parametrize("executor", ["workers", "stream"])
 def test_what_each_worker_reads_is_seen_from_outside(tmp_path, executor):
     file = tmp_path / "stuck"
     file.touch()

@@ -72,13 +72,10 @@ def setup(dataset=None, **settings):
     [
         ({"executor": "torch"}, "batch"),
         ({"executor": "workers"}, "sample"),
-        ({"executor": "sidecar"}, "sample"),
         ({"executor": "workers", "collate_fn": stacked}, "queue"),
-        ({"executor": "sidecar", "collate_fn": stacked}, "queue"),
         ({"executor": "workers", "batch_size": None}, "queue"),
         ({"executor": "workers", "dataset": Together()}, "queue"),
         ({"executor": "workers", "dataset": Stream()}, "batch"),
-        ({"executor": "sidecar", "dataset": Stream()}, "batch"),
         ({"executor": "gather", "dataset": Stream()}, "batch"),
         ({"executor": "torch", "dataset": Stream()}, "batch"),
     ],
@@ -87,7 +84,7 @@ def test_who_makes_a_batch_follows_from_the_executor_and_its_data(settings, sche
     assert setup(num_workers=3, **settings).scheduling == scheduling
 
 
-@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar", "torch"])
+@pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
 def test_without_workers_the_training_process_reads(executor):
     assert setup(executor=executor, num_workers=0).workers == 0
 
@@ -101,7 +98,6 @@ def test_inline_reads_in_the_training_process_however_many_workers_it_is_given()
     [
         {"executor": "gather", "num_workers": 2},
         {"executor": "gather"},
-        {"executor": "workers", "num_workers": 2, "device_resident": "cpu"},
     ],
 )
 def test_what_the_model_does_not_know_has_no_setup(settings):
@@ -109,8 +105,8 @@ def test_what_the_model_does_not_know_has_no_setup(settings):
 
 
 def test_the_setup_has_what_the_loader_was_given():
-    found = setup(executor="workers", num_workers=3, in_order=False, worker_nice=7)
-    assert (found.workers, found.in_order, found.worker_nice) == (3, False, 7)
+    found = setup(executor="workers", num_workers=3, in_order=False)
+    assert (found.workers, found.in_order) == (3, False)
     assert (found.cpus, found.step_cpus) == (4.0, 0.5)
 
 
@@ -155,7 +151,7 @@ def test_torch_is_as_far_ahead_as_torch_says(prefetch):
 
 
 @pytest.mark.cases(4)
-@pytest.mark.parametrize("executor", ["workers", "sidecar", "torch"])
+@pytest.mark.parametrize("executor", ["workers", "torch"])
 @pytest.mark.parametrize("collate_fn", [None, default_collate, stacked])
 def test_samples_are_shared_out_exactly_where_the_setup_says(executor, collate_fn):
     loader = FastDataLoader(Waiting(24), 8, executor=executor, num_workers=2, collate_fn=collate_fn)

@@ -21,7 +21,7 @@ DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
 def test_epochs_are_those_of_torch(executor: str, persistent: bool, seeded: bool) -> None:
@@ -55,7 +55,7 @@ def test_a_running_loader_can_be_copied_and_pickled() -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_closing_ends_an_epoch_with_an_error_and_not_as_if_it_were_over(
     executor: str, persistent: bool
@@ -79,7 +79,7 @@ def test_single_samples_come_as_they_are(executor: str) -> None:
     assert [int(label) for _, label in loader] == list(range(20))
 
 
-@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
 def test_two_epochs_at_once_do_not_mix(executor: str) -> None:
     loader = FastDataLoader(DATA, batch_size=4, num_workers=1, executor=executor)
     pairs = [(one[1].tolist(), two[1].tolist()) for one, two in zip(loader, loader, strict=True)]
@@ -119,7 +119,7 @@ def test_no_workers_means_the_calling_process(executor: str) -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
-@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
 def test_a_staged_batch_without_draws_is_the_plain_one_wrapped(executor: str) -> None:
     how = {"batch_size": 4, "num_workers": 1, "staged": "val"}
     ours = list(FastDataLoader(DATA, **how, executor=executor))
@@ -138,9 +138,8 @@ def test_without_an_accelerator_nothing_is_pinned_and_that_is_said() -> None:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("executor", ["workers", "sidecar"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_folder_of_images_is_decoded_as_by_torch(tmp_path, executor, persistent) -> None:
+def test_a_folder_of_images_is_decoded_as_by_torch(tmp_path, persistent) -> None:
     for number in range(14):
         folder = tmp_path / f"class{number % 3}"
         folder.mkdir(exist_ok=True)
@@ -154,7 +153,7 @@ def test_a_folder_of_images_is_decoded_as_by_torch(tmp_path, executor, persisten
 
     how = {"batch_size": 4, "num_workers": 2, "persistent_workers": persistent}
     order = torch.Generator().manual_seed(2)
-    ours = FastDataLoader(folder(), **how, shuffle=True, executor=executor, generator=order)
+    ours = FastDataLoader(folder(), **how, shuffle=True, executor="workers", generator=order)
     epochs = [list(ours) for _ in range(2)]
     ours.close()
     data = folder()

@@ -19,8 +19,8 @@ from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.loading.loader import FastDataLoader
 
 torch.set_num_threads(1)
-ALL = ("inline", "workers", "sidecar")
-SIDE = ("workers", "sidecar")
+ALL = ("inline", "workers")
+SIDE = ("workers",)
 PICTURES = 18
 
 

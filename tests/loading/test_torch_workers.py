@@ -19,7 +19,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-SIDE = ("workers", "sidecar")
+SIDE = ("workers",)
 ENGINE = ("inline", *SIDE)
 
 
@@ -287,7 +287,7 @@ def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn(executor: str) -> Non
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["inline", "gather", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_loaders_that_come_and_go_leave_no_open_file(executor: str, persistent: bool) -> None:
     before, counts = open_files(), []

@@ -70,5 +70,5 @@ def test_who_fetches_can_read_the_dataset_with_so_many_workers(name, stream, wor
 @pytest.mark.parametrize("name", ["torch", "thread", "Workers"])
 def test_what_is_no_executor_is_refused_with_those_that_there_are(name):
     plan = FetchPlan(dataset=Stream(), collate_fn=default_collate)
-    with pytest.raises(OptionsError, match="'inline', 'gather', 'workers', 'sidecar'"):
+    with pytest.raises(OptionsError, match="'inline', 'gather', 'workers', 'ray'"):
         open_executor(name, plan)

@@ -79,11 +79,10 @@ any_options = st.builds(
     persistent_workers=st.sampled_from(["auto", True, False]),
     prefetch_factor=st.just("auto") | st.integers(1, 16),
     multiprocessing_context=st.sampled_from(["auto", "fork", "spawn", "forkserver"]),
-    sharing_strategy=st.sampled_from(["auto", "file_descriptor", "file_system"]),
     timeout_s=st.floats(0, 100),
     stall_timeout_s=st.just("auto") | st.floats(0, 100),
     in_order=st.booleans(),
-    executor=st.sampled_from(["auto", "torch", "inline", "gather", "workers", "sidecar"]),
+    executor=st.sampled_from(["auto", "torch", "inline", "gather", "workers"]),
 )
 any_situation = st.fixed_dictionaries(
     {
@@ -146,7 +145,7 @@ def test_what_is_chosen_stays_within_the_machine(situation: dict[str, Any]) -> N
     assert host.shm_free_bytes is None or held_bytes * 4 <= host.shm_free_bytes
     open_files = made.num_workers * made.prefetch_factor * 2 * 2
     if host.open_files_soft is not None and open_files * 2 >= host.open_files_soft:
-        assert made.sharing_strategy == "file_system"
+        assert any("ulimit -n" in limit for limit in made.limits)
 
 
 @max_examples(100)
@@ -228,14 +227,11 @@ def test_ranks_divide_the_memory() -> None:
     assert plan(memory=exact, cpu=cpus(8, ranks=2)).limits != ()
 
 
-def test_few_open_files_change_the_sharing_strategy() -> None:
+def test_few_open_files_are_told_of_with_what_to_do() -> None:
     made = plan(memory=memory(soft=112))  # 7 workers x 2 batches x 2 tensors x 2 = 56 files
-    assert made.sharing_strategy == "file_system"
     assert "ulimit -n 113" in made.limits[0]
-    assert plan(memory=memory(soft=113)).sharing_strategy is None
-    user = plan(LoaderOptions(sharing_strategy="file_descriptor"), memory=memory(soft=112))
-    assert user.sharing_strategy == "file_descriptor"
-    assert "ulimit -n 113" in user.limits[0]
+    assert "set_sharing_strategy" in made.limits[0]
+    assert plan(memory=memory(soft=113)).limits == ()
 
 
 def test_workers_start_as_python_starts_them_unless_the_user_says_otherwise() -> None:
@@ -280,7 +276,6 @@ def test_more_workers_than_cpus_are_kept_with_a_message() -> None:
         ("pin_memory", 1),
         ("persistent_workers", "yes"),
         ("multiprocessing_context", "thread"),
-        ("sharing_strategy", []),
         ("timeout_s", -1.0),
         ("timeout_s", float("nan")),
         ("timeout_s", float("inf")),
@@ -296,17 +291,9 @@ def test_an_impossible_value_is_named_and_quoted(option: str, value: object) -> 
     assert str(error.value).startswith(f"{option} is {value!r}; allowed are ")
 
 
-@pytest.mark.parametrize(
-    ("platform", "option", "value"),
-    [
-        ("win32", "multiprocessing_context", "fork"),
-        ("win32", "sharing_strategy", "file_descriptor"),
-        ("darwin", "sharing_strategy", "file_descriptor"),
-    ],
-)
-def test_what_the_system_lacks_is_refused(platform: str, option: str, value: str) -> None:
-    with pytest.raises(OptionsError, match=f"{option} is '{value}'"):
-        plan(LoaderOptions(**{option: value}), platform=platform)  # type: ignore[arg-type]
+def test_what_the_system_lacks_is_refused() -> None:
+    with pytest.raises(OptionsError, match="multiprocessing_context is 'fork'"):
+        plan(LoaderOptions(multiprocessing_context="fork"), platform="win32")
 
 
 def test_a_batch_of_nothing_is_refused() -> None:

@@ -484,7 +484,7 @@ def test_the_plan_says_that_a_sample_waits():
         ({"dataset_length": 0}, 0),
         ({"choice": ExecutorChoice("torch", "no shared memory")}, 2),
         ({"choice": ExecutorChoice("inline", "cheap")}, 0),
-        ({"choice": ExecutorChoice("sidecar", "images")}, 23),
+        ({"choice": ExecutorChoice("workers", "images")}, 23),
         ({"stage": "val"}, 12),
         ({"memory": memory(soft=64)}, 8),
     ],
@@ -682,7 +682,6 @@ def test_without_a_choice_a_loader_is_automatic_but_keeps_no_workers():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
     assert (loader.num_workers, loader.persistent_workers, loader.executor) == (1, False, "gather")
     assert loader.plan is not None
-    assert loader.plan.worker_nice == loader.worker_nice == 0
     four = FastDataLoader(Keeping(keeps=False), 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
     none = FastDataLoader(Keeping(keeps=False), 4, num_workers=0)

@@ -156,7 +156,7 @@ def test_looking_leaves_the_random_state_alone(dataset):
     assert expected == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
-@pytest.mark.parametrize("executor", ["torch", "auto", "inline", "gather", "workers", "sidecar"])
+@pytest.mark.parametrize("executor", ["torch", "auto", "inline", "gather", "workers"])
 def test_the_executor_of_the_options_reaches_the_loader_and_its_plan(executor):
     data = TensorDataset(torch.arange(8.0), torch.arange(8))
     options = LoaderOptions(num_workers=1, executor=executor)

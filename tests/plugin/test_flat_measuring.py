@@ -45,7 +45,7 @@ def stamps(number):
     slow = 5_000_000 if number % 10 == 0 else 60_000
     timed = (OperationTime(f"operation {number % 7}", 2, 9000),) if number % 32 == 1 else None
     task = TaskStamps(
-        number % 3, 0, asked - 1_000_000, asked + 5_000_000, 900_000, 1000, 2, 50_000 + slow, 9000,
+        number % 3, asked - 1_000_000, asked + 5_000_000, 900_000, 1000, 2, 50_000 + slow, 9000,
         slow, number, timed, bytes((60, 80)),
     )
     return BatchStamps(number, 2, asked, asked + 6_000_000, (task,), number % 2, number % 1000 == 0)

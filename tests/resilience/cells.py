@@ -35,7 +35,6 @@ Loader = namedtuple("Loader", "executor workers")
 LOADERS = {
     "inline": Loader("inline", 0),
     **{f"workers-{n}": Loader("workers", n) for n in (1, 2, 4)},
-    **{f"sidecar-{n}": Loader("sidecar", n) for n in (1, 2)},
     **{f"gather-{n}": Loader("gather", n) for n in (1, 2)},
     **{f"torch-{n}": Loader("torch", n) for n in (0, 2)},
 }
@@ -285,10 +284,8 @@ def makes_sense(cell):
         return ways <= {"gather"} and not {"augment", "dataset"} & set(module)
     if cell.feature in ("overfit 3", "limit 0.5") and cell.moment == f"epoch start {STEPS + 1}":
         return False  # its last epoch starts after six steps
-    if cell.feature in ("draws", "own pipeline"):  # threads and torch's workers share generators
+    if cell.feature in ("draws", "own pipeline"):  # torch's workers draw as they are seeded
         return ways <= {"inline", "workers"}
-    if "sidecar" in ways:
-        return not {"augment", "dataset"} & set(module)
     return True
 
 

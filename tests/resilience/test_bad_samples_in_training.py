@@ -119,7 +119,6 @@ def test_the_replaced_samples_of_a_training_do_not_depend_on_workers(tmp_path) -
         {"executor": "inline"},
         {"executor": "workers", "num_workers": 1},
         {"executor": "workers", "num_workers": 3},
-        {"executor": "sidecar", "num_workers": 2},
         {"executor": "torch", "num_workers": 2},
     ):
         module = Seen()

@@ -72,26 +72,22 @@ def batches_of(loader: FastDataLoader) -> list[Any]:
 
 
 @pytest.mark.parametrize("hang", [sleep, stop_oneself, wait_for_a_program])
-@pytest.mark.parametrize("executor", ["workers", "sidecar"])
 @pytest.mark.cases(4)
-def test_what_hangs_once_is_delivered_as_if_it_had_not(tmp_path, executor, hang):
-    calm = batches_of(loader_of(Stuck(hang, Path("/")), executor))
+def test_what_hangs_once_is_delivered_as_if_it_had_not(tmp_path, hang):
+    calm = batches_of(loader_of(Stuck(hang, Path("/")), "workers"))
     with pytest.warns(FastDataWarning, match=rf"got nowhere for 1 s[\s\S]*reading sample.* {BAD}"):
-        got = batches_of(loader_of(Stuck(hang, tmp_path / "hung"), executor))
-    if executor == "sidecar":  # whose threads share the global generator
-        got, calm = ([[row[0] for row in batch] for batch in each] for each in (got, calm))
+        got = batches_of(loader_of(Stuck(hang, tmp_path / "hung"), "workers"))
     assert got == calm
 
 
-@pytest.mark.parametrize("executor", ["workers", "sidecar"])
-def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack(executor):
+def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack():
     match = rf"Sample {BAD} of the dataset was read twice[\s\S]*in wait_for_a_lock"
     with (
         LOCK,
         pytest.warns(FastDataWarning, match="is replaced"),
         pytest.raises(WorkerError, match=match),
     ):
-        batches_of(loader_of(Stuck(wait_for_a_lock, None), executor))
+        batches_of(loader_of(Stuck(wait_for_a_lock, None), "workers"))
 
 
 @pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
@@ -138,7 +134,7 @@ class Child:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.progress = ProgressMemory.create(1)
+        self.progress = ProgressMemory.create()
         self.progress.state = 0
 
 
@@ -167,7 +163,7 @@ def test_by_default_a_minute_is_a_hang_or_twenty_times_the_99th_percentile():
     watch.note_task(10 * 10**9)
     assert 200 <= watch.limit_s <= 250
     stuck = Child(0)
-    stuck.progress.read(0, 1, 5)
+    stuck.progress.read(1, 5)
     assert 60 <= passes(watch_of(None, clock), clock, 100, [stuck]) <= 61.5
 
 
@@ -175,14 +171,14 @@ def test_samples_that_come_are_progress_however_slowly():
     clock = Clock()
     watch, slow = watch_of(10, clock), Child(0)
     for sample in range(20):
-        slow.progress.read(0, 1, sample)
+        slow.progress.read(1, sample)
         assert passes(watch, clock, 9, [slow]) is None
 
 
 def test_time_in_which_the_whole_program_was_stopped_is_none():
     clock = Clock()
     watch, stuck = watch_of(60, clock), Child(0)
-    stuck.progress.read(0, 1, 5)
+    stuck.progress.read(1, 5)
     assert passes(watch, clock, 30, [stuck]) is None
     clock.now_s += 3600
     assert passes(watch, clock, 20, [stuck]) is None
@@ -193,7 +189,7 @@ def test_an_idle_process_is_not_stuck():
     clock = Clock()
     watch, idle, busy = watch_of(10, clock), Child(0), Child(1)
     for sample in range(20):
-        busy.progress.read(0, 1, sample)
+        busy.progress.read(1, sample)
         clock.now_s += 5
         assert watch.look([idle, busy], list, [busy]) == []
     clock.now_s += 1
@@ -204,7 +200,7 @@ def test_who_computes_may_go_on_for_ten_times_as_long_and_so_may_those_who_wait_
     clock = Clock()
     computes, waits = Child(0), Child(1)
     for each in (computes, waits):
-        each.progress.read(0, 1, 5)
+        each.progress.read(1, 5)
 
     def cpu_s(pid: int, _all: bool) -> float:
         return clock.now_s if pid == computes.pid else 0.0

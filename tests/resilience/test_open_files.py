@@ -91,12 +91,10 @@ def read(loader) -> list[list[int]]:
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize("executor", ["workers", "torch", "sidecar"])
+@pytest.mark.parametrize("executor", ["workers", "torch"])
 @pytest.mark.parametrize("how", FOUND_BY_SEEKING)
 @pytest.mark.parametrize("at_once", [False, True], ids=["on first use", "at once"])
 def test_the_training_process_reads_before_and_beside_the_workers(executor, how, at_once, tmp_path):
-    if executor == "sidecar" and how != "hdf5":
-        pytest.skip("threads of one process share what it opened, as in the training process")
     dataset = Rows(tmp_path / "rows", how, at_once=at_once)
     assert dataset[7].tolist() == WANTED[7]
     loader = FastDataLoader(

@@ -47,11 +47,10 @@ def run(code: str, *arguments: object) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
-@pytest.mark.parametrize("executor", ["workers", "sidecar"])
 @pytest.mark.parametrize("files", [10, 12, 14, 16, 18, 20, 24, 32, 48])
 @pytest.mark.cases(2)
-def test_with_few_open_files_all_samples_come_or_the_error_says_what_to_raise(files, executor):
-    outcome, processes = run(LIMITED, "RLIMIT_NOFILE", executor, files, files)
+def test_with_few_open_files_all_samples_come_or_the_error_says_what_to_raise(files):
+    outcome, processes = run(LIMITED, "RLIMIT_NOFILE", "workers", files, files)
     assert processes == "0"
     if outcome != "True":
         assert outcome.startswith("WorkerError")

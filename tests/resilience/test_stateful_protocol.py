@@ -165,7 +165,7 @@ def test_a_resumed_loop_that_is_left_goes_on_again():
     assert seen(resumed(again.state_dict())) == first[3:]
 
 
-WAYS = ["inline", "workers-1", "workers-4", "sidecar-2", "torch-0", "torch-2"]
+WAYS = ["inline", "workers-1", "workers-4", "torch-0", "torch-2"]
 
 
 @pytest.mark.parametrize(("before", "after"), list(pairwise([*WAYS, WAYS[0]])))

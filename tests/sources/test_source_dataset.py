@@ -116,7 +116,7 @@ def test_records_come_in_any_order(tmp_path_factory, data):
 
 
 @pytest.mark.cases(10)
-@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar", "torch"])
+@pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
 def test_every_executor_delivers_the_records(source, executor):
     dataset = sources.SourceDataset(source, decode)
     workers = 0 if executor == "inline" else 2

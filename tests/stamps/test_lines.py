@@ -267,7 +267,7 @@ def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
         waits()
 
     seen = {"spin": 0, "timed": 0}
-    for task in tasks(TaskWatch(0, 0, None, LineWatch(every=1)), read, seconds=1.5):
+    for task in tasks(TaskWatch(0, None, LineWatch(every=1)), read, seconds=1.5):
         for line in task.lines or ():
             seen[line.function] = seen.get(line.function, 0) + line.total_ns
     true_share = spent["computes"] / sum(spent.values())
@@ -277,7 +277,7 @@ def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
 
 @pytest.mark.flaky(reruns=2)
 def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row():
-    found = tasks(TaskWatch(0, 0, None, LineWatch()), lambda: spin(0.0005), seconds=1.0)
+    found = tasks(TaskWatch(0, None, LineWatch()), lambda: spin(0.0005), seconds=1.0)
     looked = [number for number, task in enumerate(found) if task.lines]
     assert looked
     assert min(looked) >= 1
@@ -287,7 +287,7 @@ def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row():
 @pytest.mark.parametrize("ends", ["well", "in an error"])
 def test_the_interpreter_switches_between_threads_as_before(ends):
     before = sys.getswitchinterval()
-    watch = TaskWatch(0, 0, None, LineWatch(every=1))
+    watch = TaskWatch(0, None, LineWatch(every=1))
     for _ in range(5):
         watch.begin()
         try:
@@ -302,7 +302,7 @@ def test_the_interpreter_switches_between_threads_as_before(ends):
 
 
 def test_a_forked_process_starts_its_own_thread():
-    watch = TaskWatch(0, 0, None, LineWatch(every=1))
+    watch = TaskWatch(0, None, LineWatch(every=1))
     tasks(watch, lambda: time.sleep(0.001), seconds=0.1)
     watch.begin()
     child = os.fork()
@@ -318,7 +318,7 @@ def test_threads_that_share_a_watch_are_looked_at_one_at_a_time_and_none_is_forg
     found = {}
 
     def read(number):
-        watch = TaskWatch(0, number, None, lines)
+        watch = TaskWatch(number, None, lines)
         found[number] = tasks(watch, lambda: time.sleep(0.002), seconds=1.0)
 
     for _ in range(2):  # the threads of the first turn end, the watch stays
@@ -334,7 +334,7 @@ def test_a_thread_that_ends_leaves_the_watch_to_others():
     lines = LineWatch(every=1)
 
     def read():
-        tasks(TaskWatch(0, 0, None, lines), lambda: time.sleep(0.001), seconds=0.02)
+        tasks(TaskWatch(0, None, lines), lambda: time.sleep(0.001), seconds=0.02)
 
     first = threading.Thread(target=read)
     first.start()
@@ -343,7 +343,7 @@ def test_a_thread_that_ends_leaves_the_watch_to_others():
     # Another thread gets the number that the interpreter had for the first one.
     other = threading.Thread(target=held.wait)
     other.start()
-    found = tasks(TaskWatch(0, 1, None, lines), lambda: time.sleep(0.002), seconds=1.5)
+    found = tasks(TaskWatch(1, None, lines), lambda: time.sleep(0.002), seconds=1.5)
     held.set()
     other.join()
     assert any(task.lines for task in found)
@@ -354,7 +354,7 @@ def test_where_no_thread_can_be_started_nothing_is_named_and_nothing_fails():
     size = threading.stack_size()
     threading.stack_size(1 << 62)
     try:
-        found = tasks(TaskWatch(0, 0, None, LineWatch(every=1)), lambda: spin(0.001), seconds=0.1)
+        found = tasks(TaskWatch(0, None, LineWatch(every=1)), lambda: spin(0.001), seconds=0.1)
     finally:
         threading.stack_size(size)
     assert found
@@ -373,7 +373,7 @@ def test_no_variable_of_the_reading_function_is_kept():
         alive.append(id(large))
         time.sleep(0.003)
 
-    for task in tasks(TaskWatch(0, 0, None, LineWatch(every=1)), read, seconds=0.3):
+    for task in tasks(TaskWatch(0, None, LineWatch(every=1)), read, seconds=0.3):
         assert isinstance(task, TaskStamps)
     assert soon(lambda: len(alive), 0) == 0
 
@@ -385,7 +385,7 @@ def test_named_lines_are_small_and_hold_no_values():
         time.sleep(0.002)
         return secret
 
-    found = tasks(TaskWatch(0, 0, None, LineWatch(every=1)), read, seconds=0.4)
+    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read, seconds=0.4)
     sent = [pickle.dumps(task) for task in found if task.lines]
     assert sent
     assert max(map(len, sent)) < 4000

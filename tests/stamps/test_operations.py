@@ -244,7 +244,7 @@ def test_a_thread_beside_the_timed_one_is_neither_timed_nor_disturbed():
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("executor", "workers"),
-    [("torch", 0), ("torch", 1), ("inline", 0), ("workers", 1), ("sidecar", 2)],
+    [("torch", 0), ("torch", 1), ("inline", 0), ("workers", 1)],
 )
 def test_every_executor_tells_which_operation_takes_the_time(executor, workers):
     records = deque()

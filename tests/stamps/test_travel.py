@@ -88,7 +88,7 @@ def test_parts_of_waits_add_up_and_none_is_negative_whatever_the_clocks(clock, b
         at = offset.aligned(asked, clock.at(began), clock.at(ended), got)
         way = Way("far/1", True, True, 10**6, back // 3, landed, offset.uncertain_ns)
         task = TaskStamps(
-            0, 0, *at, work // 2, work // 4, 4, work // 2, work // 4, work // 8, 1, way=way
+            0, *at, work // 2, work // 4, 4, work // 2, work // 4, work // 8, 1, way=way
         )
         batch = batch_of(number, (requested, delivered, queued, 0), task)
         cutter.note(batch)
@@ -104,9 +104,7 @@ def test_the_way_of_a_batch_is_its_network_part_and_what_the_actor_does_next_is_
     def task(began: int, ended: int, landed: int) -> TaskStamps:
         way = Way("far/1", True, True, 10**6, MS, landed * MS)
         spent = (ended - began) * MS
-        return TaskStamps(
-            0, 0, began * MS, ended * MS, spent, 0, 4, spent, 0, spent // 4, 1, way=way
-        )
+        return TaskStamps(0, began * MS, ended * MS, spent, 0, 4, spent, 0, spent // 4, 1, way=way)
 
     first = batch_of(0, (0, 50 * MS, 0, 0), task(0, 20, 45))
     later = batch_of(1, (60 * MS, 70 * MS, 0, 0), task(20, 48, 58))

@@ -131,7 +131,7 @@ def stamps(count: int = 24, *, way_ms: float = 20.0, other: bool = True) -> list
         ended = began + 30 * MS
         landed = ended + round(way_ms * MS)
         way = Way("far/1", other, other, 4 * 10**6, 2 * MS, landed)
-        task = TaskStamps(0, 0, began, ended, 6 * MS, 0, 16, 30 * MS, 0, 2 * MS, 0, way=way)
+        task = TaskStamps(0, began, ended, 6 * MS, 0, 16, 30 * MS, 0, 2 * MS, 0, way=way)
         requested = 0 if not number else began + round(way_ms * MS)
         found.append(BatchStamps(number, 16, requested, landed, (task,), 0, not number))
     return found

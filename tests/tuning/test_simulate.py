@@ -70,7 +70,6 @@ setups = st.builds(
     in_order=st.booleans(),
     cpus=st.sampled_from([1.0, 2.0, 4.0]),
     step_cpus=st.floats(0, 3),
-    worker_nice=st.sampled_from([0, 5, 19]),
 )
 
 
@@ -271,11 +270,9 @@ def test_without_slow_samples_no_batch_costs_more(costs):
 @max_examples(200)
 @given(
     jobs=st.integers(0, 32), share=st.floats(0.01, 1), own=st.floats(0, 8), cpus=st.floats(0.5, 16),
-    nice=st.integers(0, 19),
 )  # fmt: skip
-def test_what_shares_the_cpus_fills_them_and_no_more(jobs, share, own, cpus, nice):
-    weight = 1.25**-nice
-    slow, own_slow = slowdowns(jobs, share, own, cpus, weight)
+def test_what_shares_the_cpus_fills_them_and_no_more(jobs, share, own, cpus):
+    slow, own_slow = slowdowns(jobs, share, own, cpus)
     assert slow >= 1
     assert own_slow >= 1
     one = min(1.0, own)
@@ -284,14 +281,11 @@ def test_what_shares_the_cpus_fills_them_and_no_more(jobs, share, own, cpus, nic
     wanted = jobs * share + own
     assert used == pytest.approx(min(wanted, cpus), rel=1e-6, abs=1e-6)
     if own_slow > 1 + 1e-9 and jobs:
-        assert slow == pytest.approx(own_slow / weight, rel=1e-6)
+        assert slow == pytest.approx(own_slow, rel=1e-6)
 
 
-def test_nice_workers_leave_the_training_its_cpu():
-    assert slowdowns(8, 1.0, 1.0, 2.0)[1] == pytest.approx(4.5)
-    slow, own = slowdowns(8, 1.0, 1.0, 2.0, 1.25**-19)
-    assert own == 1.0
-    assert slow == pytest.approx(8.0)
+def test_the_training_and_its_workers_share_the_cpus_alike():
+    assert slowdowns(8, 1.0, 1.0, 2.0) == pytest.approx((4.5, 4.5))
 
 
 # What is recorded
@@ -300,7 +294,7 @@ def test_nice_workers_leave_the_training_its_cpu():
 def task(began, ended, *, cpu, queued=0.0, collate=0.0, slowest=0.0, process=0):
     on = [None if ms is None else round(ms * MS) for ms in (cpu, queued)]
     return TaskStamps(
-        process, 0, round(began * MS), round(ended * MS), *on, 4,
+        process, round(began * MS), round(ended * MS), *on, 4,
         round((ended - began - collate) * MS), round(collate * MS), round(slowest * MS), 0,
     )  # fmt: skip
 

@@ -239,7 +239,6 @@ def test_no_worker_is_forked_from_a_process_that_has_opened_what_it_must_not_sha
         ({"executor": "workers", "num_workers": 0}, 2),
         ({"executor": "inline"}, 2),
         ({"executor": "torch", "num_workers": 2}, 3),
-        ({"executor": "sidecar", "num_workers": 2}, 3),
     ],
 )
 def test_workers_that_do_not_come_and_go_are_refused(how, workers):

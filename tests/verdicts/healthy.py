@@ -101,7 +101,7 @@ def healthy(number: int) -> Training:
         )  # no workers
     elif kind == 6:
         dataset = Samples(count, blocked_s=each_s)
-        loader = {"num_workers": 4, "executor": "sidecar"}
+        loader = {"num_workers": 4, "executor": "workers"}
     else:
         dataset = Samples(count, cpu_s=each_s / 2, blocked_s=each_s / 2, floats=2000)
         loader["persistent_workers"] = True

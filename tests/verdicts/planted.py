@@ -141,14 +141,13 @@ def _few_workers(cpu_s: float) -> Training:
     return Training(dataset=dataset, step=sleep_for(0.3 * BATCH * cpu_s))
 
 
-def _few_cpus(magnitude: tuple[str, int, float]) -> Training:
-    """More processes than CPUs, or threads of one process that hold the interpreter's lock."""
-    executor, workers, cpu_s = magnitude
-    at_once = 1 if executor == "sidecar" else CPUS
-    batches = _batches(BATCH * cpu_s / at_once, least=30)
+def _few_cpus(magnitude: tuple[int, float]) -> Training:
+    """More processes than CPUs."""
+    workers, cpu_s = magnitude
+    batches = _batches(BATCH * cpu_s / CPUS, least=30)
     dataset = Samples(batches * BATCH, cpu_s=cpu_s)
-    step = sleep_for(0.2 * BATCH * cpu_s / at_once)
-    loader = {"num_workers": workers, "executor": executor}
+    step = sleep_for(0.2 * BATCH * cpu_s / CPUS)
+    loader = {"num_workers": workers, "executor": "workers"}
     return Training(dataset=dataset, step=step, loader=loader)
 
 
@@ -308,10 +307,10 @@ LOADING: tuple[Plant, ...] = (
     ),
     of_training(
         "FD306",
-        "processes or threads that read, s that a sample spins",
+        "processes that read, s that a sample spins",
         (
-            ("workers", 2 * CPUS, 0.001), ("workers", 3 * CPUS, 0.002),
-            ("workers", 6 * CPUS, 0.001), ("sidecar", 4, 0.001), ("sidecar", 8, 0.004),
+            (2 * CPUS, 0.001), (3 * CPUS, 0.002), (6 * CPUS, 0.001), (4 * CPUS, 0.001),
+            (4 * CPUS, 0.004),
         ),
         _few_cpus,
     ),

@@ -65,10 +65,6 @@ def test_of_a_healthy_training_data_is_not_blamed_and_nothing_severe():
         # These ask for more than a setting.
         ("LoaderOptions(pin_memory=True), and send uint8 and normalize on the device", {}),
         ("leave out collate_fn, with LoaderOptions(executor='workers')", {}),
-        (
-            "find what else runs on this machine; LoaderOptions(worker_nice=0), as nicer workers",
-            {},
-        ),
         ("", {}),
     ],
 )

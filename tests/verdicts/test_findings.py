@@ -216,38 +216,6 @@ def test_the_only_epoch_so_far_says_nothing_of_the_starts_of_others():
     assert "FD310" not in {f.code for f in findings(replace(TABLE["FD310"][0], epochs=1))}
 
 
-LOCKED = late(
-    {"read_cpu_ms": 2.0, "read_blocked_ms": 4.0, "collate_ms": 3.0, "handover_ms": 7.0,
-     "idle_ms": 8.0},
-    interpreter_share=0.97, costs=costs(cpu=16.0, blocked=60.0, step=4.0), setup=setup(8),
-)  # fmt: skip
-
-
-def test_threads_that_wait_for_the_interpreters_lock_are_told_to_be_processes():
-    found = findings(LOCKED)
-    assert [each.code for each in found] == ["FD306"]
-    assert "interpreter's lock" in found[0].cause
-    assert "LoaderOptions(executor='workers', num_workers=8)" in found[0].remedy
-    assert found[0].gain is None
-
-
-@pytest.mark.parametrize("share", [None, 0.2, 2.5])
-def test_threads_that_leave_the_lock_alone_or_run_side_by_side_are_not_locked(share):
-    assert "FD306" not in {f.code for f in findings(replace(LOCKED, interpreter_share=share))}
-
-
-def test_threads_that_wait_for_storage_and_leave_all_else_prompt_are_not_locked():
-    evidence = replace(
-        LOCKED, parts=WaitParts(read_blocked_ms=21.0, handover_ms=1.0, collate_ms=1.0, idle_ms=1.0)
-    )
-    assert findings(evidence)[0].code == "FD303"
-
-
-def test_on_a_single_cpu_nothing_tells_the_lock_from_it():
-    evidence = replace(LOCKED, setup=setup(8, cpus=1.0))
-    assert not any("interpreter's lock" in found.cause for found in findings(evidence))
-
-
 @pytest.mark.parametrize("runqueue_ms", [7.0, 12.0, 20.0])
 def test_reading_that_would_be_in_time_on_a_free_machine_is_held_up_by_neighbours(runqueue_ms):
     evidence = late(
@@ -557,14 +525,6 @@ def test_programs_share_cpus_thread_by_thread(wanted, cpus, others):
         assert left == cpus
     else:
         assert left == pytest.approx(max(cpus - others, cpus * wanted / (wanted + others)))
-
-
-def test_workers_that_give_way_to_other_programs_are_told_not_to():
-    beside = TABLE["FD315"][0]
-    assert "worker_nice" not in findings(beside)[0].remedy
-    nicer = replace(beside, setup=replace(beside.setup or setup(2), worker_nice=5))
-    (found,) = [each for each in findings(nicer) if each.code == "FD315"]
-    assert "LoaderOptions(worker_nice=0)" in found.remedy
 
 
 def remote_codes(evidence):

@@ -194,7 +194,7 @@ class GatherExecutor:
         self._count += 1
         # Who copied which row is not noted; all of the wait is for rows to be there.
         spent = ended_ns - requested_ns
-        rows = TaskStamps(-1, 0, requested_ns, ended_ns, None, None, 0, spent, 0, 0, None)
+        rows = TaskStamps(-1, requested_ns, ended_ns, None, None, 0, spent, 0, 0, None)
         first, self._first = self._first, False
         self._records.append(BatchStamps.of_caller(self._count, requested_ns, rows, first=first))
         return batch

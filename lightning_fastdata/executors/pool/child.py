@@ -9,8 +9,6 @@ import select
 import signal
 import socket
 import sys
-import threading
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from lightning_fastdata.batches.libraries import tell_rank
 from lightning_fastdata.batches.slots import map_shared_memory
 from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
+from lightning_fastdata.executors.pool.child_task import TaskRunner, describe_error
 from lightning_fastdata.executors.pool.wire import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host.memory import keep_freed_memory
 from lightning_fastdata.host.system_calls import (
@@ -51,7 +49,6 @@ def child_main(
     plan: FetchPlan,
     number: int,
     processes: int,
-    threads: int,
     inherited: Inherited,
     parent: int,
     epoch: int | None,
@@ -77,8 +74,7 @@ def child_main(
     plan = prepare_process(plan, number, processes)
     progress = protocol.ProgressMemory(progress_memory)
     progress.state = protocol.State.INITIALISING
-    shared = SharedState(wire, plan, number, progress, epoch)
-    child = Child(shared, threads, queues[0] if queues else None)
+    child = Child(TaskRunner(wire, plan, number, progress, epoch), queues[0] if queues else None)
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
@@ -90,15 +86,11 @@ def child_main(
 
 def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
     """Set this process up to read for a plan, as one of so many; return the plan as it reads it."""
-    os.nice(plan.niceness)
     tell_rank(plan.rank)
     torch.set_num_threads(1)
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
-    if plan.sharing_strategy is not None:
-        # Only a forked process has that of its parent.
-        torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
     seed = plan.base_seed + number
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -113,20 +105,16 @@ def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
 
 
 class Child:
-    """A side process: its threads take tasks one after the other."""
+    """A side process: it takes tasks and does them one after the other."""
 
-    def __init__(self, shared: SharedState, threads: int, queue: int | None) -> None:
-        self.shared = shared
-        self.wire = shared.wire
-        self.wanted = threads
-        self.started = 1
-        self.turn = threading.Condition()
-        """Held by the thread that waits for the next task."""
+    def __init__(self, runner: TaskRunner, queue: int | None) -> None:
+        self.runner = runner
+        self.wire = runner.wire
         self.sent: deque[bytes] = deque()
         """Tasks that came over the wire."""
         self.queue = queue
         self.closed = False
-        self.files = ListedFiles(shared.plan.dataset)
+        self.files = ListedFiles(runner.plan.dataset)
         self.poller = select.epoll()
         self.poller.register(self.wire.fileno(), select.EPOLLIN)
         if queue is not None:  # for each task one of the processes is woken
@@ -134,39 +122,13 @@ class Child:
 
     def run(self) -> None:
         """Work until the training process closes the wire."""
-        self.shared.progress.state = protocol.State.WAITING
-        self._start_threads()
-        self._work(0)
-
-    def _start_threads(self) -> None:
-        while self.started < self.wanted:
-            threading.Thread(target=self._run, args=(self.started,), daemon=True).start()
-            self.started += 1
-
-    def _run(self, number: int) -> None:
-        try:
-            self._work(number)
-        except BaseException:
-            traceback.print_exc()
-        # A thread that ends alone would leave its task undone, and nothing would show it.
-        os._exit(1)
-
-    def _work(self, number: int) -> None:
-        thread = TaskThread(self.shared, number)
-        while True:
-            # One thread waits for the next task, and does it: to hand it to another takes time.
-            with self.turn:
-                self.turn.wait_for(lambda: number < self.wanted)
-                task = self._next_task(number)
-            if task is None:
-                break
-            fetcher = thread.fetcher
-            if isinstance(fetcher, Fetcher) and fetcher.reads_ahead and self.started == 1:
+        self.runner.progress.state = protocol.State.WAITING
+        fetcher = self.runner.fetcher
+        while (task := self._next_task()) is not None:
+            if isinstance(fetcher, Fetcher) and fetcher.reads_ahead:
                 fetcher.coming = self._coming()
             self.files.begin(task[1].indices)
-            thread.do(*task)
-        if self.started > 1:
-            os._exit(0)
+            self.runner.do(*task)
 
     def _coming(self) -> Sequence[Any]:
         """Return the samples of the task after the present one, if it is here."""
@@ -178,14 +140,14 @@ class Child:
             return ()
         return coming
 
-    def _next_task(self, thread: int) -> tuple[int, protocol.TaskRequest] | None:
-        """Wait for the next task, noted as taken by the thread; None when there will be no more."""
-        awaiting_rest, progress = self.shared.awaiting_rest, self.shared.progress
+    def _next_task(self) -> tuple[int, protocol.TaskRequest] | None:
+        """Wait for the next task, noted as taken; None when there will be no more."""
+        runner = self.runner
         while True:
-            self._read_wire(wait=bool(awaiting_rest) and not self.sent)
+            self._read_wire(wait=runner.awaits_rest)
             if self.closed:
                 return None
-            if awaiting_rest and not self.sent:
+            if runner.awaits_rest:
                 continue
             packet = self.sent.popleft() if self.sent else None
             if packet is None and self.queue is not None:
@@ -198,9 +160,9 @@ class Child:
                 task = request_in(packet)
             except Exception as error:
                 failure = protocol.TaskError(0, *describe_error(error, "in unpickling indices"))
-            progress.take(thread, number)
+            runner.progress.state = number
             if failure is not None:
-                self.shared.send(protocol.TaskEnded(number, 0, None, (), failure))
+                runner.send(protocol.TaskEnded(number, 0, None, (), failure))
                 continue
             # What it rests on was sent before it was queued, but may still be on its way.
             self._read_wire()
@@ -209,8 +171,8 @@ class Child:
             return number, task
 
     def _lacks(self, task: protocol.TaskRequest) -> bool:
-        return (task.kind == "rows" and self.shared.layout is None) or (
-            task.slot is not None and task.slot not in self.shared.maps
+        return (task.kind == "rows" and self.runner.layout is None) or (
+            task.slot is not None and task.slot not in self.runner.maps
         )
 
     def _read_wire(self, *, wait: bool = False) -> None:
@@ -229,33 +191,31 @@ class Child:
             self._handle(*received)
 
     def _handle(self, message: protocol.ToChild, descriptors: list[int]) -> None:
-        shared = self.shared
+        runner = self.runner
         match message:
             case protocol.GiveTask(packet):
                 self.sent.append(packet)
             case protocol.GoOn(rest):
-                shared.awaiting_rest.popleft()
-                if rest is not None:
-                    self.sent.append(rest)
+                runner.awaits_rest = False
+                if rest is None:
+                    runner.kept = None
+                else:
+                    self.sent.appendleft(rest)
             case protocol.MapSlot(number):
-                shared.maps[number] = map_shared_memory(descriptors[0])
+                runner.maps[number] = map_shared_memory(descriptors[0])
                 os.close(descriptors[0])
             case protocol.DropSlot(number):
-                shared.maps.pop(number, None)
+                runner.maps.pop(number, None)
             case protocol.SetLayout(layout):
-                shared.layout = layout
+                runner.layout = layout
             case protocol.SetStamps(wanted):
-                shared.stamped = wanted
-            case protocol.SetThreads(threads):
-                self.wanted = threads
-                self._start_threads()
-                self.turn.notify_all()
+                runner.stamped = wanted
             case protocol.AskTaken(inquiry):
                 # Not read from the memory later: an answer may be on its way then, and the next
                 # task noted.
-                shared.send(protocol.TasksTaken(inquiry, shared.progress.taken()))
+                runner.send(protocol.TaskTaken(inquiry, runner.progress.state))
             case protocol.Retire():
                 if self.queue is not None:
                     self.poller.unregister(self.queue)
                     self.queue = None
-                shared.send(protocol.Retired())
+                runner.send(protocol.Retired())

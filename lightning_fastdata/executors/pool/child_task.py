@@ -1,16 +1,14 @@
-"""What one thread of a side process does with the tasks it takes."""
+"""What a side process does with the tasks it takes."""
 
 from __future__ import annotations
 
 import os
-import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
 from lightning_fastdata.batches.collate import collate_samples
@@ -67,9 +65,18 @@ def _at_row(write_image: Callable[[int, int], None], row: int, index: int) -> No
     write_image(index, row)
 
 
+class _FirstSample(NamedTuple):
+    """A sample that was read to find its layout, and is not written yet."""
+
+    batch: int
+    start: int
+    """Its position in the batch, which is that of its task."""
+    sample: object
+
+
 @dataclass(eq=False)
-class SharedState:
-    """What the threads of a side process share."""
+class TaskRunner:
+    """Does the tasks of a side process, one after the other."""
 
     wire: Wire
     plan: FetchPlan
@@ -81,29 +88,15 @@ class SharedState:
     stamped: bool = False
     layout: SampleLayout | None = None
     maps: dict[int, mmap] = field(default_factory=dict)
-    first_samples: dict[tuple[int, int], object] = field(default_factory=dict)
-    """By batch and position: read to find their layout, and not yet written."""
-    awaiting_rest: deque[tuple[int, int]] = field(default_factory=deque)
-    """Parts of batches, likewise, of which only the first sample was read. What is to become of the
-    rest is on its way, and goes before what waits in the queue."""
+    kept: _FirstSample | None = None
+    awaits_rest: bool = False
+    """The last task read a first sample only. What is to become of the rest is on its way, and goes
+    before all other tasks."""
 
     def __post_init__(self) -> None:
-        self.operations = OperationWatch(self.plan.dataset)
-        self.lines = LineWatch()
-        self._epoch_lock = threading.Lock()
-
-    def begin_epoch(self, generation: int, epoch: int) -> bool:
-        """Tell the dataset the epoch of a task; False if the task is one of an epoch that is over.
-
-        Tasks of an older epoch that other threads took before do not turn it back.
-        """
-        with self._epoch_lock:
-            if generation < self.progress.generation:
-                return False
-            if epoch != self.epoch:
-                tell_epoch(self.plan.dataset, epoch)
-                self.epoch = epoch
-            return True
+        self.fetcher = fetcher_of(self.plan)
+        watches = OperationWatch(self.plan.dataset), LineWatch()
+        self._watch = TaskWatch(self.number, *watches, alone=True)
 
     def send(self, message: protocol.FromChild, files: tuple[int, ...] = ()) -> None:
         """Send a message to the training process, and end if that is gone."""
@@ -112,60 +105,47 @@ class SharedState:
         except OSError:
             os._exit(0)
 
-
-class TaskThread:
-    """One thread of a side process."""
-
-    def __init__(self, shared: SharedState, number: int) -> None:
-        self.shared = shared
-        self.number = number
-        alone = shared.progress.threads == 1
-        self.fetcher: Fetcher | StreamFetcher = fetcher_of(shared.plan, keyed=alone)
-        self.stamps = TaskWatch(shared.number, number, shared.operations, shared.lines, alone=alone)
-
     def do(self, number: int, task: protocol.TaskRequest) -> None:
         """Do a task, and send how it ended."""
-        shared, fetcher = self.shared, self.fetcher
+        fetcher = self.fetcher
         began_ns = clock.monotonic_ns()
-        fetcher.stamps = self.stamps if shared.stamped else None
+        fetcher.stamps = self._watch if self.stamped else None
         if fetcher.stamps is not None:
-            self.stamps.begin()
+            self._watch.begin()
         result: protocol.TaskResult
         fetcher.faults.clear()
         files: tuple[int, ...] = ()
         where = f"in set_epoch({task.epoch})"
         try:
-            wanted = shared.begin_epoch(task.generation, task.epoch)
-            where = ""
-            if wanted:
-                result, files = fetcher.attempt(partial(self._fetch, task))
-            else:
-                shared.first_samples.pop((task.batch, task.start), None)
+            if task.generation < self.progress.generation:
+                self.kept = None
                 result = protocol.OldEpoch()
+            else:
+                if task.epoch != self.epoch:
+                    tell_epoch(self.plan.dataset, task.epoch)
+                    self.epoch = task.epoch
+                where = ""
+                result, files = fetcher.attempt(partial(self._fetch, task))
         except MisfitError:
             result = protocol.Misfit()
         except BaseException as error:  # sys.exit(), too, is the fault of one sample
             report = describe_error(error, where or fetcher.where(task.indices))
             result = protocol.TaskError(self._position(task), *report)
-        shared.progress.read(self.number, -1, -1)
+        self.progress.read(-1, -1)
         spent_ns = clock.monotonic_ns() - began_ns
-        stamps = self.stamps.end() if fetcher.stamps is not None else None
-        awaits_rest = isinstance(result, protocol.FirstSample)
-        if awaits_rest:
-            shared.awaiting_rest.append((task.batch, task.start))
+        stamps = self._watch.end() if fetcher.stamps is not None else None
         faults = tuple(
             fault._replace(position=task.start + fault.position) for fault in fetcher.faults
         )
         try:
-            shared.send(protocol.TaskEnded(number, spent_ns, stamps, faults, result), files)
+            self.send(protocol.TaskEnded(number, spent_ns, stamps, faults, result), files)
+            self.awaits_rest = isinstance(result, protocol.FirstSample)
         except Exception as error:  # something in it cannot be pickled, and nothing was sent
-            if awaits_rest:
-                shared.awaiting_rest.pop()
             text = describe_error(error, fetcher.where(task.indices))[1]
             if isinstance(result, protocol.TaskError):
                 text = result.text
             failure = protocol.TaskError(self._position(task), RuntimeError, text)
-            shared.send(protocol.TaskEnded(number, spent_ns, stamps, faults, failure))
+            self.send(protocol.TaskEnded(number, spent_ns, stamps, faults, failure))
         for descriptor in files:
             os.close(descriptor)
 
@@ -176,7 +156,7 @@ class TaskThread:
     def _fetch(self, task: protocol.TaskRequest) -> _Outcome:
         steps = {"first": self._first, "rows": self._rows, "whole": self._whole}
         self.fetcher.faults.clear()  # of an attempt before
-        self.shared.progress.read(self.number, task.batch, task.start)
+        self.progress.read(task.batch, task.start)
         return steps[task.kind](task)
 
     @property
@@ -195,30 +175,31 @@ class TaskThread:
         fetcher.position = -1
         layout = layout_of(sample, collate_samples)
         if layout is not None and not skipped:
-            self.shared.first_samples[task.batch, task.start] = sample
+            self.kept = _FirstSample(task.batch, task.start, sample)
         return protocol.FirstSample(layout), ()
 
     def _rows(self, task: protocol.TaskRequest) -> _Outcome:
         _, _, batch, epoch, start, indices, rows, slot = task
-        layout = self.shared.layout
+        layout = self.layout
         if layout is None or slot is None:
             raise MisfitError
-        memory = self.shared.maps[slot]
-        fetcher, kept, stamps = self._by_index, self.shared.first_samples, self.fetcher.stamps
+        memory = self.maps[slot]
+        fetcher, stamps = self._by_index, self.fetcher.stamps
+        kept, self.kept = self.kept, None
+        has_first = kept is not None and (kept.batch, kept.start) == (batch, start)
         write_image = _write_image_of(fetcher.dataset, layout, memory, rows, epoch)
         writers = layout.writers(memory, rows, start, start + len(indices))
-        # As ProgressMemory.read(), without a call for each sample.
-        words, position_at = self.shared.progress.words, self.number * protocol.THREAD_WORDS + 1
+        words = self.progress.words
         alone = write_image is not None or fetcher.plan.guard.policy == "skip"
         at_once = 1 if alone else layout.rows_at_once
         for row in range(0, len(indices), at_once):
             samples = []
             for offset, index in enumerate(indices[row : row + at_once], row):
                 fetcher.position = offset
-                words[position_at] = start + offset
-                sample = kept.pop((batch, start + offset), kept) if kept else kept
-                if sample is not kept:
-                    samples.append(sample)
+                words[1] = start + offset  # as ProgressMemory.read(), without a call for each
+                if has_first and kept is not None:
+                    samples.append(kept.sample)
+                    has_first, kept = False, None
                 elif write_image is None:
                     sample = fetcher.sample(index, epoch)
                     if sample is not SKIPPED:
@@ -243,7 +224,7 @@ class TaskThread:
         return protocol.RowsWritten(), ()
 
     def _whole(self, task: protocol.TaskRequest) -> _Outcome:
-        mark = partial(self.shared.progress.read, self.number, task.batch)
+        mark = partial(self.progress.read, task.batch)
         fetcher = self.fetcher
         result = fetcher.batch(task.indices, task.epoch, mark)
         if isinstance(fetcher, StreamFetcher) and result is END_OF_STREAM:
@@ -262,7 +243,7 @@ class TaskThread:
         self, result: object, slot: int | None
     ) -> tuple[protocol.Collated, tuple[int, ...]]:
         packed, leaves = pack(result)
-        mapping = None if slot is None else self.shared.maps.get(slot)
+        mapping = None if slot is None else self.maps.get(slot)
         descriptors: tuple[int, ...] = ()
         memory: mmap | bytearray = bytearray(1)
         if packed.size_bytes:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import select
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,13 +55,9 @@ class Crew:
         slots: SlotPool,
         *,
         processes: int,
-        threads: int = 1,
         streams: bool = False,
     ) -> None:
         self.plan = plan
-        self.threads = threads
-        # Of a process that replaces one, too, however few threads are wanted by then.
-        self._places = 1 if threads == 1 else protocol.MAX_THREADS
         self.wanted = processes
         self.respawned = 0
         self._tasks: dict[int, Task] = {}
@@ -87,11 +83,6 @@ class Crew:
         self._closer = weakref.finalize(self, stop_all, self.children, self._queue, os.getpid())
 
     @property
-    def hands(self) -> int:
-        """Threads of all processes together."""
-        return self.wanted * self.threads
-
-    @property
     def owing(self) -> list[ChildProcess]:
         """Processes that have something to do, or to answer."""
         return [
@@ -99,7 +90,7 @@ class Crew:
             for child in self.children.values()
             if child.tasks
             or child.progress.being_read()
-            or self._tasks.keys() & child.progress.taken()
+            or child.progress.state in self._tasks
             or any(child.number in each.asked for each in self._inquiries)
         ]
 
@@ -227,8 +218,8 @@ class Crew:
                 self._answered += 1
                 self._died_starting = 0
                 yield Answer(child, task, message, files)
-            case protocol.TasksTaken(inquiry, numbers):
-                yield from self._resolve(child, inquiry, numbers)
+            case protocol.TaskTaken(inquiry, number):
+                yield from self._resolve(child, inquiry, number)
             case protocol.Retired():
                 child.retired = True
                 if self._queue is not None:
@@ -253,14 +244,7 @@ class Crew:
             files = (*ends, *wires)
             try:
                 child = ChildProcess(
-                    self.plan,
-                    number,
-                    self.wanted,
-                    self.threads,
-                    files,
-                    places=self._places,
-                    epoch=epoch,
-                    queue=queue,
+                    self.plan, number, self.wanted, files, epoch=epoch, queue=queue
                 )
             except OSError as error:
                 raise cannot_start(number, error) from error
@@ -277,7 +261,7 @@ class Crew:
     def _retire_if_idle(self, child: ChildProcess) -> Iterator[Loss]:
         if not child.retired or self.children.get(child.number) is not child:
             return
-        if not (child.tasks or self._tasks.keys() & child.progress.taken()):
+        if not (child.tasks or child.progress.state in self._tasks):
             self._forget(child)
             child.stop()
             yield from self._resolve(child)  # it has taken nothing else, and is not to be asked
@@ -305,19 +289,20 @@ class Crew:
 
     def _on_death(self, child: ChildProcess) -> Iterator[Loss]:
         self.discard(child)
-        taken = child.progress.taken()
-        from_queue = {number: self._tasks.pop(number) for number in self._tasks.keys() & taken}
-        lost = {**child.tasks, **from_queue}
-        started = [lost[number].first_sample for number in lost.keys() & taken]
-        stuck = child.hang.samples if child.hang is not None else []
-        suspects = stuck or child.progress.being_read() or started
-        yield Loss(child, [lost[number] for number in sorted(lost)], suspects)
+        taken = child.progress.state
+        lost = dict(child.tasks)
+        if taken in self._tasks:
+            lost[taken] = self._tasks.pop(taken)
+        suspect = child.hang.sample if child.hang is not None else None
+        suspect = suspect or child.progress.being_read()
+        if suspect is None and taken in lost:
+            suspect = lost[taken].first_sample
+        yield Loss(child, [lost[number] for number in sorted(lost)], suspect)
         if self._streams:
             return
         if self._queue is not None:
             missing = self._tasks.keys() - self._queue.numbers()
-            for other in self.children.values():
-                missing -= other.progress.taken()
+            missing -= {other.progress.state for other in self.children.values()}
             if missing:
                 asked = set(self.children)
                 self._inquiries.append(_Inquiry(self.respawned, missing, asked, child))
@@ -335,16 +320,16 @@ class Crew:
                 raise died_starting(child.number, child.process.exitcode, self._died_starting)
 
     def _resolve(
-        self, child: ChildProcess, inquiry: int | None = None, taken: Set[int] = frozenset()
+        self, child: ChildProcess, inquiry: int | None = None, taken: int = -1
     ) -> Iterator[Loss]:
         """Settle what waited for a process, which has answered an inquiry, or is gone (None)."""
         for each in list(self._inquiries):
             if inquiry in (None, each.number):
                 each.asked.discard(child.number)
-                each.tasks -= taken
+                each.tasks.discard(taken)
             if not each.asked:
                 self._inquiries.remove(each)
-                numbers = sorted(each.tasks & self._tasks.keys())
-                if numbers:
-                    tasks = [self._tasks.pop(number) for number in numbers]
-                    yield Loss(each.dead, tasks, [task.first_sample for task in tasks])
+                # Of several, each was taken by another process that died meanwhile.
+                for number in sorted(each.tasks & self._tasks.keys(), reverse=True):
+                    task = self._tasks.pop(number)
+                    yield Loss(each.dead, [task], task.first_sample)

@@ -7,7 +7,7 @@ import signal
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
@@ -63,39 +63,22 @@ class Blame:
 
     def __init__(self) -> None:
         self._deaths: Counter[tuple[int, int]] = Counter()
-        self._apart: set[int] = set()
 
     def forget(self) -> None:
         """Begin anew, as batches of another epoch do."""
         self._deaths.clear()
-        self._apart.clear()
 
-    def killers(
-        self, suspects: Iterable[tuple[int, int]], known: Container[tuple[int, int]], times: int
-    ) -> list[tuple[int, int]]:
-        """Return those samples of a process that died, as (batch number, position), that killed it.
+    def kills(self, suspect: tuple[int, int], times: int, *, known: bool) -> bool:
+        """Note a death; return whether the sample that was being read then is the reason.
 
-        One is ``known``, or was read each of so many ``times``. Where that holds for several, they
-        were read by threads of one process: which of them it was shows when they are read again,
-        :meth:`one_by_one`.
+        ``suspect`` is its batch number and position. It is the reason if it is ``known`` to be
+        one, or was being read at so many deaths.
         """
-        suspects = list(suspects)
-        self._deaths.update(suspects)
-        found = [each for each in suspects if each in known] or [
-            each for each in suspects if self._deaths[each] >= times
-        ]
-        if len(found) > 1:
-            self._apart.update(number for number, _ in found)
-            return []
-        for each in found:
-            del self._deaths[each]  # of this sample, and not of what takes its place
-        return found
-
-    def one_by_one(self, batches: Iterable[PendingBatch]) -> bool:
-        """Return whether only one task is to be under way, until suspicious batches are ready."""
-        if self._apart:
-            self._apart &= {batch.number for batch in batches if not batch.is_ready}
-        return bool(self._apart)
+        self._deaths[suspect] += 1
+        guilty = known or self._deaths[suspect] >= times
+        if guilty:
+            del self._deaths[suspect]  # of this sample, and not of what takes its place
+        return guilty
 
 
 def cannot_start(number: int, error: OSError) -> WorkerError:
@@ -156,20 +139,17 @@ def doing(
 ) -> list[str]:
     """Return what each side process is doing: the samples it reads, and its stacks."""
     by_number = {batch.number: batch for batch in batches}
-    reading = {
-        child.number: ", ".join(
-            repr(by_number[number].indices[at] if plan.batched else at)
-            for number, at in child.progress.being_read()
-            if number in by_number
-        )
-        for child in children
-    }
+    reading = dict[int, str]()
+    for child in children:
+        number, at = child.progress.being_read() or (-1, -1)
+        if number in by_number:
+            reading[child.number] = repr(by_number[number].indices[at] if plan.batched else at)
     busy = [
-        child for child in children if reading[child.number] or child.tasks or child.is_stopped()
+        child for child in children if child.number in reading or child.tasks or child.is_stopped()
     ]
     # Where no process seems to have anything to do, some of them show what they do instead.
     return [
-        _doing(child, f"sample {reading[child.number] or 'none'}")
+        _doing(child, f"sample {reading.get(child.number, 'none')}")
         for child in (busy or children[:_IDLE_SHOWN])
     ]
 

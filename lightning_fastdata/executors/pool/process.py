@@ -39,8 +39,8 @@ _CROWDED_S: Final = 0.001
 class Hang(NamedTuple):
     """What a side process gets nowhere with."""
 
-    samples: list[tuple[int, int]]
-    """(batch number, position) of those that stuck threads read."""
+    sample: tuple[int, int] | None
+    """Batch number and position; None: it reads none, or which is not known."""
     seconds: float
     doing: str = ""
     """With its stack, in words."""
@@ -49,9 +49,9 @@ class Hang(NamedTuple):
 class ChildProcess:
     """A side process, the wire to it, and what it was given to do.
 
-    It has ``threads`` and room for ``places``. If it is forked it closes ``inherited_fds``, what it
-    would hold of its siblings. ``epoch`` is the one that ``set_epoch`` of the dataset was called
-    with; None: it is called there. Without a ``queue`` it is sent each of its tasks.
+    If it is forked it closes ``inherited_fds``, what it would hold of its siblings. ``epoch`` is
+    the one that ``set_epoch`` of the dataset was called with; None: it is called there. Without a
+    ``queue`` it is sent each of its tasks.
     """
 
     def __init__(
@@ -59,15 +59,12 @@ class ChildProcess:
         plan: FetchPlan,
         number: int,
         processes: int,
-        threads: int,
         inherited_fds: tuple[int, ...],
         *,
-        places: int,
         epoch: int | None,
         queue: int | None,
     ) -> None:
         self.number = number
-        self.threads = threads
         self.tasks: dict[int, Task] = {}
         """Those that were sent to it alone, and not taken from the queue."""
         self.outbox: deque[tuple[ToChild, tuple[int, ...] | Slot]] = deque()
@@ -98,7 +95,6 @@ class ChildProcess:
                 plan,
                 number,
                 processes,
-                threads,
                 inherited if forked else Inherited(),
                 parent,
                 epoch,
@@ -119,7 +115,7 @@ class ChildProcess:
             self._pidfd = (os.pidfd_open(self.pid),)
             self._life.register(self._pidfd[0], select.POLLIN)
         try:
-            self.progress = ProgressMemory.create(places)
+            self.progress = ProgressMemory.create()
             self.stacks = create_shared_memory(1)
         except (OSError, WorkerError):  # no more files may be open
             self.wire.close()
@@ -157,10 +153,10 @@ class ChildProcess:
         return self.progress.state == State.STARTING
 
     @property
-    def load(self) -> float:
-        """Samples it still has to read, per thread."""
+    def load(self) -> int:
+        """Samples it still has to read."""
         asked = (task.indices for task in self.tasks.values())
-        return sum(len(each) if isinstance(each, list) else 1 for each in asked) / self.threads
+        return sum(len(each) if isinstance(each, list) else 1 for each in asked)
 
     def send(self, message: ToChild, files: tuple[int, ...] | Slot = ()) -> None:
         """Send now, or as soon as the process has read enough of what it has.
@@ -281,8 +277,8 @@ class Loss(NamedTuple):
 
     child: Side
     tasks: list[Task]
-    suspects: list[tuple[int, int]]
-    """(batch number, position) of the samples that were being read, or about to be."""
+    suspect: tuple[int, int] | None
+    """Batch number and position of the sample that was being read, or about to be; None: none."""
 
 
 class TaskCrew(Protocol):
@@ -291,12 +287,7 @@ class TaskCrew(Protocol):
     children: dict[int, ChildProcess]
     """Those that are processes of this machine, by their numbers."""
     wanted: int
-    threads: int
     respawned: int
-
-    @property
-    def hands(self) -> int:
-        """Threads of all of them together."""
 
     @property
     def under_way(self) -> int:

@@ -8,11 +8,11 @@
                    TaskRequest, through one queue for all
              ---------------------------------------------------->  whichever is free takes it
                    Start, GiveTask, GoOn, MapSlot, DropSlot, SetLayout,
-                   SetStamps, SetThreads, AskTaken, Retire
+                   SetStamps, AskTaken, Retire
              ---------------------------------------------------->  a wire of its own
-                   TaskEnded, TasksTaken, Retired, InitFailed
+                   TaskEnded, TaskTaken, Retired, InitFailed
              <----------------------------------------------------  the same wire
-                   ProgressMemory: its state, and what each thread reads
+                   ProgressMemory: its state, and what it reads
              <====================================================  memory that outlives it
 
 **A batch** is asked for when its indices are known, and divided into tasks of one kind. It is ready
@@ -24,9 +24,9 @@ when no task of it is open, and is then delivered, or its error is raised in its
       |         '------> misfit --> whole ----'
       '----------------------------> whole
 
-- *first*: until the layout of samples is known, each thread reads one sample and answers with its
-  layout (``FirstSample``). The process keeps the sample, and takes no other task before the
-  answer: to read the rest (``GoOn`` with a task), or to drop the sample (``GoOn`` without).
+- *first*: until the layout of samples is known, each process reads one sample and answers with its
+  layout (``FirstSample``). It keeps the sample, and takes no other task before the answer: to read
+  the rest (``GoOn`` with a task), or to drop the sample (``GoOn`` without).
 - *in place*: each task writes its samples into rows of a slot, memory that all processes map.
 - *misfit*: a sample has no layout, or another one, and cannot be written. When the other tasks have
   ended, the batch is collated *whole*, by a single task; so are all batches after it.
@@ -43,8 +43,8 @@ generation after, which makes those batches old.
 **A process**::
 
     starting --> initialising --> waiting --> working --> retiring --> retired --> stopped
-    (no stacks   (worker_init_fn) (no task    (at least   (asked to    (takes no   (has done
-     to show)                      so far)     one task)   leave)       new tasks)  the last)
+    (no stacks   (worker_init_fn) (no task    (on a task, (asked to    (takes no   (has done
+     to show)                      so far)     or after)   leave)       new tasks)  the last)
 
 It notes in its progress memory how far it has got, and ends when its wire closes. When one dies, at
 any point, the tasks that were sent to it, or that it noted as taken, are lost: another does them. A
@@ -73,14 +73,12 @@ from lightning_fastdata.batches.slots import create_shared_memory, map_shared_me
 from lightning_fastdata.executors.stream_position import StreamNote
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
-MAX_THREADS: Final = 64
-"""Of one side process that has several."""
 TaskKind: TypeAlias = Literal["first", "rows", "whole"]
 """Read one sample and keep it; write samples into the slot; read and collate the whole batch."""
 
 
 class TaskRequest(NamedTuple):
-    """What one thread is to do in one go; it travels with a number of its own, counted from 1."""
+    """What a process is to do in one go; it travels with a number of its own, counted from 1."""
 
     kind: TaskKind
     generation: int
@@ -139,14 +137,8 @@ class SetStamps(NamedTuple):
     wanted: bool
 
 
-class SetThreads(NamedTuple):
-    """Work in so many threads from now on."""
-
-    threads: int
-
-
 class AskTaken(NamedTuple):
-    """Answer with :class:`TasksTaken`."""
+    """Answer with :class:`TaskTaken`."""
 
     inquiry: int
 
@@ -155,7 +147,7 @@ class Retire(NamedTuple):
     """Take nothing from the queue any more, and answer with :class:`Retired`."""
 
 
-Setting: TypeAlias = SetLayout | SetStamps | SetThreads
+Setting: TypeAlias = SetLayout | SetStamps
 """What holds for processes that are still to come, too."""
 ToChild: TypeAlias = Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken | Retire
 
@@ -222,11 +214,11 @@ class TaskEnded(NamedTuple):
     result: TaskResult
 
 
-class TasksTaken(NamedTuple):
-    """The numbers of the tasks that each thread had taken last when it was asked."""
+class TaskTaken(NamedTuple):
+    """The number of the task that it had taken last when it was asked."""
 
     inquiry: int
-    numbers: set[int]
+    number: int
 
 
 class Retired(NamedTuple):
@@ -240,7 +232,7 @@ class InitFailed(NamedTuple):
     text: str
 
 
-FromChild: TypeAlias = TaskEnded | TasksTaken | Retired | InitFailed
+FromChild: TypeAlias = TaskEnded | TaskTaken | Retired | InitFailed
 Message: TypeAlias = ToChild | FromChild
 
 _KINDS: Final = (*get_args(ToChild), *get_args(FromChild), *get_args(TaskResult))
@@ -274,15 +266,12 @@ class State(IntEnum):
     """It takes tasks."""
 
 
-THREAD_WORDS: Final = 3
-"""int64 numbers of each thread: the batch and the position that it reads (-1: none), and the task
-that it took last, of which the first thread's is the state of the process until it takes one."""
-
-
 class ProgressMemory:
     """Memory in which a side process notes how far it has got, mapped from a descriptor.
 
-    Its last number is the generation of the present epoch.
+    It is four int64 numbers: the batch and the position of the sample that is being read (-1:
+    none), the task that was taken last or the state before that, and the generation of the present
+    epoch.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -290,21 +279,15 @@ class ProgressMemory:
         self.words = np.frombuffer(map_shared_memory(descriptor), np.int64)
 
     @classmethod
-    def create(cls, threads: int) -> ProgressMemory:
-        """Return new memory for a process of at most so many threads, which is starting."""
-        progress = cls(create_shared_memory((threads * THREAD_WORDS + 1) * 8))
-        progress.words[:-1] = -1
-        progress.state = State.STARTING
+    def create(cls) -> ProgressMemory:
+        """Return new memory for a process that is starting."""
+        progress = cls(create_shared_memory(4 * 8))
+        progress.words[:] = -1, -1, State.STARTING, 0
         return progress
 
     @property
-    def threads(self) -> int:
-        """Threads that there is room for."""
-        return len(self.words) // THREAD_WORDS
-
-    @property
     def state(self) -> int:
-        """One of :class:`State`, or the number of the task that the first thread took last."""
+        """One of :class:`State`, or the number of the task that the process took last."""
         return int(self.words[2])
 
     @state.setter
@@ -314,31 +297,24 @@ class ProgressMemory:
     @property
     def generation(self) -> int:
         """That of the present epoch; tasks of a smaller one need not be done."""
-        return int(self.words[-1])
+        return int(self.words[3])
 
     @generation.setter
     def generation(self, generation: int) -> None:
-        self.words[-1] = generation
+        self.words[3] = generation
 
-    def take(self, thread: int, task: int) -> None:
-        """Note that a thread has taken a task."""
-        self.words[thread * THREAD_WORDS + 2] = task
-
-    def taken(self) -> set[int]:
-        """Return the number of the task that each thread took last, and negative ones."""
-        return set(self.words[2:-1:THREAD_WORDS].tolist())
-
-    def read(self, thread: int, batch: int, position: int) -> None:
-        """Note which sample a thread reads."""
+    def read(self, batch: int, position: int) -> None:
+        """Note which sample is being read; -1 for both: none."""
         # In this order: a reader that finds a batch number finds its position, too.
-        self.words[thread * THREAD_WORDS + 1] = position
-        self.words[thread * THREAD_WORDS] = batch
+        self.words[1] = position
+        self.words[0] = batch
 
-    def being_read(self) -> list[tuple[int, int]]:
-        """Return (batch number, position) of each sample that is being read right now."""
-        return [(batch, position) for batch, position, _ in self.by_thread() if batch >= 0]
+    def being_read(self) -> tuple[int, int] | None:
+        """Return batch number and position of the sample that is being read right now, if any."""
+        batch, position, _ = self.noted()
+        return (batch, position) if batch >= 0 else None
 
-    def by_thread(self) -> list[list[int]]:
-        """Return for each thread the batch and position that it reads, and its last task."""
-        words: list[list[int]] = self.words[:-1].reshape(-1, THREAD_WORDS).tolist()
-        return words
+    def noted(self) -> tuple[int, int, int]:
+        """Return the batch and the position that are being read, and the state."""
+        batch, position, state, _ = self.words.tolist()
+        return batch, position, state

@@ -1,4 +1,4 @@
-"""Side processes that fetch: ``workers`` with one thread each, ``sidecar`` with many in one.
+"""Side processes that fetch: the executor ``"workers"``.
 
 The training process keeps the indices of everything that is under way, so whatever a process that
 died had not finished is given to another one. :mod:`.protocol` shows the way of a batch.
@@ -18,14 +18,13 @@ from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.streams import PageLocks
-from lightning_fastdata.errors import OptionsError, WorkerError, as_error
+from lightning_fastdata.errors import WorkerError, as_error
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample, timed_out
 from lightning_fastdata.executors.pool.process import Answer, Loss, TaskCrew
-from lightning_fastdata.executors.pool.protocol import MAX_THREADS
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
 from lightning_fastdata.host import clock
@@ -39,25 +38,23 @@ _KILLS: Final = 4
 
 
 class PoolExecutor:
-    """Fetches batches in ``processes`` side processes of ``threads`` threads each."""
+    """Fetches batches in ``processes`` side processes."""
 
     def __init__(
         self,
         plan: FetchPlan,
         *,
         processes: int,
-        threads: int = 1,
         page_locks: PageLocks | None = None,
         trial: CrewTrial | None = None,
     ) -> None:
         self.plan = plan
-        self._alone = threads == 1
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
-        self._crew = self._start_crew(processes, threads)
+        self._crew = self._start_crew(processes)
         self.children = self._crew.children
         """The side processes by their numbers."""
         self._splitter = Splitter(plan, self._slots)
-        self._trial = CrewTrial(self._crew.hands) if trial is None else trial
+        self._trial = CrewTrial(self._crew.wanted) if trial is None else trial
         self._rates: ReadRates | None = None
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
         self._armed: EpochRun | None = None
@@ -68,8 +65,8 @@ class PoolExecutor:
         self._todo: deque[Task] = deque()
         self._stall, self._blame = StallWatch(plan.stall_timeout_s), Blame()
 
-    def _start_crew(self, processes: int, threads: int) -> TaskCrew:
-        return Crew(self.plan, self._slots, processes=processes, threads=threads)
+    def _start_crew(self, processes: int) -> TaskCrew:
+        return Crew(self.plan, self._slots, processes=processes)
 
     @property
     def respawned(self) -> int:
@@ -161,26 +158,7 @@ class PoolExecutor:
         if look_ahead is not None:
             self.plan = self._splitter.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
-        self._trial = self._trial.with_hands(self._crew.hands)
-
-    def set_threads(self, threads: int) -> None:
-        """Have each side process work in so many threads from now on, without losing a task.
-
-        Args:
-            threads: 1 to 64.
-
-        Raises:
-            OptionsError: There are not so many, or the executor began with one thread, which may
-                rest on being alone with the global random generators.
-        """
-        if self._alone or not 1 <= threads <= MAX_THREADS:
-            raise OptionsError(
-                f"threads is {threads!r}; a sidecar has 1 to {MAX_THREADS}, and workers have 1 "
-                "each. Use resize() to change the number of processes."
-            )
-        self._crew.threads = threads
-        self._crew.configure(protocol.SetThreads(threads))
-        self._trial = self._trial.with_hands(self._crew.hands)
+        self._trial = self._trial.with_workers(workers)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
@@ -197,9 +175,8 @@ class PoolExecutor:
     # What is under way
 
     def _fill(self) -> None:
-        hands, processes = self._crew.hands, self._crew.wanted
         while len(self._batches) < self.plan.look_ahead:
-            if not self._splitter.has_place(self._batches, hands=hands, processes=processes):
+            if not self._splitter.has_place(self._batches, self._crew.wanted):
                 break
             if (found := self._next_indices()) is None:
                 break
@@ -207,8 +184,8 @@ class PoolExecutor:
             self._count += 1
             batch = self._splitter.begin(self._count, run, indices)
             self._batches.append(batch)
-            self._todo.extend(self._splitter.tasks(batch, self._batches, hands))
-        limit = 1 if self._blame.one_by_one(self._batches) else self._trial.limit
+            self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew.wanted))
+        limit = self._trial.limit
         while self._todo and (limit is None or self._crew.under_way < limit):
             if not self._crew.give(self._todo[0]):
                 break
@@ -300,7 +277,8 @@ class PoolExecutor:
             # True collation decides what becomes of samples that differ, as it would in torch.
             batch.release(self._slots)
             batch.misfit = batch.in_place = False
-            self._todo.extendleft(self._splitter.tasks(batch, self._batches, self._crew.hands))
+            tasks = self._splitter.tasks(batch, self._batches, self._crew.wanted)
+            self._todo.extendleft(tasks)
 
     def _is_old(self, batch: PendingBatch) -> bool:
         return batch.generation < self._now.generation
@@ -323,19 +301,17 @@ class PoolExecutor:
         killed = loss.child.exitcode == -signal.SIGKILL and loss.child.hang is None
         times = _KILLS if killed else _TIMES
         quarantine = self.plan.faults.quarantine
-        batches = {task.batch.number: task.batch for task in loss.tasks}
-        known = {
-            (number, at)
-            for number, at in loss.suspects
-            if number in batches and plain_index(batches[number].index_at(at)) in quarantine
-        }
-        killers = self._blame.killers(loss.suspects, known, times)
+        killer = None
+        if loss.suspect is not None:
+            number, at = loss.suspect
+            batches = {task.batch.number: task.batch for task in loss.tasks}
+            known = number in batches and plain_index(batches[number].index_at(at)) in quarantine
+            killer = loss.suspect if self._blame.kills(loss.suspect, times, known=known) else None
         for task in reversed(loss.tasks):
             batch, went_on = task.batch, True
-            for number, at in killers:
-                if number == batch.number and task.reads(at):
-                    error = lost_sample(batch.index_at(at), loss.child, times)
-                    went_on = batch.give_up(at, self.plan, error)
+            if killer is not None and killer[0] == batch.number and task.reads(killer[1]):
+                error = lost_sample(batch.index_at(killer[1]), loss.child, times)
+                went_on = batch.give_up(killer[1], self.plan, error)
             if went_on and not self._is_old(batch):
                 self._todo.appendleft(task.renewed())
                 continue

@@ -31,9 +31,8 @@ _TASK_NS: Final = 2_000_000
 """Cheap samples share a task of about this length, as a message costs some 20 us."""
 _LONG_TASK_NS: Final = 25_000_000
 """Of a batch that is not needed soon: each task costs the training process some 40 us."""
-_TASKS_PER_HAND: Final = 3
-"""Of all batches under way, so that no thread has to wait for one that takes long. A hand is a
-thread of any side process."""
+_TASKS_PER_WORKER: Final = 3
+"""Of all batches under way, so that no process has to wait for one that takes long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -192,7 +191,7 @@ class PendingBatch:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """What one thread of a side process does in one go: as a :class:`.TaskRequest` says."""
+    """What a side process does in one go: as a :class:`.TaskRequest` says."""
 
     kind: TaskKind
     batch: PendingBatch
@@ -264,18 +263,18 @@ class Splitter:
         known = self._sample_ns
         self._sample_ns = sample_ns if known is None else 0.9 * known + 0.1 * sample_ns
 
-    def has_place(self, batches: Sequence[PendingBatch], *, hands: int, processes: int) -> bool:
+    def has_place(self, batches: Sequence[PendingBatch], workers: int) -> bool:
         """Return whether another batch may be begun beside those that are under way."""
         if not batches:
             return True
-        if self.in_place is None:  # until a sample was seen, each thread has one to read
-            return _open_tasks(batches) < hands
+        if self.in_place is None:  # until a sample was seen, each process has one to read
+            return _open_tasks(batches) < workers
         size = self.whole_bytes
         if self.in_place and self.layout is not None:
             size = self.layout.offsets(len(batches[-1].indices))[1]
         # Large batches take long to use, so that few of them bridge as much time.
         count = len(batches)
-        if count >= max(2, processes) and (count + 1) * size > self.plan.ahead_bytes:
+        if count >= max(2, workers) and (count + 1) * size > self.plan.ahead_bytes:
             return False
         return not self.in_place or self._slots.may_grow(size)
 
@@ -290,28 +289,30 @@ class Splitter:
             batch.in_place = batch.slot is not None
         return batch.in_place
 
-    def tasks(self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int) -> list[Task]:
+    def tasks(
+        self, batch: PendingBatch, batches: Sequence[PendingBatch], workers: int
+    ) -> list[Task]:
         """Return the tasks of one of the batches under way; none if there is no memory for it."""
         try:
-            tasks = self._split(batch, batches, hands)
+            tasks = self._split(batch, batches, workers)
         except WorkerError as error:  # raised when it is its turn
             batch.error, tasks = (0, error), []
         batch.open_tasks = len(tasks)
         return tasks
 
     def _split(
-        self, batch: PendingBatch, batches: Sequence[PendingBatch], hands: int
+        self, batch: PendingBatch, batches: Sequence[PendingBatch], workers: int
     ) -> list[Task]:
         indices = batch.indices
         if self.in_place is None and indices:
             # Workers may wait for each other in their first samples: there is one for each.
-            free = max(1, hands - _open_tasks(batches))
+            free = max(1, workers - _open_tasks(batches))
             return _parts("first", batch, -(-len(indices) // free))
         if indices and self.place(batch):
             rows = rows_per_task(
                 len(indices),
                 self._sample_ns,
-                hands=hands,
+                workers=workers,
                 before=batches.index(batch),
                 look_ahead=self.plan.look_ahead,
             )
@@ -331,13 +332,13 @@ def _open_tasks(batches: Sequence[PendingBatch]) -> int:
 
 
 def rows_per_task(
-    samples: int, sample_ns: float | None, *, hands: int, before: int, look_ahead: int
+    samples: int, sample_ns: float | None, *, workers: int, before: int, look_ahead: int
 ) -> int:
-    """Return how many samples of a batch a thread reads in one go.
+    """Return how many samples of a batch a process reads in one go.
 
     ``before`` of the ``look_ahead`` batches under way are needed before this one.
     """
-    spread = -(-samples // hands)
+    spread = -(-samples // workers)
     if sample_ns is None:
         return spread
     sample_ns = max(1.0, sample_ns)
@@ -345,5 +346,5 @@ def rows_per_task(
     rows = samples if at_once >= samples else min(spread, at_once)
     if before < 2:
         return rows
-    share = -(-samples * look_ahead // (_TASKS_PER_HAND * hands))
+    share = -(-samples * look_ahead // (_TASKS_PER_WORKER * workers))
     return max(rows, min(-(-samples // 2), share, round(_LONG_TASK_NS / sample_ns)))

@@ -32,10 +32,10 @@ _LONG_LOOKS: Final = 5
 
 
 @dataclass(slots=True)
-class _Thread:
-    """What one thread of a process noted last."""
+class _Noted:
+    """What a process noted last."""
 
-    words: list[int]
+    words: tuple[int, int, int]
     looks: int = 0
     """So many times it was the same."""
     still_s: float = 0.0
@@ -77,7 +77,7 @@ class StallWatch:
         self._step_s = min(_LOOK_S, (limit_s or _LIMIT_S) / 8)
         self._looked_s = clock_s()
         self._times: Counter[int] = Counter()
-        self._threads: dict[int, list[_Thread]] = {}
+        self._noted: dict[int, _Noted] = {}
         self._cpu_s: dict[int, float] = {}
         self._stalled_s = 0.0
         self._warned = False
@@ -131,22 +131,18 @@ class StallWatch:
         moved = self._read(children)
         limit_s = self.limit_s
         computing = [child for child in children if self._computes(child, limit_s / 4)]
-        held_up = any(self._acting(child)[0].looks >= _LONG_LOOKS for child in computing)
+        held_up = any(self._noted[child.pid].looks >= _LONG_LOOKS for child in computing)
         hangs: list[tuple[ChildProcess, Hang]] = []
         for child in children:
-            slow = held_up or child in computing
-            stuck = []
-            for thread in self._acting(child):
-                if child not in owing or not thread.looks:
-                    thread.still_s = 0.0
-                    continue
-                thread.still_s += spent_s * (_BUSY_WEIGHT if slow else 1)
-                if thread.still_s >= limit_s:
-                    stuck.append(thread)
-                    thread.still_s = 0.0
-            if stuck:
-                samples = [(each.words[0], each.words[1]) for each in stuck if each.words[0] >= 0]
-                hangs.append((child, Hang(samples, limit_s)))
+            slow, noted = held_up or child in computing, self._noted[child.pid]
+            if child not in owing or not noted.looks:
+                noted.still_s = 0.0
+                continue
+            noted.still_s += spent_s * (_BUSY_WEIGHT if slow else 1)
+            if noted.still_s >= limit_s:
+                noted.still_s = 0.0
+                batch, position, _ = noted.words
+                hangs.append((child, Hang((batch, position) if batch >= 0 else None, limit_s)))
         if moved or hangs:
             self._stalled_s = 0.0
             return hangs
@@ -161,34 +157,26 @@ class StallWatch:
         return []
 
     def _read(self, children: Sequence[ChildProcess]) -> bool:
-        """Read what all threads have noted; return whether anything is new."""
-        before, self._threads = self._threads, {}
+        """Read what all processes have noted; return whether anything is new."""
+        before, self._noted = self._noted, {}
         moved = before.keys() != {child.pid for child in children}
         for child in children:
-            was = before.get(child.pid, [])
-            now = [_Thread(words) for words in child.progress.by_thread()]
-            for at, (old, new) in enumerate(zip(was, now, strict=False)):
-                if old.words == new.words:
-                    now[at] = old
-                    old.looks += 1
-                else:
-                    moved = True
-            self._threads[child.pid] = now
+            words, old = child.progress.noted(), before.get(child.pid)
+            if old is not None and old.words == words:
+                old.looks += 1
+                self._noted[child.pid] = old
+            else:
+                moved = True
+                self._noted[child.pid] = _Noted(words)
         return moved
-
-    def _acting(self, child: ChildProcess) -> list[_Thread]:
-        """Return the threads of a process that read; all of them if none does."""
-        threads = self._threads[child.pid]
-        return [each for each in threads if each.words[0] >= 0] or threads
 
     def _computes(self, child: ChildProcess, long_s: float) -> bool:
         """Return whether a process that has noted nothing new computes, or what it started."""
-        acting = self._acting(child)
-        if not any(each.looks for each in acting):
+        noted = self._noted[child.pid]
+        if not noted.looks:
             self._cpu_s.pop(child.pid, None)
             return False
-        with_its_own = any(each.still_s >= long_s for each in acting)
-        cpu_s = self._read_cpu_s(child.pid, with_its_own)
+        cpu_s = self._read_cpu_s(child.pid, noted.still_s >= long_s)
         before_s = self._cpu_s.get(child.pid, 0.0)
         self._cpu_s[child.pid] = cpu_s
         return cpu_s - before_s > _BUSY_SHARE * self._step_s
@@ -205,10 +193,9 @@ def _stalled(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNow:
-    """What one thread of a side process does now."""
+    """What a side process does now."""
 
     child: ChildProcess
-    thread: int
     state: Literal["starting", "idle", "reading"]
     """``"idle"``: it has no task, or hands one over."""
     index: object
@@ -237,19 +224,16 @@ def executor_now(
     workers = []
     for child in list(children.values()):
         starting = not child.began
-        for thread, words in enumerate(child.progress.by_thread()[: child.threads]):
-            number, at, _ = words
-            reads = number >= 0
-            batch = by_number.get(number)
-            workers.append(
-                WorkerNow(
-                    child=child,
-                    thread=thread,
-                    state="starting" if starting else "reading" if reads else "idle",
-                    index=None if batch is None else _index_at(batch, at),
-                    noted=tuple(words),
-                )
+        number, at, _ = noted = child.progress.noted()
+        batch = by_number.get(number)
+        workers.append(
+            WorkerNow(
+                child=child,
+                state="starting" if starting else "reading" if number >= 0 else "idle",
+                index=None if batch is None else _index_at(batch, at),
+                noted=noted,
             )
+        )
     ready = sum(batch.is_ready for batch in under_way)
     return ExecutorNow(workers=tuple(workers), ready=ready, under_way=len(under_way) - ready)
 

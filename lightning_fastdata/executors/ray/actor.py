@@ -101,7 +101,7 @@ class ReadingActor:
             return protocol.InitFailed(*self._told(error, step))
         self._fetcher = Fetcher(given)
         self._epoch: int | None = None
-        self._watch = TaskWatch(number, 0, OperationWatch(given.dataset), LineWatch())
+        self._watch = TaskWatch(number, OperationWatch(given.dataset), LineWatch())
         own = next(node for node in read_nodes(ray) if node.is_own)
         self._store_bytes = min(own.store_bytes, store_bytes)
         return Place(own.id, socket.gethostname(), name_of_machine(), os.getpid(), own.store_bytes)

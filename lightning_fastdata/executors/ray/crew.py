@@ -55,8 +55,6 @@ class RayCrew:
         DatasetError: The dataset cannot be pickled.
     """
 
-    threads = 1
-
     def __init__(self, plan: FetchPlan, *, actors: int, options: Mapping[str, Any]) -> None:
         self._ray = connect()
         self._plan = plan
@@ -81,11 +79,6 @@ class RayCrew:
     @wanted.setter
     def wanted(self, actors: int) -> None:
         self._actors.wanted = actors
-
-    @property
-    def hands(self) -> int:
-        """Actors that are wanted."""
-        return self._actors.wanted
 
     @property
     def under_way(self) -> int:
@@ -288,15 +281,15 @@ class RayCrew:
             ) from error
         elsewhere = {call.task for each in self._actors.ready for call in each.calls}
         lost = [call for call in reader.calls if call.task in self._tasks.keys() - elsewhere]
-        suspects: list[tuple[int, int]] = []
+        suspect = None
         if lost and lost[0] is reader.calls[0]:
             batch = self._tasks[lost[0].task].batch
             if lost[0].alone is not None or not batch.batched or len(batch.indices) == 1:
-                suspects = [(batch.number, lost[0].alone or 0)]
+                suspect = batch.number, lost[0].alone or 0
             elif batch.indices:
                 # Which sample it was, if any, shows when each is read alone.
                 self._doubtful[batch.number] = 0
-        yield Loss(reader, [self._tasks.pop(call.task) for call in lost], suspects)
+        yield Loss(reader, [self._tasks.pop(call.task) for call in lost], suspect)
 
     def _kill_hung(self) -> Iterator[Loss]:
         """Kill actors that get nowhere with what they do."""
@@ -306,7 +299,7 @@ class RayCrew:
             if now_s - reader.since_s > limit_s:
                 task = self._tasks.get(reader.calls[0].task)
                 what = "what nobody needs any more" if task is None else f"{task.indices!r:.400}"
-                reader.hang = Hang([], limit_s, f"{reader}; `ray stack` shows the stacks there.")
+                reader.hang = Hang(None, limit_s, f"{reader}; `ray stack` shows the stacks there.")
                 warnings.warn(
                     f"An {reader} has got nowhere for {limit_s:g} s with samples {what}, and is "
                     "replaced; they are read once more. If they only take long, raise "
@@ -342,5 +335,5 @@ class RayExecutor(PoolExecutor):
         plan = replace(plan, default_collation=False, stall_timeout_s=0)
         super().__init__(plan, processes=actors, page_locks=page_locks, trial=trial)
 
-    def _start_crew(self, processes: int, threads: int) -> TaskCrew:  # noqa: ARG002
+    def _start_crew(self, processes: int) -> TaskCrew:
         return RayCrew(self._whole, actors=processes, options=self._options)

@@ -211,8 +211,7 @@ def _workers(workers: Sequence[tuple[Status, WorkerStatus]], *, several: bool) -
             doing = f"sample {worker.index}"
         if worker.path:
             doing += f" ({worker.path})"
-        number = f"{worker.worker}.{worker.thread}" if worker.thread else str(worker.worker)
-        row = [number, str(worker.pid), doing, duration_text(worker.for_s)]
+        row = [str(worker.worker), str(worker.pid), doing, duration_text(worker.for_s)]
         rows.append([str(rank.rank), *row] if several else row)
         rows[-1].append(" < ".join(worker.lines))
     alarming = frozenset(n for n, (_, worker) in enumerate(shown) if worker.lines)

@@ -42,13 +42,11 @@ _LONG_STEPS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What one thread of a worker process does."""
+    """What a worker process does."""
 
     worker: int
     """Number of the process, from 0."""
     pid: int
-    thread: int
-    """Its number in the process, from 0."""
     state: str
     """``starting``, ``reading``, or ``idle``: it has no task."""
     index: str | None

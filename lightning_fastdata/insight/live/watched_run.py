@@ -135,7 +135,7 @@ class WorkerWatch:
 
     def __init__(self, clock_s: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock_s
-        self._since: dict[tuple[int, int], tuple[tuple[int, ...], float]] = {}
+        self._since: dict[int, tuple[tuple[int, ...], float]] = {}
         self._lines: dict[int, tuple[float, tuple[str, ...]]] = {}
         self._may_ask = 0
 
@@ -156,7 +156,7 @@ class WorkerWatch:
                 known = True
                 ready, under_way = ready + executor.ready, under_way + executor.under_way
                 for worker in executor.workers:
-                    key = worker.child.pid, worker.thread
+                    key = worker.child.pid
                     noted, since_s = before.get(key, ((), now_s))
                     since_s = since_s if noted == worker.noted else now_s
                     self._since[key] = worker.noted, since_s
@@ -172,12 +172,11 @@ class WorkerWatch:
         index, child = worker.index, worker.child
         lines: tuple[str, ...] = ()
         reads = worker.state == "reading"
-        if hangs and reads and for_s >= _LONG_READ_S and child.threads == 1:
+        if hangs and reads and for_s >= _LONG_READ_S:
             lines = self._stack(worker)
         return WorkerStatus(
             worker=child.number,
             pid=child.pid,
-            thread=worker.thread,
             state=worker.state,
             index=None if index is None or not reads else repr(index)[:_LONG_INDEX],
             path=sample_path(dataset, index) if index is not None and reads else None,

@@ -1,4 +1,4 @@
-"""Whether loading waits for CPUs or for the interpreter's lock, and who has them meanwhile."""
+"""Whether loading waits for CPUs, and who has them meanwhile."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ OTHERS_LOW: Final = 0.2
 """CPUs: if other programs use less, they hold up nothing."""
 _OTHERS_LOW_PART: Final = 0.2
 """Of the machine's CPUs: likewise."""
-_LOCK_TAKEN: Final = (0.7, 1.15)
-"""CPUs that the reading threads of one process use if one of them at a time can run: at most 1, and
-some room for what is done without the lock; less by what switching takes."""
-_LOCK_MET: Final = 0.25
 _HANDED_OVER_ALONE: Final = 0.1
 _MUCH: Final = 0.25
 _OTHERS_MOST: Final = 0.5
@@ -27,13 +23,8 @@ _OTHERS_MOST: Final = 0.5
 def part_shares(e: Evidence) -> dict[str, float]:
     """Return the parts of the wait, 0 to 1; reading of unknown kind counts as blocked.
 
-    Empty while data is no matter, or while threads wait for the interpreter's lock: then the parts
-    say no more than where threads were when they lost it.
+    Empty while data is no matter.
     """
-    return {} if locked(e) else _measured_shares(e)
-
-
-def _measured_shares(e: Evidence) -> dict[str, float]:
     if e.parts is None or not e.stalls:
         return {}
     shares = e.parts.shares()
@@ -84,26 +75,13 @@ def overcommitted(e: Evidence) -> bool:
     return e.setup is None or wanted is None or wanted > e.setup.cpus
 
 
-def locked(e: Evidence) -> bool:
-    """Return whether reading threads of one process wait for the interpreter's lock.
-
-    Together they use as much as one CPU, though there are more. And who needs the lock for a moment
-    only, to collate or hand over, waits for it, too; where threads wait for storage it is free.
-    """
-    share, (low, high) = e.interpreter_share, _LOCK_TAKEN
-    if share is None or not low <= share <= high or e.setup is None or e.setup.cpus <= high:
-        return False
-    shares = _measured_shares(e)
-    return sum(shares.get(name, 0.0) for name in ("collate", "handover", "idle")) >= _LOCK_MET
-
-
 def crowded(e: Evidence) -> bool:
     """Return whether own work would fit, and most of the wait would go if it were alone.
 
     Complete batches wait for a CPU on their way, too. Where there is no model, other programs are
     taken for the cause if they use a good part of the CPUs.
     """
-    if not e.stalls or locked(e) or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
+    if not e.stalls or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
         return False
     if e.setup is None and e.machine_cpus and e.other_cpus is not None:
         return e.other_cpus >= _MUCH * e.machine_cpus

@@ -110,9 +110,6 @@ class Evidence:
     """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
     """CPUs, the mean over time, that had threads to run and were held back by the quota."""
-    interpreter_share: float | None = None
-    """CPUs that the reading threads of one side process use together, the most of any. About 1
-    where they hold the interpreter's lock in turn. None where no process has several threads."""
     pressure_percent: float | None = None
     """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
     other_cpus: float | None = None
@@ -304,7 +301,6 @@ def evidence_of(
         costs=tuple(costs[-_MOST_COSTS:]),
         busy_share=None if setup is None else loader_seen.busy_share(stamps, setup.workers),
         runqueue_share=loader_seen.runqueue_share(stamps),
-        interpreter_share=loader_seen.interpreter_share(epochs),
         remote=RemoteSeen.of(stamps),
         epochs=len(epochs),
         epoch_wait_ms=_mean_ms(cold),

@@ -68,23 +68,6 @@ def runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
     return sum(task.runqueue_ns or 0 for task in known) / length if length else None
 
 
-def interpreter_share(epochs: Sequence[Sequence[BatchStamps]]) -> float | None:
-    """Return how many CPUs the reading threads of the busiest process used."""
-    ran: defaultdict[int, float] = defaultdict(float)
-    threads: defaultdict[int, set[int]] = defaultdict(set)
-    span = 0.0
-    for epoch in epochs:
-        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
-        span += ended - began
-        for task in (task for batch in epoch for task in batch.tasks):
-            inside = min(task.ended_ns, ended) - max(task.began_ns, began)
-            if task.cpu_ns is not None and inside > 0:
-                ran[task.process] += task.cpu_ns * inside / max(1, task.ended_ns - task.began_ns)
-                threads[task.process].add(task.thread)
-    shares = [used / span for process, used in ran.items() if len(threads[process]) > 1 and span]
-    return max(shares, default=None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeen:
     """A node whose actors made batches."""

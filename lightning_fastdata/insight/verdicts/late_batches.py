@@ -189,8 +189,6 @@ def _few_workers(e: Evidence) -> Finding | None:
 
 
 def _few_cpus(e: Evidence) -> Finding | None:
-    if contention.locked(e):
-        return _one_interpreter(e)
     if not _saturated(e):
         return None
     facts = [f"ready workers wait for a CPU for {contention.runqueue_share(e):.0%} of their time"]
@@ -211,23 +209,6 @@ def _few_cpus(e: Evidence) -> Finding | None:
     return found("FD306", e.stall_share, cause, remedy, _gain_of_transforms(e), leave)
 
 
-def _one_interpreter(e: Evidence) -> Finding:
-    processes = "processes instead of threads"
-    if e.setup is not None:
-        workers = max(1, int(e.setup.cpus))
-        processes = f"LoaderOptions(executor='workers', num_workers={workers}), {processes}"
-    # No gain is given: what samples cost is not known while their readers take the lock in turn.
-    return found(
-        "FD306",
-        e.stall_share,
-        "the threads of a side process take turns: one of them at a time holds the interpreter's "
-        f"lock, and together they use {e.interpreter_share or 0.0:.1f} CPUs"
-        + _where(e, blocked=False),
-        f"{processes}; or transforms that release the lock",
-        leave_alone="more threads, and the storage: what looks like waiting for it is the lock",
-    )
-
-
 def _collation(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "collate":
@@ -246,7 +227,7 @@ def _collation(e: Evidence) -> Finding | None:
 def _capacity(e: Evidence) -> Finding | None:
     if not e.stalls or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
         return None
-    if contention.crowded(e) or contention.locked(e):
+    if contention.crowded(e):
         return None
     cause = (
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
@@ -264,11 +245,7 @@ def _neighbours(e: Evidence) -> Finding | None:
     own = e.setup is None or e.wanted_cpus is None or contention.overcommitted(e)
     if not e.stalls or (runqueue < contention.RUNQUEUE_HIGH and not pressed):
         return None
-    if (
-        (own and not contention.crowded(e))
-        or contention.locked(e)
-        or (e.setup is not None and not e.setup.workers)
-    ):
+    if (own and not contention.crowded(e)) or (e.setup is not None and not e.setup.workers):
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
@@ -277,15 +254,12 @@ def _neighbours(e: Evidence) -> Finding | None:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     if slowed:
         facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
-    nice = ""
-    if e.setup is not None and e.setup.worker_nice:
-        nice = f"; {e.settings_in}(worker_nice=0), as nicer workers give way to all others"
     return found(
         "FD315",
         e.stall_share,
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
-        f"(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup){nice}",
+        "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
         leave_alone="more workers: they would wait, too",
     )
 

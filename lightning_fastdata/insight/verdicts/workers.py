@@ -86,7 +86,9 @@ def _pinning(e: Evidence) -> Finding | None:
     if name != "pin":
         return None
     cause = of_wait(e, share, "copying batches into page-locked memory")
-    remedy = "LoaderOptions(executor='workers', page_lock='register')"
+    remedy = (
+        "samples of fewer bytes (images as uint8, made float on the device), or pin_memory=False"
+    )
     gain = remedies.without(e, None if e.stall_ms is None else share * e.stall_ms)
     return found("FD311", e.stall_share, cause, remedy, gain, "the number of workers")
 

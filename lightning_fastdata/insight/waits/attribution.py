@@ -1,8 +1,8 @@
 """Every wait for a batch, cut along the way that the batch took.
 
-A batch is late because its last task ended late. The wait for it is what that task's thread did
+A batch is late because its last task ended late. The wait for it is what that task's process did
 meanwhile: this task, the tasks it had before, or nothing; and the hand-over after it. A complete
-batch whose thread has gone on to the next one and is on a CPU with it waits for that: in Python it
+batch whose process has gone on to the next one and is on a CPU with it waits for that: in Python it
 holds the interpreter that the hand-over needs. A batch of an actor comes over a network, or out of
 an object store, and goes on while others wait for it. The parts of a wait add up to the wait.
 """
@@ -97,7 +97,7 @@ class WaitCutter:
     """Cuts the waits of one loader, in the order of its batches."""
 
     def __init__(self) -> None:
-        self._threads: defaultdict[tuple[int, int], deque[TaskStamps]] = defaultdict(
+        self._tasks: defaultdict[int, deque[TaskStamps]] = defaultdict(
             lambda: deque(maxlen=_KEPT_TASKS)
         )
         self._typical_ns: float | None = None
@@ -110,14 +110,14 @@ class WaitCutter:
     def note(self, batch: BatchStamps) -> None:
         """Keep the tasks of a batch that was delivered, some of which others may wait for."""
         for task in batch.tasks:
-            self._threads[task.process, task.thread].append(task)
+            self._tasks[task.process].append(task)
 
     def complete(self, batch: BatchStamps) -> bool:
-        """Return whether it is known what the thread that ended a batch did until it was taken."""
+        """Return whether it is known what the process that ended a batch did until it was taken."""
         if not batch.tasks:
             return True
         last = max(batch.tasks, key=_end_of)
-        return self._threads[last.process, last.thread][-1] is not last
+        return self._tasks[last.process][-1] is not last
 
     def cut(self, batch: BatchStamps) -> tuple[list[float], TaskStamps | None]:
         """Return where the wait for a noted batch went, by what is known now.
@@ -145,7 +145,7 @@ class WaitCutter:
             ns[_NETWORK] = min(handover, max(0, last.way.landed_ns - made))
             handover -= ns[_NETWORK]
         worst: TaskStamps | None = None
-        for task in reversed(self._threads[last.process, last.thread]):
+        for task in reversed(self._tasks[last.process]):
             overlap = min(task.ended_ns, made) - max(task.began_ns, start)
             after = task.held_ns(made, end) if last.way is None else 0.0
             if after > 0:

@@ -203,10 +203,10 @@ def _given(loader: object, name: str, keep_workers: bool) -> GivenLoader:
             "dataset to from_datasets(), or have a subclass return it from train_dataloader(), "
             "val_dataloader(), ..., which leaves it as it is."
         )
-    if isinstance(loader, FastDataLoader) and (loader.transform or loader.device_resident):
+    if isinstance(loader, FastDataLoader) and loader.transform:
         raise OptionsError(
-            f"{name} is a FastDataLoader with transform or device_resident. Give the transform to "
-            "the data module as augment=, and use make_loader(..., device_resident=True)."
+            f"{name} is a FastDataLoader with a transform. Give the transform to the data module "
+            "as augment=."
         )
     arguments = _order(loader) | _workers(loader, keep_workers)
     batches = loader.batch_size is not None or loader.batch_sampler is not None

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.batches.bad_samples import BadSamples
@@ -64,10 +63,7 @@ def build_loader(
     otherwise. With several ranks, evaluation is put into batches that can be shared among them,
     unless an override says which samples come in which order.
     """
-    if plan.sharing_strategy is not None:
-        torch.multiprocessing.set_sharing_strategy(plan.sharing_strategy)  # type: ignore[no-untyped-call]
-    arguments = {**settings, **plan.dataloader_kwargs(), "worker_nice": plan.worker_nice}
-    arguments |= {"executor": plan.executor, "page_lock": plan.page_lock}
+    arguments = {**settings, **plan.dataloader_kwargs(), "executor": plan.executor}
     arguments["on_bad_sample"] = bad_samples_of(plan, trainer)
     arguments["actor_options"] = plan.actor_options
     if plan.stall_timeout_s is not None:
