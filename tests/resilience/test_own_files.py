@@ -10,12 +10,10 @@ import stat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from thoroughness import max_examples
 
-from lightning_fastdata.cli.commands import show_augment
 from lightning_fastdata.demo.photos import Cut, cut_photographs
-from lightning_fastdata.errors import DatasetError, FastDataError, OptionsError
+from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.report.compare import compare_files
 
@@ -113,32 +111,6 @@ def test_a_report_replaces_a_link_and_follows_the_umask(mask, tmp_path):
     assert path.read_text() == "text \\udcff"
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
     assert sorted(one.name for one in tmp_path.iterdir()) == ["other", "report.json"]
-
-
-PIPELINE = """
-import albumentations as A
-pipeline = A.Compose([A.HorizontalFlip(p=0.5)])
-"""
-
-
-def test_a_picture_of_a_pipeline_replaces_a_link(tmp_path):
-    (tmp_path / "mine.py").write_text(PIPELINE)
-    (tmp_path / "other").write_text("mine")
-    (tmp_path / "out.png").symlink_to(tmp_path / "other")
-    image = tmp_path / "image.png"
-    Image.new("RGB", (32, 24), (9, 99, 200)).save(image)
-    show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
-    assert (tmp_path / "other").read_text() == "mine"
-    with Image.open(tmp_path / "out.png") as page:
-        assert page.format == "PNG"
-
-
-def test_a_damaged_picture_for_a_pipeline_is_an_error_of_ours(tmp_path):
-    (tmp_path / "mine.py").write_text(PIPELINE)
-    image = tmp_path / "image.ppm"
-    image.write_bytes(b"P6 50000 50000 255\n")
-    with pytest.raises(FastDataError, match=r"image\.ppm"):
-        show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
 
 
 @pytest.mark.parametrize("manifest", ["{", "[" * 100_000, "[]", "null", '{"other": 1}'])
