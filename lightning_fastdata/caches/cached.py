@@ -283,8 +283,8 @@ class CachedSource(Kept):
         return [found[index] for index in indices]
 
     def _fill(self, indices: Sequence[int]) -> list[bool]:
-        self.get_bytes(indices)
         file = self._opened()
+        self.get_bytes([index for index in indices if not file.has(index)])
         return [file.has(index) for index in indices]
 
     def name_of(self, index: int) -> str:

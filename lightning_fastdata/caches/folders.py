@@ -250,16 +250,8 @@ class Kept:
         Args:
             num_workers: Processes that do it; 0: this one does.
         """
-        file = self._existing()
-        missing = [i for i in range(self._length) if file is None or not file.has(i)]
-        found = DataLoader(
-            _Filled(self),
-            _FILLED_AT_ONCE,
-            sampler=missing,
-            num_workers=num_workers,
-            collate_fn=any,
-        )
-        for kept in found:
+        filled = _Filled(self)
+        for kept in DataLoader(filled, _FILLED_AT_ONCE, num_workers=num_workers, collate_fn=any):
             if not kept:
                 break
         self.flush()
