@@ -67,41 +67,6 @@ class KeptFile:
             write_atomically(self.path, json.dumps(dict(values)))
 
 
-class Prior:
-    """The number of workers that earlier trainings came to.
-
-    Args:
-        about: As of :class:`KeptFile`.
-        folder: As there.
-        planned: Workers by the plan, which has measured samples: what was kept of a plan for less
-            than half or more than twice as many is of other samples.
-    """
-
-    def __init__(
-        self, about: Mapping[str, Any], folder: Path | None = None, *, planned: int = 0
-    ) -> None:
-        self._planned = planned
-        self._file = KeptFile("tune", about, folder)
-
-    @property
-    def path(self) -> Path | None:
-        """Of its file; None: there is no folder for it."""
-        return self._file.path
-
-    def recall(self) -> int | None:
-        """Return the number of workers that was kept; None: none, or too long ago."""
-        kept = self._file.read()
-        workers, planned = kept.get("workers"), kept.get("planned")
-        if type(workers) is not int or type(planned) is not int or workers < 0:
-            return None
-        near = (self._planned + 1) / 2 <= planned + 1 <= 2 * (self._planned + 1)
-        return workers if near else None
-
-    def keep(self, workers: int) -> None:
-        """Keep a number that has proved itself."""
-        self._file.write({"workers": workers, "planned": self._planned})
-
-
 def about_dataset(dataset: object) -> dict[str, Any]:
     """Return what tells a dataset from others: the plain values among its attributes."""
     own = getattr(dataset, "__dict__", {}).items()

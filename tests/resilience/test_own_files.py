@@ -14,7 +14,7 @@ from thoroughness import max_examples
 
 from lightning_fastdata.demo.photos import Cut, cut_photographs
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.system_calls import write_atomically
+from lightning_fastdata.host.system_calls import cache_folder, write_atomically
 from lightning_fastdata.insight.report.compare import compare_files
 
 PHASE = {"mean_ms": 1.5, "p50_ms": 1.0, "p95_ms": 2.0, "max_ms": 3}
@@ -122,3 +122,10 @@ def test_a_folder_whose_manifest_is_not_ours_is_left_alone(manifest, tmp_path):
     with pytest.raises(DatasetError, match="left alone"):
         cut_photographs(folder, cut)
     assert name.read_text() == manifest
+
+
+def test_caches_are_where_the_environment_says(monkeypatch, tmp_path):
+    assert str(cache_folder()) == os.environ["LIGHTNING_FASTDATA_CACHE"]
+    monkeypatch.delenv("LIGHTNING_FASTDATA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lightning_fastdata"
