@@ -3,9 +3,9 @@
     python benchmarks/adoption.py [--styles hparams,stream]
 
 Each script of benchmarks/styles is run in a process of its own: as it is; under ``fastdata run``;
-under ``fastdata run --fast``; with the callback in its code ("two lines"); and with its loaders
-given to a FastDataModule. The table says whether a summary was printed, whether the training saw
-the same samples in the same order, and whether it came to the same weights as the script alone.
+with the callback in its code ("two lines"); and with its loaders given to a FastDataModule. The
+table says whether a summary was printed, whether the training saw the same samples in the same
+order, and whether it came to the same weights as the script alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ RUN = ("-m", "lightning_fastdata", "run")
 WAYS = {
     "as it is": ((), "plain"),
     "fastdata run": (RUN, "plain"),
-    "run --fast": ((*RUN, "--fast"), "plain"),
     "two lines": ((), "callback"),
     "FastDataModule": ((), "module"),
 }

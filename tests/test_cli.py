@@ -166,8 +166,10 @@ def test_compare_ends_in_2_without_a_file(reports, capsys):
     assert "missing.json cannot be read: No such file" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
+@pytest.mark.parametrize("name", ["compair", "tune"])
+def test_an_unknown_command_is_answered_with_the_known_ones(name, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["compair"])
+        main([name])
     assert ended.value.code == 2
-    assert "'doctor', 'show-augment', 'tune', 'cache', 'compare'" in capsys.readouterr().err
+    known = "'run', 'top', 'report', 'compare', 'doctor', 'replay', 'demo'"
+    assert f"choose from {known}" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,7 +14,7 @@ CLI_SMALL = [
     *("fit", "--config", str(EXAMPLES / "config.yaml")),
     *("--trainer.max_epochs", "1", "--data.crops", "16", "--data.folder", "demo_data/few"),
 ]
-COMMANDS = {
+TRAININGS = {
     "augment_without_lightning.py": ["--small"],
     "quickstart.py": ["--small"],
     "segmentation.py": ["--small"],
@@ -25,13 +26,21 @@ COMMANDS = {
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", sorted(TRAININGS))
 def test_the_example_trains_and_tells_where_the_steps_went(name, tmp_path):
-    done = run_program(EXAMPLES / name, *COMMANDS[name], cwd=tmp_path)
+    done = run_program(EXAMPLES / name, *TRAININGS[name], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "fastdata · train" in done.stdout
     assert list(tmp_path.rglob("report.json"))
 
 
+def test_the_picture_of_a_pipeline_shows_each_draw_by_both_and_their_difference(tmp_path):
+    done = run_program(EXAMPLES / "show_augment.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "4 draws, at most" in done.stdout
+    with Image.open(tmp_path / "augmented.png") as page:
+        assert page.size == (3 * 192, 4 * 192)
+
+
 def test_every_example_is_run():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(COMMANDS)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*TRAININGS, "show_augment.py"}

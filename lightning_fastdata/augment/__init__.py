@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.batch_images import BatchImages as BatchImages
     from lightning_fastdata.augment.dataset_pipelines import DatasetPipelines as DatasetPipelines
     from lightning_fastdata.augment.dataset_recording import DatasetDraws as DatasetDraws
     from lightning_fastdata.augment.dataset_recording import DatasetRecording as DatasetRecording
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.record.deferred import DeferredTensor as DeferredTensor
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
-    from lightning_fastdata.augment.show.grid import BatchImages as BatchImages
-    from lightning_fastdata.augment.show.pictures import show_pipeline as show_pipeline
     from lightning_fastdata.augment.stage_transform import PlaceSwitch as PlaceSwitch
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
 
 _HOME = {
-    "BatchImages": "show.grid",
+    "BatchImages": "batch_images",
     "BatchTransform": "transform",
     "DatasetDraws": "dataset_recording",
     "DatasetPipelines": "dataset_pipelines",
@@ -38,7 +37,6 @@ _HOME = {
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
     "register": "registry",
-    "show_pipeline": "show.pictures",
     "warn_of_unkeyed": "pipeline.unkeyed",
 }
 

@@ -1,7 +1,7 @@
 """Streams of other libraries: what each is told of the epoch and of the ranks, and counts itself.
 
-What is read of LitData, MosaicML Streaming, WebDataset and Hugging Face datasets beyond torch's
-protocol is read here, without importing any of them.
+What is read of LitData, WebDataset and Hugging Face datasets beyond torch's protocol is read here,
+without importing any of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch.utils.data import Dataset
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.tree import has_method, held, held_by, is_a
 
 _SHARED_OUT: Final = ("split_by_node", "single_node_only")  # the second one raises in the workers
@@ -24,11 +24,6 @@ _TOLD_LITDATA: Final = (
     "this is rank {rank} of {ranks}, and that all get as many samples (drop_last=True), as LitData "
     "has it among ranks. Make it in train_dataset(), or where the ranks are known, and this "
     "message goes away."
-)
-_MOSAIC: Final = (
-    "{name} was made for rank {was} of {of}, and this is rank {rank} of {ranks}: ranks would read "
-    "each other's samples. MosaicML's streams take the rank from the environment when they are "
-    "made (RANK, WORLD_SIZE, LOCAL_WORLD_SIZE). Start the program with torchrun, which sets them."
 )
 _EACH_READS_ALL: Final = (
     "{name} is not shared out among the {ranks} ranks: each reads the whole of it, so that each "
@@ -89,9 +84,6 @@ def _told(one: Any, epoch: int) -> bool:
             ):
                 stage.epoch = epoch - 1  # it adds one when it is begun
         return False
-    if is_a(one, "streaming", "StreamingDataset") and "next_epoch" in dir(type(one)):
-        one.next_epoch = epoch  # in memory that all its workers share; each says the same
-        return True
     if not has_method(one, "set_epoch"):
         return False
     # LitData's own loader counts its epochs from 1.
@@ -129,9 +121,6 @@ def settle_ranks(dataset: object) -> None:
 
     Warns where each would read the whole. Streams of a user share themselves out on their own, and
     nothing is known of them.
-
-    Raises:
-        DatasetError: It was made for another rank than this, and cannot be told.
     """
     rank = rank_now()
     if rank.ranks > 1:
@@ -142,13 +131,6 @@ def _settled(one: Any, rank: Rank) -> bool:
     name = type(one).__name__
     if is_a(one, "litdata", "StreamingDataset"):
         _settle_litdata(one, rank)
-    elif is_a(one, "streaming", "StreamingDataset"):
-        world = held(one, "_unique_rank_world")
-        if world is not None and (world.rank, world.num_ranks) != rank:
-            values = {"was": world.rank, "of": world.num_ranks}
-            raise DatasetError(
-                _MOSAIC.format(name=name, rank=rank.number, ranks=rank.ranks, **values)
-            )
     elif is_a(one, "datasets", "IterableDataset"):
         if held(one, "_distributed") is None and "_distributed" in held_by(one):
             _warn(_EACH_READS_ALL.format(name=name, ranks=rank.ranks, remedy=_HUGGING_FACE))

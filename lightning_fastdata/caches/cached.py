@@ -103,13 +103,24 @@ class CachedDataset(Kept, Dataset[Any]):
         file, part = self._opened()
         there, sample = file.read(number)
         if not there:
-            # What is left of the sample is to draw the same, whether this was made now or not.
-            with kept_random_state():
-                sample = part.dataset[number]
-            self._keep(file, number, sample)
+            sample = self._make(file, part, number)
         if part.rest is not None:
             sample = part.rest(sample)
         return sample if self.transform is None else self.transform(sample)
+
+    def _make(self, file: SampleFile, part: FixedPart, number: int) -> Batch:
+        # What is left of the sample is to draw the same, whether this was made now or not.
+        with kept_random_state():
+            sample = part.dataset[number]
+        self._keep(file, number, sample)
+        return sample
+
+    def _fill(self, indices: Sequence[int]) -> list[bool]:
+        file, part = self._opened()
+        for index in indices:
+            if not file.has(index):
+                self._make(file, part, index)
+        return [file.has(index) for index in indices]
 
     @property
     def can_read_ahead(self) -> bool:
@@ -270,6 +281,11 @@ class CachedSource(Kept):
                 self._keep(file, index, record)
                 found[index] = record
         return [found[index] for index in indices]
+
+    def _fill(self, indices: Sequence[int]) -> list[bool]:
+        file = self._opened()
+        self.get_bytes([index for index in indices if not file.has(index)])
+        return [file.has(index) for index in indices]
 
     def name_of(self, index: int) -> str:
         """Return what the source calls a record."""

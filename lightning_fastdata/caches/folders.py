@@ -6,10 +6,12 @@ import atexit
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.caches.sample_file import SampleFile, locked
@@ -26,6 +28,7 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 _USERS: Final = "users"
 """The file of a cache that processes hold while they use it; its time is that of the last one."""
 _FORGOTTEN_AFTER_S: Final = 30 * 86_400
+_FILLED_AT_ONCE: Final = 32
 _held: dict[Path, int] = {}
 """Open files, by the folder of the cache; of forked processes, too."""
 
@@ -239,6 +242,24 @@ class Kept:
         file = self._existing()
         return 0 if file is None else file.used_bytes()
 
+    def fill(self, num_workers: int = 0) -> None:
+        """Make or read all records that are not in the cache, and keep them, before a training.
+
+        It ends early where no more records find room.
+
+        Args:
+            num_workers: Processes that do it; 0: this one does.
+        """
+        filled = _Filled(self)
+        for kept in DataLoader(filled, _FILLED_AT_ONCE, num_workers=num_workers, collate_fn=any):
+            if not kept:
+                break
+        self.flush()
+
+    def _fill(self, indices: Sequence[int]) -> list[bool]:
+        """Make or read these records, and return which of them are in the cache now."""
+        raise NotImplementedError
+
     def flush(self) -> None:
         """Wait until the disk has all records that were written."""
         file = self._existing()
@@ -262,3 +283,16 @@ class Kept:
         except OSError as error:
             self._full = True
             warn_of_full(self.folder, error)
+
+
+class _Filled(Dataset[bool]):
+    """For each record of a cache, whether it is there after it was made or read."""
+
+    def __init__(self, cache: Kept) -> None:
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def __getitems__(self, indices: list[int]) -> list[bool]:
+        return self._cache._fill(indices)

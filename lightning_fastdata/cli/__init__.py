@@ -1,4 +1,4 @@
-"""The command line: ``fastdata run``, ``top``, ``report``, ``doctor``, ``compare``, ``tune``..."""
+"""The command line: ``fastdata run``, ``top``, ``report``, ``compare``, ``doctor``..."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from lightning_fastdata import __version__
 from lightning_fastdata.cli.commands import (
-    cache,
     demo,
+    demo_parser,
     doctor,
     doctor_parser,
     replay,
-    show_augment,
-    tune,
-    which,
+    replay_parser,
 )
 from lightning_fastdata.cli.runs import (
     compare,
@@ -47,38 +45,21 @@ def main(arguments: list[str] | None = None) -> None:
         prog="fastdata", description="Data loading, measured and explained.", version=__version__
     )
     commands = parser.add_subcommands(dest="command")
-    functions: dict[str, Callable[..., None]] = {
-        "demo": demo,
-        "doctor": doctor,
-        "show-augment": show_augment,
-        "tune": tune,
-        "cache": cache,
+    known: dict[str, tuple[Callable[..., None], ArgumentParser]] = {
+        "run": (run, run_parser()),
+        "top": (top, top_parser()),
+        "report": (report, report_parser()),
+        "compare": (compare, compare_parser()),
+        "doctor": (doctor, doctor_parser()),
+        "replay": (replay, replay_parser()),
+        "demo": (demo, demo_parser()),
     }
-    for name, function in functions.items():
-        summary = (function.__doc__ or "").partition("\n")[0]
-        command = doctor_parser() if function is doctor else ArgumentParser(description=summary)
-        if function is not doctor:
-            command.add_function_arguments(function, as_positional=True)
-        commands.add_subcommand(name, command, help=summary)
-    commands.add_subcommand(
-        "compare", compare_parser(), help="Print what differs between two runs."
-    )
-    for name, function, own in (("top", top, top_parser()), ("report", report, report_parser())):
-        functions[name] = function
+    for name, (function, own) in known.items():
         commands.add_subcommand(name, own, help=(function.__doc__ or "").partition("\n")[0])
-    for name, function in (("replay", replay), ("which", which)):
-        functions[name] = function
-        summary = (function.__doc__ or "").partition("\n")[0]
-        command = ArgumentParser(description=summary)
-        command.add_argument("run", help="A checkpoint of Lightning, or the report.json of a run.")
-        command.add_function_arguments(function, skip={"run"})
-        commands.add_subcommand(name, command, help=summary)
-    commands.add_subcommand("run", run_parser(), help=(run.__doc__ or "").partition("\n")[0])
-    functions |= {"compare": compare, "run": run}
     chosen = parser.parse_args(arguments)
-    options = chosen[chosen.command].as_dict()
+    function, _ = known[chosen.command]
     try:
-        functions[chosen.command](**options)
+        function(**chosen[chosen.command].as_dict())
     except FastDataError as error:
         # The message says what to do; our stack would not help.
         raise SystemExit(f"fastdata: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from functools import partial
@@ -36,43 +35,6 @@ def demo(
     run_demo(data=data, logs=logs, epochs=epochs, crops=crops)
 
 
-def show_augment(
-    compose: str,
-    image: str | None = None,
-    mask: str | None = None,
-    out: str = "augmented.png",
-    seed: int = 0,
-    draws: int = 4,
-) -> None:
-    """Draw a picture of a pipeline: original, Albumentations', ours, and their difference.
-
-    Args:
-        compose: Where the pipeline is: module:name, or path/to/file.py:name.
-        image: Image file to transform; a photograph of a cat if there is none.
-        mask: Image file of the image's mask; its values are classes. None if there is none.
-        out: PNG file to write.
-        seed: Of the draws.
-        draws: Rows of the picture, one draw each.
-    """
-    from lightning_fastdata.augment import show_pipeline
-    from lightning_fastdata.demo.photos import photograph_path
-    from lightning_fastdata.host.system_calls import write_atomically
-
-    shown = show_pipeline(
-        compose, photograph_path("cat") if image is None else image, mask, seed=seed, draws=draws
-    )
-    page = io.BytesIO()
-    shown.page.save(page, "PNG")
-    try:
-        # A folder that is not there is misspelled rather than wanted.
-        write_atomically(Path(out).parent.resolve(strict=True) / Path(out).name, page.getvalue())
-    except OSError as error:
-        raise OptionsError(f"The picture cannot be written to {out}: {error}.") from error
-    head, *places = shown.explained.splitlines()
-    print_lines([(head, "bold"), *((line, "") for line in [*places, "", *shown.captions])])
-    print_lines([(f"{out} written.", "dim")])
-
-
 def doctor(*, ray: bool = False, datamodule: str | None = None, step_ms: float = 0.0) -> None:
     """Print what this machine allows, and what of it limits data loading; or what a cluster does.
 
@@ -94,7 +56,7 @@ def doctor(*, ray: bool = False, datamodule: str | None = None, step_ms: float =
             plan_actors(datamodule, offer, step_ms, lambda text: print_lines([(text, "")]))
         return
     if datamodule is not None or step_ms:
-        raise OptionsError("A data module and step_ms are for --ray; `fastdata tune` takes them.")
+        raise OptionsError("A data module and step_ms are for --ray.")
     from lightning_fastdata.host.cpu import read_cpu_limit
     from lightning_fastdata.host.machine import doctor_text, read_versions
     from lightning_fastdata.host.memory import read_host_memory
@@ -130,6 +92,25 @@ def doctor_parser() -> ArgumentParser:
         default=0.0,
         help="What a training step takes besides waiting for its batch.",
     )
+    return parser
+
+
+def demo_parser() -> ArgumentParser:
+    """Return the parser of ``demo``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description=(demo.__doc__ or "").partition("\n")[0])
+    parser.add_function_arguments(demo)
+    return parser
+
+
+def replay_parser() -> ArgumentParser:
+    """Return the parser of ``replay``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description=(replay.__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", help="A checkpoint of Lightning, or the report.json of a run.")
+    parser.add_function_arguments(replay, skip={"run"})
     return parser
 
 
@@ -183,98 +164,6 @@ def replay(
             path = path.with_stem(f"{path.stem}-{batch.step}")
         picture = draw_batch(module, batch.batch, epoch=batch.epoch, step=step)
         write_file(str(path), partial(picture.save, path, "PNG"))
-
-
-def which(run: str, index: int, datamodule: str | None = None) -> None:
-    """Print the training steps so far that got a sample.
-
-    Args:
-        run: A checkpoint of Lightning, or the report.json of a run.
-        index: Of the sample in the training dataset, from 0.
-        datamodule: Where the data module is, to print what was drawn for the sample; None: nowhere.
-    """
-    from lightning_fastdata.cli.data_modules import open_datamodule
-    from lightning_fastdata.plugin.data.training_run import read_run
-
-    record, hyperparameters = read_run(run)
-    module = None if datamodule is None else open_datamodule(datamodule, hyperparameters)
-    count = 0
-    for seen in record.seen(index):
-        count += 1
-        place = f"epoch {seen.epoch}, batch {seen.number} ({seen.batch} of the run)"
-        text = f"step {seen.step}: {place}, rank {seen.rank}, row {seen.row}"
-        print_lines([(text, "bold")])
-        if module is not None:
-            for row in module.draws_of(index, seen.epoch, run=record):
-                print_lines([(f"    {words}", "") for words in row])
-    left_out = [span.epoch for span in record.spans if span.partly]
-    if left_out:
-        print_lines([(f"Not known of epochs {left_out}, which were cut anew amid.", "")])
-    times = f"{count} time" + ("" if count == 1 else "s")
-    print_lines([(f"Sample {index} was seen {times} in {record.batches} batches.", "dim")])
-
-
-def tune(
-    datamodule: str, step_ms: float = 0.0, seconds: float = 2.0, out: str | None = None
-) -> None:
-    """Read the training loaders with one number of workers after the other, and print the best.
-
-    Args:
-        datamodule: Where the data module is: module:name, or path/to/file.py:name.
-        step_ms: What a training step takes besides waiting for its batch; it is slept.
-        seconds: That each number of workers is measured.
-        out: PNG file for the curve; None: none. Of several loaders, each one's has its number.
-    """
-    from lightning_fastdata.cli.data_modules import open_datamodule
-    from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.plugin.seams.loaders import flattened
-    from lightning_fastdata.tuning.sweep import sweep
-
-    if step_ms < 0 or seconds <= 0:
-        raise OptionsError(f"step_ms is {step_ms} and seconds {seconds}; give 0 ms, 2 s or more.")
-    module = open_datamodule(datamodule, {})
-    loaders = list(flattened(module.train_dataloader()))
-    for number, loader in enumerate(loaders):
-        if not isinstance(loader, FastDataLoader):
-            continue
-        found = sweep(
-            loader,
-            name=f"{datamodule}, {type(loader.dataset).__name__}",
-            batch_size=loader.batch_size,
-            seconds=seconds,
-            step_ms=step_ms,
-            tell=lambda line: print_lines([(line, "dim")]),
-        )
-        print_lines([("", ""), *((line, "") for line in found.text().splitlines())])
-        if out is not None:
-            path = Path(out)
-            if len(loaders) > 1:
-                path = path.with_stem(f"{path.stem}-{number}")
-            found.write_curve(path)
-            print_lines([(f"{path} written.", "dim")])
-
-
-def cache(datamodule: str, folder: str = "disk", *, dry_run: bool = False) -> None:
-    """Fill the caches of the training and validation datasets before a training.
-
-    Args:
-        datamodule: Where the data module is: module:name, or path/to/file.py:name.
-        folder: Where caches are kept, as for ``FastDataModule(cache=...)``.
-        dry_run: Only measure, on 32 samples, what a cache would take, cost and gain.
-    """
-    from lightning_fastdata.cli.data_modules import fill_caches, forecast, open_datamodule
-
-    if folder == "ram":
-        raise OptionsError("What is in memory ends with this command; give a folder, or 'disk'.")
-    module = open_datamodule(datamodule, {})
-
-    def tell(line: str) -> None:
-        print_lines([(line, "")])
-
-    if dry_run:
-        forecast(module, tell)
-    else:
-        fill_caches(module, folder, tell)
 
 
 class Found(Protocol):

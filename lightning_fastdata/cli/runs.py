@@ -28,9 +28,7 @@ GROUP: Final = "lightning.pytorch.callbacks_factory"
 _EVERY_S: Final = 1.0
 
 
-def run(
-    command: Sequence[str], *, module: bool = False, fast: bool = False, report: str | None = None
-) -> None:
+def run(command: Sequence[str], *, module: bool = False, report: str | None = None) -> None:
     """Run a script; each Lightning Trainer that it makes gets a DataThroughputCallback.
 
     This process becomes that of the script: signals, exit code and output are its own.
@@ -38,7 +36,6 @@ def run(
     Args:
         command: A Python file and its arguments; or a program, such as torchrun, and its own.
         module: The first of them is a module, as of ``python -m``.
-        fast: Put a FastDataLoader in the place of plain DataLoaders where that changes no batch.
         report: Where the report is written; None: ``report.json`` in the log folder of the Trainer.
     """
     if not any(each.value.startswith("lightning_fastdata.") for each in entry_points(group=GROUP)):
@@ -47,9 +44,7 @@ def run(
             "before it had `fastdata run`. Install it: pip install lightning-fastdata."
         )
     program = program_of(command, module=module)
-    settings = RunSettings(
-        fast=fast, report=None if report is None else str(Path(report).resolve())
-    )
+    settings = RunSettings(report=None if report is None else str(Path(report).resolve()))
     sys.stderr.write(
         f"fastdata: each Trainer of {command[0]} gets a DataThroughputCallback. A loop without "
         "Lightning's Trainer is measured by StepTimer.\n"
@@ -255,12 +250,6 @@ def run_parser() -> ArgumentParser:
     parser = ArgumentParser(
         description="Run a script as it is; each Lightning Trainer that it makes gets a "
         "DataThroughputCallback, which prints a summary and writes a report."
-    )
-    parser.add_argument(
-        "--fast",
-        action="store_true",
-        help="Put a FastDataLoader in the place of plain DataLoaders, where the batches stay the "
-        "same to the last bit. Loaders that stay are named, with the reason.",
     )
     parser.add_argument("--report", default=None, help="Where the report is written.")
     parser.add_argument(

@@ -49,6 +49,13 @@ class PictureStore(Protocol):
     def open(self, index: int) -> Picture:
         """Return the picture of a sample."""
 
+    def fill(self, num_workers: int = 0) -> None:
+        """Keep all pictures that are not kept yet, before a training.
+
+        Args:
+            num_workers: Processes that do it; 0: this one does.
+        """
+
     def explain(self) -> str:
         """Return what is kept and where, as text."""
 

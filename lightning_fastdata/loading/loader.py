@@ -202,7 +202,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
                 executor=executor,
                 actor_options=actor_options,
             )
-            tune = tuner_for(plan, spec, tune if isinstance(tune, Tuner) else None) or "off"
+            tune = tuner_for(plan, tune if isinstance(tune, Tuner) else None) or "off"
             executor, num_workers = plan.executor, plan.num_workers
             persistent_workers = plan.persistent_workers and num_workers > 0
             if not num_workers:

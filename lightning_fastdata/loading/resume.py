@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterator, Sized
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
@@ -23,7 +25,7 @@ from lightning_fastdata.order.indices import (
     Stateful,
 )
 from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
-from lightning_fastdata.tuning.prior import fingerprint
+from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
 
 
@@ -73,9 +75,38 @@ def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
         world_size=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1,
         seed=loader.seed,
         order="a stream" if stream else type(sampler).__name__,
-        dataset=fingerprint(loader.dataset),
+        dataset=_fingerprint(loader.dataset),
         package=own_version(),
     )
+
+
+def _fingerprint(dataset: object) -> str:
+    """Return 16 hexadecimal digits that differ for datasets of another class, length or files.
+
+    No sample is read. Of a dataset that lists its files (``samples``, ``imgs``) 64 names count,
+    without their folders, as data may move to another machine.
+    """
+    text: list[str] = []
+    while dataset is not None and len(text) < 64:
+        if type(dataset) is not CachedDataset:  # with a cache, it is the same data
+            text.append(f"{type(dataset).__module__}.{type(dataset).__qualname__}")
+        listed = next((v for n in ("samples", "imgs") if (v := _listed(dataset, n))), None)
+        if listed is not None:
+            text.append(str(len(listed)))
+            text.extend(_file_name(listed[i]) for i in range(0, len(listed), -(-len(listed) // 64)))
+        dataset = held(dataset, "dataset")
+    joined = "\n".join(text).encode(errors="surrogateescape")
+    return f"{zlib.crc32(joined):08x}{zlib.adler32(joined):08x}"
+
+
+def _listed(dataset: object, name: str) -> Sequence[object] | None:
+    found = held(dataset, name)
+    return found if isinstance(found, list | tuple) and found else None
+
+
+def _file_name(entry: object) -> str:
+    path = entry[0] if isinstance(entry, tuple | list) and entry else entry
+    return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import platform
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
@@ -19,19 +18,17 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.kept_executor import KeptExecutor
 from lightning_fastdata.loading.source import LoaderFacts, makes_batches, reads_with_torch
-from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
 from lightning_fastdata.tuning.costs import LoaderSetup, Scheduling
-from lightning_fastdata.tuning.prior import Prior, about_dataset, fingerprint
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.loading.kept_executor import SourceSettings
     from lightning_fastdata.loading.source import Source
-    from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
+    from lightning_fastdata.planning.loader_plan import LoaderPlan
 
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
@@ -120,7 +117,6 @@ def splits_batches(loader: _Loader) -> bool:
 
 def tuner_for(
     plan: LoaderPlan,
-    spec: LoaderSpec,
     own: Tuner | None = None,
     *,
     local_ranks: int = 1,
@@ -134,29 +130,7 @@ def tuner_for(
     if KINDS[plan.executor].elsewhere:
         most = room_elsewhere(plan.executor, plan.actor_options, local_ranks) or most
     cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)
-    about = {
-        "dataset": fingerprint(spec.dataset),
-        "length": dataset_length(spec.dataset),
-        "attributes": about_dataset(spec.dataset),
-        "batch_size": spec.batch_size,
-        "collate_fn": getattr(spec.collate_fn, "__qualname__", None),
-        "executor": plan.executor,
-        "cpus": cpus,
-        "ranks": local_ranks,
-        "machine": platform.node(),
-    }
-    tuner = Tuner(
-        most_workers=most,
-        cpus=cpus,
-        prior=Prior(about, planned=plan.num_workers),
-        tell=tell,
-    )
-    if tuner.workers not in (None, plan.num_workers):
-        tell(
-            f"num_workers begins at {tuner.workers}, to which an earlier training came; "
-            f"{plan.num_workers} was planned"
-        )
-    return tuner
+    return Tuner(most_workers=most, cpus=cpus, tell=tell)
 
 
 class _Both(deque["BatchStamps"]):

@@ -18,9 +18,6 @@ class DrawnOrder(Protocol):
     def __getitem__(self, part: slice) -> NDArray[np.int64]:
         """Return a part of the order, int64; the slice has no step."""
 
-    def position_of(self, sample: int) -> int:
-        """Return where in the order a sample is; -1 if it is not in it."""
-
 
 class OrdersEpochs(Protocol):
     """What gives each epoch an order of its own."""

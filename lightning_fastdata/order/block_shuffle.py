@@ -73,16 +73,6 @@ class BlockOrder:
             start = before + len(run)
         return np.concatenate(found)
 
-    def position_of(self, sample: int) -> int:
-        """Return where in the order a sample is; -1 if it is not in it."""
-        if not 0 <= sample < len(self):
-            return -1
-        positions = self._blocks.positions
-        place = sample if positions is None else int(np.flatnonzero(positions == sample)[0])
-        block = int(np.searchsorted(self._blocks.starts, place, side="right")) - 1
-        number = int(np.flatnonzero(self._order == block)[0]) // self._blocks.at_once
-        return self._before(number) + int(np.flatnonzero(self._run(number) == sample)[0])
-
     def _before(self, number: int) -> int:
         return int(self._ends[number - 1]) if number else 0
 

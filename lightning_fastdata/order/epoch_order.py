@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import torch
@@ -74,20 +74,6 @@ class KeyedPermutation:
             found[outside] = self._once(found[outside])
         return found.astype(np.int64)
 
-    def position_of(self, sample: int) -> int:
-        """Return where a sample is; -1 if it is not in the permutation."""
-        if not 0 <= sample < self.length:
-            return -1
-        return int(self.positions_of(np.array([sample]))[0])
-
-    def positions_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where these samples are, each 0 <= sample < length; int64. Inverts :meth:`at`."""
-        found = self._once_back(samples.astype(np.uint64))
-        # On its way to a sample a position went over pairs that are none, and so does its way back.
-        while (outside := np.flatnonzero(found >= self.length)).size:
-            found[outside] = self._once_back(found[outside])
-        return found.astype(np.int64)
-
     def _once(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         lefts, rights = np.uint64(self._lefts), np.uint64(self._rights)
         right, left = np.divmod(values, lefts)
@@ -96,16 +82,6 @@ class KeyedPermutation:
                 right = _add(right, _below(left + key, rights), rights)
             else:
                 left = _add(left, _below(right + key, lefts), lefts)
-        return right * lefts + left
-
-    def _once_back(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        lefts, rights = np.uint64(self._lefts), np.uint64(self._rights)
-        right, left = np.divmod(values, lefts)
-        for number, key in reversed(list(enumerate(self._keys))):
-            if number % 2:
-                right = _add(right, rights - _below(left + key, rights), rights)
-            else:
-                left = _add(left, lefts - _below(right + key, lefts), lefts)
         return right * lefts + left
 
 
@@ -146,16 +122,6 @@ def drawn_permutation(length: int, generator: torch.Generator | None) -> NDArray
     # The draws are the same for each type of numbers, and narrow ones stay in the cache.
     dtype = torch.int32 if length < 2**31 else torch.int64
     return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
-
-
-def position_in(order: Order, sample: int) -> int:
-    """Return at which position of an order a sample is; -1 if it is not in it."""
-    if isinstance(order, range):
-        return order.index(sample) if sample in order else -1
-    if not isinstance(order, np.ndarray):
-        return order.position_of(sample)
-    found = np.flatnonzero(order == sample)
-    return int(found[0]) if len(found) else -1
 
 
 def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
@@ -202,17 +168,6 @@ def dataset_length(dataset: object) -> int | None:
         return len(cast("Sized", dataset))
     except (TypeError, NotImplementedError):
         return None
-
-
-class BatchPlace(NamedTuple):
-    """Where in an epoch a sample is delivered."""
-
-    batch: int
-    """Number of the batch in its epoch, from 0."""
-    rank: int
-    """Who gets it."""
-    row: int
-    """Position in the batch of that rank, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,25 +255,6 @@ class EpochOrder:
         if not 0 <= number < len(self):
             raise IndexError(f"There is no batch {number} of {len(self)}.")
         return next(parts_of(self.samples(), [self._bounds(number)]))
-
-    def place_of(self, sample: int) -> BatchPlace | None:
-        """Return where from ``start`` on a sample is, on any rank; None: nowhere.
-
-        It is computed from the sample; an order that is drawn is drawn for that.
-        """
-        position, step = position_in(self.samples(), sample), self.batch_size * self.world_size
-        end = self.length - (self._left % step if self.drop_last else 0)
-        if not self.start <= position < end:
-            return None
-        batch = (position - self.start) // step
-        if self._cut(batch + 1) <= position:  # the batch gave up samples for the last one
-            batch += 1
-        each, more = divmod(self._cut(batch + 1) - self._cut(batch), self.world_size)
-        at = position - self._cut(batch)
-        if at < more * (each + 1):  # the first ranks have one sample more
-            return BatchPlace(batch, *divmod(at, each + 1))
-        rank, row = divmod(at - more * (each + 1), each)
-        return BatchPlace(batch, more + rank, row)
 
     def _bounds(self, number: int) -> tuple[int, int]:
         """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""

@@ -7,7 +7,7 @@ The content of a sample is a function of (seed, epoch, index), and the order of 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, NamedTuple
 
@@ -29,21 +29,6 @@ class BatchNumber(NamedTuple):
     """Counted from 0."""
     number: int
     """Within its epoch, from 0."""
-
-
-class Seen(NamedTuple):
-    """A sample in a batch that a training step got."""
-
-    step: int
-    """The trainer's ``global_step`` in that training step."""
-    batch: int
-    """Number of the batch over all epochs, from 0."""
-    epoch: int
-    number: int
-    """Of the batch within its epoch, from 0."""
-    rank: int
-    row: int
-    """Position in the batch of that rank, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,31 +198,6 @@ class RunRecord:
             rank=rank,
             world_size=span.world_size,
         )
-
-    def seen(self, index: int) -> Iterator[Seen]:
-        """Yield the training steps so far that got a sample, computed from its index.
-
-        Spans of which only a part is known are left out.
-
-        Raises:
-            OptionsError: There is no such sample.
-        """
-        if not 0 <= index < self.length:
-            raise OptionsError(
-                f"index is {index}; the dataset of the run has {self.length} samples, from 0."
-            )
-        ends = [*(span.batch for span in self.spans[1:]), self.batches]
-        for span, end in zip(self.spans, ends, strict=True):
-            for number, begin in enumerate(range(span.batch, end, span.batches_per_epoch)):
-                if span.partly:
-                    break
-                epoch = span.epoch + number
-                place = self.order_of(epoch).place_of(index)
-                limit = min(span.batches_per_epoch, end - begin)
-                if place is not None and place.batch < limit:
-                    step = span.step + number * span.steps_per_epoch
-                    step += place.batch // span.accumulate_grad_batches
-                    yield Seen(step, begin + place.batch, epoch, *place)
 
     def _span(
         self, name: Literal["batch", "step", "epoch"], value: int, *, whole: bool = False

@@ -42,7 +42,6 @@ _OWN_SPLIT: Final = (
     ("litdata", "StreamingDataset"),
     ("litdata", "CombinedStreamingDataset"),
     ("litdata", "ParallelStreamingDataset"),
-    ("streaming", "StreamingDataset"),
 )
 
 
@@ -68,11 +67,11 @@ def splits_itself(
 ) -> StreamSplit:
     """Return whether a stream shares itself out among workers, without reading it.
 
-    Known are Hugging Face's streams, WebDataset, LitData, MosaicML's streaming and torch's
-    DataPipes. Of others the code counts that runs in ``__iter__``: whether it asks
-    ``get_worker_info()`` for the number of the worker and of all workers. A ``worker_init_fn`` may
-    give each worker's copy its part. ``wrapped``: the loader reads it through a wrapper of this
-    package, for pipelines that it calls or a transform; torch then cannot shard a DataPipe.
+    Known are Hugging Face's streams, WebDataset, LitData and torch's DataPipes. Of others the code
+    counts that runs in ``__iter__``: whether it asks ``get_worker_info()`` for the number of the
+    worker and of all workers. A ``worker_init_fn`` may give each worker's copy its part.
+    ``wrapped``: the loader reads it through a wrapper of this package, for pipelines that it calls
+    or a transform; torch then cannot shard a DataPipe.
     """
     found = _look_at(dataset, wrapped=wrapped, seen=frozenset())
     if found.splits or worker_init_fn is None:

@@ -6,8 +6,7 @@ from lightning.pytorch import Callback, LightningDataModule
 
 from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
 from lightning_fastdata.plugin.guard.callback import GuardHooks
-from lightning_fastdata.plugin.watch.added import AddedHooks
-from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
+from lightning_fastdata.plugin.watch.throughput import AddedHooks, ThroughputHooks
 
 
 class BatchSizeGuard(GuardHooks, Callback):  # noqa: D101 - its docstring is the shared one

@@ -6,7 +6,7 @@ that reads it, and may be sent to any process. :class:`SourceDataset` makes samp
 
 from lightning_fastdata.sources.archives import TarSource, TFRecordSource, ZipSource
 from lightning_fastdata.sources.arrays import Hdf5Source, ZarrSource
-from lightning_fastdata.sources.chunks import LitDataSource, MdsSource
+from lightning_fastdata.sources.chunks import LitDataSource
 from lightning_fastdata.sources.dataset import SourceDataset
 from lightning_fastdata.sources.files import FileSource, FsspecSource, ObjectSource
 from lightning_fastdata.sources.source import Raw, Source
@@ -25,7 +25,6 @@ __all__ = [
     "LanceSource",
     "LitDataSource",
     "LmdbSource",
-    "MdsSource",
     "ObjectSource",
     "ParquetSource",
     "Raw",

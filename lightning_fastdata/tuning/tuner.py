@@ -32,7 +32,6 @@ from lightning_fastdata.tuning.moves import (
     propose,
     still_open,
 )
-from lightning_fastdata.tuning.prior import Prior
 from lightning_fastdata.tuning.step_watch import StepWatch
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ class Tuner:
     Args:
         most_workers: As memory and open files allow.
         cpus: CPUs that this process and its workers may use.
-        prior: What an earlier training came to, which is where this one begins.
         tell: Takes each move in words. Default: the log ``lightning_fastdata.tuning``.
         clock_ns: Nanoseconds from any start.
         pressure: Reads what the machine has no more of.
@@ -99,7 +97,6 @@ class Tuner:
         *,
         most_workers: int,
         cpus: float,
-        prior: Prior | None = None,
         tell: Callable[[str], None] = log.info,
         clock_ns: Callable[[], int] = clock.monotonic_ns,
         pressure: Callable[[], Pressure] | None = None,
@@ -107,15 +104,13 @@ class Tuner:
         self.most_workers = most_workers
         self.moves: list[Move] = []
         """All that were made, the newest last."""
-        self.workers: int | None = None if prior is None else prior.recall()
-        """The number that this tuner, or one before it, has come to; None: that of the plan."""
-        if self.workers is not None and not 1 <= self.workers <= most_workers:
-            self.workers = None
+        self.workers: int | None = None
+        """The number that this tuner has come to; None: that of the plan."""
         self.phase = Phase.MEASURING
         self.spent_s = 0.0
         """What decisions took so far, the start of processes included."""
         self.tell = tell
-        self._cpus, self._prior = cpus, prior
+        self._cpus = cpus
         self._clock_ns = clock_ns
         self._pressure = PressureReader() if pressure is None else pressure
         self._loader: weakref.ref[Tunable] | None = None
@@ -293,8 +288,6 @@ class Tuner:
         outcome: Outcome = "kept" if kept else "taken back"
         self.moves[-1] = move = replace(move, step_seen_ms=window.step_ms, outcome=outcome)
         self.tell(str(move))
-        if kept and self._prior is not None and move.step_expected_ms is not None:
-            self._prior.keep(move.after)
         if kept:
             self._rest, self._decided = _REST, window
             late = window.wait_share >= LITTLE

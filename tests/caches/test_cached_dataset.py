@@ -94,6 +94,30 @@ def test_each_sample_is_made_once(tmp_path, folder):
     assert sorted(data.made()) == list(range(1, 40))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fill_makes_what_is_missing_and_a_training_makes_nothing_more(
+    tmp_path, folder, num_workers
+):
+    data = Made(folder)
+    cached = ld.CachedDataset(data, tmp_path / "cache", transform=lambda _: 1 / 0)
+    cached.fill(num_workers)
+    assert cached.stored == len(data)
+    data.forget()
+    cached.fill(num_workers)
+    later = ld.CachedDataset(data, tmp_path / "cache")
+    assert equal([later[i] for i in range(40)], [Made(tmp_path)[i] for i in range(40)])
+    # A run compares some with the dataset when it opens the cache.
+    assert len(set(data.made())) <= 8
+
+
+def test_fill_ends_where_no_more_finds_room(tmp_path, folder):
+    data = Made(folder, 400, varies=True)
+    cached = ld.CachedDataset(data, tmp_path / "cache", max_bytes=2000)
+    cached.fill()
+    assert 0 < cached.stored < 40
+    assert max(data.made()[-32:]) < 100
+
+
 def test_a_complete_cache_of_rows_is_gathered(tmp_path, folder):
     data = Made(folder)
     cached = ld.CachedDataset(data, tmp_path / "cache")

@@ -254,3 +254,14 @@ def test_a_training_asks_the_server_for_each_object_once(tmp_path):
             assert server.requests <= most + 16 + 3
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fill_asks_for_what_is_missing_once(tmp_path, log, num_workers):
+    cached = CachedSource(Records(log), tmp_path / "kept")
+    cached.get_bytes([3, 5])
+    cached.fill(num_workers)
+    assert sorted(asked(log)) == list(range(COUNT))
+    cached.fill(num_workers)
+    assert cached.get_bytes(range(COUNT)) == [record(index) for index in range(COUNT)]
+    assert len(asked(log)) == COUNT

@@ -197,6 +197,15 @@ def test_a_data_module_keeps_samples_where_nothing_is_random(root, tmp_path):
     assert "samples as the dataset returns them" in module.explain()
 
 
+def test_fill_keeps_the_pictures_of_a_training(root, tmp_path):
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    kept.pictures.fill()
+    assert cache_of(kept).stored == len(kept)
+    module = Photos(folder_of(root, shorter_side=48), cache=tmp_path / "kept")
+    loader = module.train_dataloader()
+    assert cache_of(loader.dataset).stored == len(kept)
+
+
 def test_views_of_a_cache_can_not_be_written_to(root, tmp_path):
     kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
     all_of(kept)

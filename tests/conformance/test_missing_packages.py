@@ -99,7 +99,7 @@ if __name__ == "__main__":
         "crop": said(decode_crop, b"", (0, 0, 1, 1)),
         "register": said(register, "nothing.Here", table=True),
         "objects": said(ObjectSource, "s3://bucket"),
-        "command": said(main, ["show-augment", "nothing:here"]),
+        "command": said(main, ["doctor"]),
     }))
 '''
 

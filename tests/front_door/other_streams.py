@@ -121,28 +121,6 @@ def open_litdata(folder: Path, shuffle: bool, decode: Callable[[Any], Any]) -> A
     )
 
 
-def write_mosaic(folder: Path, shards: int) -> None:
-    from streaming import MDSWriter
-
-    columns = {"image": f"ndarray:uint8:{SIDE},{SIDE},3", "number": "int"}
-    limit = len(pixels(0).tobytes()) * (COUNT // shards) + 400
-    with MDSWriter(out=str(folder), columns=columns, size_limit=limit) as file:
-        for number in range(COUNT):
-            file.write({"image": pixels(number), "number": number})
-
-
-def open_mosaic(folder: Path, shuffle: bool, decode: Callable[[Any], Any]) -> Any:
-    import streaming
-
-    streaming.base.util.clean_stale_shared_memory()
-
-    class Decoded(streaming.StreamingDataset):
-        def __getitem__(self, at: Any) -> Any:
-            return decode(super().__getitem__(at))
-
-    return Decoded(local=str(folder), shuffle=shuffle, batch_size=4, shuffle_seed=5)
-
-
 def write_ray(folder: Path, shards: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet
@@ -186,7 +164,6 @@ class Library:
 LIBRARIES = {
     "Hugging Face": Library(module="datasets", write=write_hugging_face, opened=open_hugging_face),
     "LitData": Library(module="litdata", write=write_litdata, opened=open_litdata),
-    "MosaicML Streaming": Library(module="streaming", write=write_mosaic, opened=open_mosaic),
     "WebDataset": Library(module="webdataset", write=write_webdataset, opened=open_webdataset),
 }
 """Those whose streams share themselves out among workers. Ray Data has processes of its own."""

@@ -78,9 +78,6 @@ def rank_here():
 
 def run(files, case):
     library, how = case.split(", ")
-    if how == "by torchrun":
-        own = {"RANK": rank_here(), "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-        os.environ |= {name: str(value) for name, value in own.items()}
     make = partial(LIBRARIES[library].opened, files, False, as_it_is)
     epochs, failed = [], []
     with warnings.catch_warnings(record=True) as told:

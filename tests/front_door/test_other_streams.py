@@ -271,15 +271,10 @@ def test_two_ranks_read_each_sample_once(library, files, tmp_path):
     cases = [f"{name}, made in train_dataset", f"{name}, made before"]
     if library.module == "webdataset":
         cases.append(f"{name}, started anew")
-    if library.module == "streaming":
-        cases = [f"{name}, made before", f"{name}, by torchrun"]
     ranks = on_two_ranks(files(6), tmp_path, *cases)
     for case in cases:
         read = [rank[case]["epochs"] for rank in ranks]
         told = [" ".join(rank[case]["told"]) for rank in ranks]
-        if "made before" in case and library.module == "streaming":
-            assert all("Start the program with torchrun" in each for each in told)
-            continue
         for epoch in range(EPOCHS):
             if "made before" in case and library.module == "datasets":
                 assert [sorted(flat(each[epoch])) for each in read] == [list(range(COUNT))] * 2

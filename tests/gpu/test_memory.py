@@ -168,11 +168,3 @@ def test_a_chosen_batch_trains_nearly_as_many_rows_a_second_as_any(tmp_path):
     ran = [each for each in decision.probes if each.peak_bytes is not None]
     rates = {each.rows: each.rows / each.step_s for each in ran}
     assert rates[decision.batch_size] >= 0.95 * max(rates.values())
-
-
-def test_what_a_training_took_is_known_to_the_next_one(tmp_path):
-    fit(tmp_path, batch_size=64, guard="warn", precision="32-true", steps=4)
-    _, decision = fit(tmp_path, batch_size=128, guard="quick", precision="32-true", steps=4)
-    assert decision.action == "keep"
-    actual = torch.cuda.max_memory_allocated(CUDA)
-    assert abs(decision.predicted_peak_bytes - actual) < 0.05 * actual

@@ -195,9 +195,7 @@ def test_groups_are_found_through_what_stands_before_the_dataset(sizes, data):
 
 @settings(max_examples=100, deadline=None)
 @given(sizes=SIZES, at_once=st.integers(1, 5), epoch=st.integers(0, 5), data=st.data())
-def test_a_part_of_the_order_and_the_place_of_a_sample_are_those_of_the_whole(
-    sizes, at_once, epoch, data
-):
+def test_a_part_of_the_order_is_that_of_the_whole(sizes, at_once, epoch, data):
     dataset = Stored(sizes)
     if data.draw(st.booleans()):
         dataset = Subset(dataset, list(range(len(dataset)))[::-2])
@@ -207,8 +205,6 @@ def test_a_part_of_the_order_and_the_place_of_a_sample_are_those_of_the_whole(
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
     assert order[start:stop].tolist() == whole[start:stop]
-    assert [order.position_of(sample) for sample in whole] == list(range(len(whole)))
-    assert order.position_of(-1) == order.position_of(len(whole)) == -1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""``batch_size="auto"`` and ``guard="quick"``: on a device whose memory and time are counted."""
+"""``batch_size="auto"``: on a device whose memory and time are counted."""
 
 from __future__ import annotations
 
@@ -201,10 +201,9 @@ def test_without_a_gpu_it_is_said_and_32_are_taken(tmp_path):
     assert sizes(model.seen["train"]) == {32}
 
 
-@pytest.mark.parametrize("guard", ["off", "quick"])
-def test_nobody_would_choose_it(guard):
-    with pytest.raises(OptionsError, match=f"guard='{guard}' contradict"):
-        FastDataModule("auto", guard=guard)
+def test_nobody_would_choose_it():
+    with pytest.raises(OptionsError, match='guard="off" contradict'):
+        FastDataModule("auto", guard="off")
 
 
 @pytest.mark.parametrize("wrong", ["largest", 0, True, 2.0])
@@ -296,44 +295,6 @@ def test_what_is_padded_is_tried_as_long_as_the_longest_that_was_read(tmp_path):
     assert "longest of 64 samples" in decision.reason
     plain = RowsModule(8, length=64, guard="warn", options=QUIET)
     assert "longest" not in fit(tmp_path, plain, Model(Device()))[1].reason
-
-
-# --- guard="quick" -----------------------------------------------------------------------------
-
-
-def test_quick_tries_nothing_and_knows_what_earlier_trainings_took(tmp_path):
-    def run(batch_size, guard, per_row=20 * MIB):
-        model = Model(Device(per_row))
-        data = RowsModule(batch_size, length=64, guard=guard, options=QUIET)
-        return fit(tmp_path, data, model, max_epochs=1, limit_val_batches=0)[1], model.memory
-
-    first, _ = run(8, "quick")
-    assert first.action == "skipped"
-    assert "no earlier training of this kind is known" in first.reason
-    run(16, "warn")
-    with pytest.warns(FastDataWarning, match="At most 179 rows fit"):
-        decision, _ = run(200, "quick")
-    assert decision.action == "warn"
-    assert "no step was tried" in decision.reason
-    decision, device = run(32, "quick")
-    assert decision.action == "keep"
-    assert device.trained == [32, 32]
-    assert decision.predicted_peak_bytes == 640 * MIB
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"peak_bytes_by_rows": 3}', '{"peak_bytes_by_rows": [[1, "x"]]}']
-)
-def test_a_file_that_is_damaged_is_no_file(tmp_path, content):
-    def run(guard):
-        data = RowsModule(8, length=64, guard=guard, options=QUIET)
-        return fit(tmp_path, data, Model(Device()), limit_val_batches=0)[1]
-
-    run("warn")
-    (kept,) = os.scandir(os.environ["LIGHTNING_FASTDATA_CACHE"])
-    with open(kept.path, "w") as file:
-        file.write(content)
-    assert run("quick").action == "skipped"
 
 
 # --- what Lightning's BatchSizeFinder is known to get wrong ------------------------------------

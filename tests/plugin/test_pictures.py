@@ -27,8 +27,8 @@ from torchvision.transforms import v2
 
 import lightning_fastdata.pytorch_lightning as twin
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata.augment.batch_images import BatchImages, Normalized, find_normalized
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.augment.show.grid import BatchImages, Normalized, find_normalized
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.plugin.loggers.pictures import (
     TAG,

@@ -10,13 +10,11 @@ import stat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from thoroughness import max_examples
 
-from lightning_fastdata.cli.commands import show_augment
 from lightning_fastdata.demo.photos import Cut, cut_photographs
-from lightning_fastdata.errors import DatasetError, FastDataError, OptionsError
-from lightning_fastdata.host.system_calls import write_atomically
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host.system_calls import cache_folder, write_atomically
 from lightning_fastdata.insight.report.compare import compare_files
 
 PHASE = {"mean_ms": 1.5, "p50_ms": 1.0, "p95_ms": 2.0, "max_ms": 3}
@@ -115,32 +113,6 @@ def test_a_report_replaces_a_link_and_follows_the_umask(mask, tmp_path):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["other", "report.json"]
 
 
-PIPELINE = """
-import albumentations as A
-pipeline = A.Compose([A.HorizontalFlip(p=0.5)])
-"""
-
-
-def test_a_picture_of_a_pipeline_replaces_a_link(tmp_path):
-    (tmp_path / "mine.py").write_text(PIPELINE)
-    (tmp_path / "other").write_text("mine")
-    (tmp_path / "out.png").symlink_to(tmp_path / "other")
-    image = tmp_path / "image.png"
-    Image.new("RGB", (32, 24), (9, 99, 200)).save(image)
-    show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
-    assert (tmp_path / "other").read_text() == "mine"
-    with Image.open(tmp_path / "out.png") as page:
-        assert page.format == "PNG"
-
-
-def test_a_damaged_picture_for_a_pipeline_is_an_error_of_ours(tmp_path):
-    (tmp_path / "mine.py").write_text(PIPELINE)
-    image = tmp_path / "image.ppm"
-    image.write_bytes(b"P6 50000 50000 255\n")
-    with pytest.raises(FastDataError, match=r"image\.ppm"):
-        show_augment(f"{tmp_path}/mine.py:pipeline", str(image), out=str(tmp_path / "out.png"))
-
-
 @pytest.mark.parametrize("manifest", ["{", "[" * 100_000, "[]", "null", '{"other": 1}'])
 def test_a_folder_whose_manifest_is_not_ours_is_left_alone(manifest, tmp_path):
     cut = Cut(train_per_class=1, val_per_class=1)
@@ -150,3 +122,10 @@ def test_a_folder_whose_manifest_is_not_ours_is_left_alone(manifest, tmp_path):
     with pytest.raises(DatasetError, match="left alone"):
         cut_photographs(folder, cut)
     assert name.read_text() == manifest
+
+
+def test_caches_are_where_the_environment_says(monkeypatch, tmp_path):
+    assert str(cache_folder()) == os.environ["LIGHTNING_FASTDATA_CACHE"]
+    monkeypatch.delenv("LIGHTNING_FASTDATA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lightning_fastdata"

@@ -1,4 +1,4 @@
-"""The batch of any step is made again to the byte; a sample is found at the steps that got it."""
+"""The batch of any step is made again to the byte."""
 
 from __future__ import annotations
 
@@ -163,7 +163,6 @@ def test_the_words_say_what_was_drawn() -> None:
     fit(data)
     replayed = data.batch_at(3)
     for index, words in zip(replayed.indices, replayed.draws, strict=True):
-        assert words == data.draws_of(index, replayed.epoch)[0]
         names = [word.partition("(")[0] for word in words]
         assert names[-2:] == ["Normalize", "ToTensorV2"]
         assert "RandomCrop" in names
@@ -195,17 +194,10 @@ def test_a_look_back_disturbs_no_training() -> None:
         assert all(same(one.batch, batches[one.step]) for one in model.looked)
 
 
-def test_a_sample_is_found_at_the_steps_that_got_it() -> None:
+def test_a_step_knows_the_batches_that_it_accumulated() -> None:
     data = Data(4, options=options("inline"), seed=5, drop_last=True)
     seen = fit(data, max_epochs=4, limit_train_batches=4, accumulate_grad_batches=3)
     record = data.run_record()
-    for index in range(LENGTH):
-        expected = [
-            (step, number, batch["index"].tolist().index(index))
-            for number, step, batch in seen
-            if index in batch["index"]
-        ]
-        assert [(one.step, one.batch, one.row) for one in record.seen(index)] == expected
     for number, step, _ in seen:
         assert number in record.batches_of_step(step)
 
@@ -266,12 +258,6 @@ def test_a_run_that_was_stopped_amid_an_epoch_goes_on_in_its_record(tmp_path, si
         with pytest.raises(OptionsError, match="batches of another size"):
             second.batch_at(number, run=record)
     check(second, [one for one in seen if not 6 <= one[0] < 15], record)
-    found = [(one.batch, one.row) for one in record.seen(0)]
-    assert found == [
-        (number, batch["index"].tolist().index(0))
-        for number, _, batch in seen
-        if 0 in batch["index"] and not 6 <= number < 15
-    ]
 
 
 def test_batches_that_cannot_be_found_again_are_refused() -> None:
@@ -286,8 +272,6 @@ def test_batches_that_cannot_be_found_again_are_refused() -> None:
     data.trainer = None
     with pytest.raises(OptionsError, match="9 samples, and that of the run had 22"):
         data.batch_at(0, run=record)
-    with pytest.raises(OptionsError, match="22 samples"):
-        list(record.seen(22))
     assert seen
 
 
@@ -440,15 +424,6 @@ def test_the_command_makes_the_batches_of_a_step_again(run, file, here) -> None:
     assert "Normalize(" in printed
 
 
-def test_the_command_finds_the_steps_of_a_sample(run, here) -> None:
-    folder, _ = run
-    printed = here(folder, "which", "last.ckpt", "--index", 17, "--datamodule", "train.py:Folder")
-    steps = [line for line in printed.splitlines() if line.startswith("step ")]
-    assert ["epoch 0" in steps[0], "epoch 1" in steps[1], len(steps)] == [True, True, 2]
-    assert "Sample 17 was seen 2 times in 12 batches." in printed
-    assert "Normalize(" in printed
-
-
 def test_a_file_that_names_code_is_not_run(run, tmp_path, here) -> None:
     folder, _ = run
 
@@ -466,5 +441,5 @@ def test_a_file_that_names_code_is_not_run(run, tmp_path, here) -> None:
         ("none.ckpt", "cannot be read"),
     ):
         with pytest.raises(SystemExit, match=said):
-            here(folder, "which", tmp_path / file, "--index", 0)
+            here(folder, "replay", tmp_path / file, "--step", 0, "--datamodule", "train.py:Folder")
     assert not (tmp_path / "ran").exists()

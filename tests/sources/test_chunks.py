@@ -1,11 +1,8 @@
-"""Chunks of MDS and LitData, arrays of Zarr and rows of Lance are read as their libraries do."""
+"""Chunks of LitData, arrays of Zarr and rows of Lance are read as their libraries do."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import pickle
-import shutil
 import subprocess
 import sys
 
@@ -17,7 +14,6 @@ from programs import run_program
 import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.errors import DatasetError
-from tests.sources import mds_samples
 
 ORDER = [17, 3, 0, 29, 3]
 
@@ -41,50 +37,6 @@ def assert_same(ours, theirs):
             np.testing.assert_array_equal(ours[name], value)
         else:
             assert ours[name] == value, name
-
-
-def number_of_mds(row, _index):
-    return row["number"]
-
-
-def test_mds_samples_are_those_that_were_written():
-    source = sources.MdsSource(mds_samples.FOLDER)
-    assert len(source) == mds_samples.COUNT
-    assert len(source.paths) > 1  # several shards
-    for index, row in zip(ORDER, source.get_bytes(ORDER), strict=True):
-        assert_same(row, mds_samples.sample(index))
-    assert source.name_of(29).endswith(".mds:29")
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy.get_bytes([4])[0]["number"] == -1
-    assert numbers_of(source, number_of_mds) == [index - 5 for index in range(30)]
-
-
-def test_mds_that_is_damaged_or_compressed_is_told(tmp_path):
-    with pytest.raises(DatasetError, match=r"as uncompressed MDS.*index\.json"):
-        sources.MdsSource(tmp_path)
-    shutil.copytree(mds_samples.FOLDER, tmp_path / "x")
-    shard = sorted((tmp_path / "x").glob("*.mds"))[0]
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1])
-    with pytest.raises(DatasetError, match="ends early"):
-        sources.MdsSource(tmp_path / "x")
-    shard.unlink()  # as if there were a compressed one alone
-    with pytest.raises(DatasetError, match=r"compression=None"):
-        sources.MdsSource(tmp_path / "x")
-    shard.write_bytes(whole)
-    index = json.loads((tmp_path / "x" / "index.json").read_text())
-    index["shards"][0]["format"] = "csv"
-    (tmp_path / "x" / "index.json").write_text(json.dumps(index))
-    with pytest.raises(DatasetError, match="csv"):
-        sources.MdsSource(tmp_path / "x")
-
-
-def test_a_pickle_in_mds_stays_bytes(tmp_path):
-    shutil.copytree(mds_samples.FOLDER, tmp_path / "x")
-    file = tmp_path / "x" / "index.json"
-    file.write_text(file.read_text().replace('"bytes"', '"pkl"'))
-    (row,) = sources.MdsSource(tmp_path / "x").get_bytes([2])
-    assert row["raw"] == mds_samples.sample(2)["raw"]
 
 
 def litdata_sample(index):

@@ -62,9 +62,9 @@ def take_batch_size(module: DataModule, batch_size: object) -> None:
         OptionsError: It is something else, or nothing will choose one.
     """
     module.chooses_batch_size = batch_size == "auto"
-    if module.chooses_batch_size and module.guard in ("off", "quick"):
+    if module.chooses_batch_size and module.guard == "off":
         raise OptionsError(
-            f'batch_size="auto" and guard={module.guard!r} contradict each other, as the guard '
+            'batch_size="auto" and guard="off" contradict each other, as the guard '
             'chooses the size by trying training steps. Set guard="warn", or a batch size.'
         )
     module.batch_size = 32 if module.chooses_batch_size else checked_batch_size(batch_size)

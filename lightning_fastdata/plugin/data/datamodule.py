@@ -88,9 +88,8 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
             ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
-            ``"raise"`` an error; ``"quick"``: warn, by what earlier trainings took and without
-            trying a step; ``"off"``: nothing. All but the last and ``"raise"`` train in parts what
-            does not fit all the same.
+            ``"raise"`` an error; ``"off"``: nothing. All but the last two train in parts what does
+            not fit all the same.
         prefetch: On a CUDA GPU, move batches beside the computing. ``"stream"``: when it is their
             turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.caches.cached import CachedSource
 from lightning_fastdata.caches.folders import CacheFolder, cache_root, room_bytes
-from lightning_fastdata.caches.forecast import forecast_time, why_not
+from lightning_fastdata.caches.gain import measure_gain
 from lightning_fastdata.caches.image_cache import cache_of, with_cache
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
@@ -36,7 +36,7 @@ from lightning_fastdata.plugin.seams.trainer import running_stage
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.caches.forecast import Forecast
+    from lightning_fastdata.caches.gain import CacheGain
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.types import Shuffle, Stage
 
@@ -206,7 +206,7 @@ def kept(
 
     ``"auto"`` is ``"disk"`` where an earlier run has begun the cache, or where some samples, read
     in a process that is thrown away, show that it pays in the epochs of the training: see
-    :func:`why_not`. Ranks decide for themselves; their samples are the same in any case.
+    :meth:`CacheGain.why_not`. Ranks decide for themselves; their samples are the same in any case.
     """
     if folder != "auto":
         return with_cache(dataset, folder), None
@@ -230,21 +230,20 @@ def _decision(dataset: Dataset[Any], epochs: float) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         method = multiprocessing.get_start_method()
         found = try_apart(_measure, dataset, folder, start_method=method, deadline_s=_DEADLINE_S)
-    forecast: Forecast | None = found.values.get("forecast")
-    if forecast is None:
+    gain: CacheGain | None = found.values.get("gain")
+    if gain is None:
         failure = found.failure
         if failure is not None and isinstance(failure.error, DatasetError):
             return False, str(failure.error)
         return False, f"a process that tried it {'failed' if failure is None else failure.what}"
     # Records from afar come quicker from a disk, too; what is made of them is not kept.
     from_afar = isinstance(cache, CachedSource)
-    reason = why_not(
-        forecast,
+    reason = gain.why_not(
         disk_bytes=room_bytes(_existing(cache_root("disk")), in_memory=False),
         memory_bytes=math.inf if from_afar else read_host_memory().available_bytes / 2,
         epochs=epochs,
     )
-    return reason is None, reason or str(forecast)
+    return reason is None, reason or str(gain)
 
 
 def _existing(folder: Path) -> Path:
@@ -253,7 +252,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _measure(dataset: Dataset[Any], folder: str, tell: Tell) -> None:
-    tell("forecast", forecast_time(dataset, folder))
+    tell("gain", measure_gain(dataset, folder))
 
 
 def _epochs_left(trainer: Trainer | None) -> float:

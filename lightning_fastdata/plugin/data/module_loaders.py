@@ -205,7 +205,7 @@ class ModuleLoaders:
             known.tell = tell  # to the trainer of now
             return known
         ranks = 1 if trainer is None else trainer.num_devices
-        tuner = tuner_for(plan, spec, local_ranks=ranks, tell=tell)
+        tuner = tuner_for(plan, local_ranks=ranks, tell=tell)
         if tuner is not None:
             self._tuners[spec.name, spec.batch_size] = tuner
         return tuner

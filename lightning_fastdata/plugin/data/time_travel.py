@@ -148,18 +148,6 @@ class TimeTravel:
         with kept_random_state(), torch.no_grad():
             return _Replay(self, run).batch(step, rank)
 
-    def draws_of(
-        self, index: int, epoch: int, *, run: RunRecord | None = None
-    ) -> tuple[tuple[str, ...], ...]:
-        """Return what is drawn for a training sample in an epoch, in words.
-
-        There is one entry for each row that the sample becomes, mostly one. ``run`` is as
-        :meth:`batch_at` takes it.
-        """
-        run = self.run_record() if run is None else run
-        with kept_random_state(), torch.no_grad():
-            return _Replay(self, run).draws(index, epoch)
-
 
 class _Replay:
     """What batches of a run are made again with: a loader, and a copy of the data module."""
@@ -222,13 +210,6 @@ class _Replay:
             batch=batch,
             draws=draws,
         )
-
-    def draws(self, index: int, epoch: int) -> tuple[tuple[str, ...], ...]:
-        try:
-            return self._draws(self.loader.dataset, [index], epoch)
-        finally:
-            if self.trainer is not None:
-                tell_epoch(self.loader.dataset, training_place(self.trainer).epoch)
 
     def _read(
         self, dataset: Dataset[Any], indices: list[int], epoch: int, **arguments: Any

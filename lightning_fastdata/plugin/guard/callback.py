@@ -17,18 +17,11 @@ from lightning_fastdata.host.memory import (
 )
 from lightning_fastdata.plugin.data.datasets import named
 from lightning_fastdata.plugin.guard.prediction import (
-    Probe,
     predict_peak_bytes,
     skipped,
 )
 from lightning_fastdata.plugin.guard.replay import RunsInParts, samples_of, why_not_in_parts
-from lightning_fastdata.plugin.guard.steps import (
-    apply_decision,
-    by_earlier,
-    earlier_peaks,
-    keep_peaks,
-    run_guard,
-)
+from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
 from lightning_fastdata.plugin.guard.tried_steps import collates, guard_batch, guard_rows
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
@@ -42,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.host.memory import MemoryReader
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.guard.prediction import GuardDecision, GuardPolicy
-    from lightning_fastdata.tuning.prior import KeptFile
     from lightning_fastdata.types import Batch
 
 
@@ -92,8 +84,8 @@ class GuardHooks:
         """What takes batches in parts that do not fit; None: they cannot be, or not yet."""
         self._resumed: dict[str, int] | None = None
         self._undo: Callable[[], None] | None = None
-        self._watched: tuple[MemoryReader, KeptFile] | None = None
-        """Where the memory of the run is read, and what trainings of its kind took."""
+        self._watched: MemoryReader | None = None
+        """Reads the memory of the run; None: nothing is watched."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the sizes that were changed, so that a resumed run trains with the same."""
@@ -126,10 +118,9 @@ class GuardHooks:
                     warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
                 return
             reader = CudaMemoryReader(device)
-        kept = earlier_peaks(trainer, pl_module, datamodule)
         self._undo = _sizes_as_now(trainer, datamodule)
-        self._watched = reader, kept
-        self.decision = self._decided(trainer, pl_module, datamodule, reader, kept)
+        self._watched = reader
+        self.decision = self._decided(trainer, pl_module, datamodule, reader)
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
         reader.reset_peak()
 
@@ -139,13 +130,10 @@ class GuardHooks:
         pl_module: LightningModule,
         datamodule: DataModule,
         reader: MemoryReader,
-        kept: KeptFile,
     ) -> GuardDecision:
         asked, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
         if self._resumed is not None:
             return _as_before(self._resumed, trainer, datamodule)
-        if datamodule.guard == "quick":
-            return by_earlier(asked, accumulate, kept, reader)
         rows = guard_rows(datamodule.train_dataset())
         if rows is None:
             if self.parts is not None:
@@ -215,21 +203,18 @@ class GuardHooks:
         return decision.batch_size if decision.action == "reduce" else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Say what memory the training took, beside what was predicted, and keep it."""
+        """Say what memory the training took, beside what was predicted."""
         datamodule, decision = own_datamodule(trainer), self.decision
         if self._watched is None or datamodule is None or decision is None:
             return
-        reader, kept = self._watched
         rows = (self.parts and self.parts.largest) or datamodule.batch_size
         rows = min(rows, guard_rows(datamodule.train_dataset()) or rows)
-        actual = Probe(rows, reader.peak_bytes())
+        took_bytes = self._watched.peak_bytes()
         predicted = predict_peak_bytes(decision.probes, rows)
-        note = f"The training took {size_text(actual.peak_bytes or 0)} of GPU memory at {rows} rows"
+        note = f"The training took {size_text(took_bytes)} of GPU memory at {rows} rows"
         note += "." if predicted is None else f"; {size_text(predicted)} were predicted."
         datamodule.notes.append(note)
         log.info(note)
-        if trainer.is_global_zero:
-            keep_peaks(kept, [*decision.probes, actual])
 
     def on_before_backward(
         self,

@@ -17,12 +17,11 @@ from lightning_fastdata.host.memory import size_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-GuardPolicy: TypeAlias = Literal["accumulate", "reduce", "raise", "warn", "quick", "off"]
+GuardPolicy: TypeAlias = Literal["accumulate", "reduce", "raise", "warn", "off"]
 """What to do with a batch that does not fit.
 
 ``accumulate`` loads smaller batches and accumulates gradients over more of them, ``reduce`` only
-loads smaller batches, ``raise`` stops the run, ``warn`` lets it go on, ``quick`` does the same, by
-what earlier trainings took and without trying anything, ``off`` does not look.
+loads smaller batches, ``raise`` stops the run, ``warn`` lets it go on, ``off`` does not look.
 """
 
 GuardAction: TypeAlias = Literal[

@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from torch.distributed import ReduceOp
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import MemoryReader, reserve_bytes
-from lightning_fastdata.plugin.data.datasets import named
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     GuardPolicy,
@@ -39,7 +38,6 @@ from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
 from lightning_fastdata.plugin.seams.trainer import loss_scaler, unseen_steps
 from lightning_fastdata.torch_internals import may_have_compiled
-from lightning_fastdata.tuning.prior import KeptFile, about_dataset, fingerprint
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _NO_MEMORY = 2**62  # in the place of a peak
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
-_KEPT_SIZES: Final = 8
 
 
 def run_guard(
@@ -272,53 +269,3 @@ def _why_not(
     }
     why = next((why for why, holds in reasons.items() if holds), None)
     return why or why_not_tried(trainer, pl_module)
-
-
-def earlier_peaks(trainer: Trainer, pl_module: LightningModule, datamodule: DataModule) -> KeptFile:
-    """Return where the peaks of trainings are kept that differ in their batch size at most."""
-    device = trainer.strategy.root_device
-    datasets = [dataset for _, dataset in named(datamodule.train_dataset(), "")]
-    about = {
-        "module": f"{type(pl_module).__module__}.{type(pl_module).__qualname__}",
-        "parameters": sum(weight.numel() for weight in pl_module.parameters()),
-        "optimizers": [type(each).__name__ for each in trainer.optimizers],
-        "precision": str(trainer.precision),
-        "strategy": type(trainer.strategy).__name__,
-        "datasets": [fingerprint(each) for each in datasets],
-        "attributes": [about_dataset(each) for each in datasets],
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "torch": torch.__version__,
-    }
-    return KeptFile("memory", about)
-
-
-def keep_peaks(kept: KeptFile, probes: Iterable[Probe]) -> None:
-    """Keep the peaks of sizes that ran, the newest of each."""
-    known = {rows: peak for rows, peak, *_ in _kept(kept)}
-    known |= {each.rows: each.peak_bytes for each in probes if each.peak_bytes is not None}
-    kept.write({"peak_bytes_by_rows": sorted(known.items())[-_KEPT_SIZES:]})
-
-
-def _kept(kept: KeptFile) -> list[Probe]:
-    try:
-        pairs = kept.read().get("peak_bytes_by_rows", [])
-        return [Probe(int(rows), int(peak)) for rows, peak in pairs if rows > 0 and peak >= 0]
-    except (TypeError, ValueError):
-        return []
-
-
-def by_earlier(asked: int, accumulate: int, kept: KeptFile, reader: MemoryReader) -> GuardDecision:
-    """Return what to say of a batch size by what earlier trainings took: nothing is tried."""
-    probes = _kept(kept)
-    if not probes:
-        why = "no earlier training of this kind is known. The next one will know this one"
-        return skipped(asked, accumulate, why)
-    decision = decide(
-        asked=asked,
-        probes=probes,
-        budget_bytes=reader.free_bytes() - reserve_bytes(reader.total_bytes()),
-        policy="warn",
-        accumulate_now=accumulate,
-    )
-    reason = f"{decision.reason} (By what earlier trainings took; no step was tried.)"
-    return replace(decision, reason=reason, probes=tuple(probes))

@@ -44,10 +44,9 @@ class _Combined(Protocol):
 def watch_sources(
     trainer: Trainer,
     stages: Collection[Stage],
-    change: Callable[[Stage, object], object],
     watch: Callable[[Stage, object], None],
 ) -> Callable[[], None]:
-    """Change and show a trainer's loaders before they are iterated, and return what stops that.
+    """Show a trainer's loaders before they are iterated, and return what stops that.
 
     Lightning calls no hook between getting a loader and starting its workers. Where a version has
     no data source, the loaders are seen when the training starts.
@@ -63,7 +62,7 @@ def watch_sources(
     for stage, loop in loops:
         source = data_source(loop) if stage in stages else None
         if source is not None:
-            vars(source)["dataloader"] = _ShownLoaders(source.dataloader, stage, change, watch)
+            vars(source)["dataloader"] = _ShownLoaders(source.dataloader, stage, watch)
             shown.append(source)
 
     def stop() -> None:
@@ -74,22 +73,20 @@ def watch_sources(
 
 
 class _ShownLoaders:
-    """A data source's ``dataloader``, which changes and shows what it returns."""
+    """A data source's ``dataloader``, which shows what it returns."""
 
     def __init__(
         self,
         ask: Callable[[], object],
         stage: Stage,
-        change: Callable[[Stage, object], object],
         watch: Callable[[Stage, object], None],
     ) -> None:
         self.ask = ask
         self.stage = stage
-        self.change = change
         self.watch = watch
 
     def __call__(self) -> object:
-        loaders = self.change(self.stage, self.ask())
+        loaders = self.ask()
         self.watch(self.stage, loaders)
         return loaders
 

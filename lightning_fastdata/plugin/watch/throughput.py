@@ -51,7 +51,7 @@ from lightning_fastdata.randomness.seeds import global_seed
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Batch
 
 
 _MOST_FIGURES = 20
@@ -149,13 +149,11 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self.report: RunReport | None = None
         self.reports: dict[str, RunReport] = {}
         self.misfortunes = Misfortunes()
-        self.change_loaders: Callable[[Stage, object], object] | None = None
-        """What is measured in the place of a stage's loaders; ``fastdata run --fast`` sets it."""
         self._run: MeasuredRun | None = None
 
     def __getstate__(self) -> dict[str, object]:
         # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
-        return {**self.__dict__, "_run": None, "change_loaders": None}
+        return {**self.__dict__, "_run": None}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
@@ -171,7 +169,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             undo.append(self._register(trainer, pl_module, recording))
         guard = self.misfortunes.survived_by
         watch = guard("A loader is not measured", recording.watch)
-        undo.append(watch_sources(trainer, recording.stages, self._changed, watch))
+        undo.append(watch_sources(trainer, recording.stages, watch))
         recording.augments = augmenting_stages(trainer, pl_module)
 
         def find(action: str) -> Listener | None:
@@ -181,9 +179,6 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             return guard(NOT_MEASURED, listener[0]), guard(NOT_MEASURED, listener[1])
 
         undo.append(attach(trainer, find))
-
-    def _changed(self, stage: Stage, loaders: object) -> object:
-        return loaders if self.change_loaders is None else self.change_loaders(stage, loaders)
 
     def _register(
         self, trainer: Trainer, pl_module: LightningModule, recording: Recording
@@ -347,3 +342,20 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             with survived("The summary was not printed"):
                 close_progress_bar(run.trainer)
                 print_report(report, page)
+
+
+class AddedHooks(ThroughputHooks):
+    """What ``fastdata run`` adds to a Trainer; it leaves the measuring to a callback of the script.
+
+    Args:
+        report: Where the report is written. Default: as of ``DataThroughputCallback``.
+    """
+
+    def __init__(self, *, report: str | None = None) -> None:
+        super().__init__(report=report or True)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to measure, unless another callback does."""
+        callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
+        if not any(isinstance(c, ThroughputHooks) and c is not self for c in callbacks):
+            super().setup(trainer, pl_module, stage)

@@ -1,1 +1,0 @@
-"""Pictures and pages that show what pipelines make of images."""
