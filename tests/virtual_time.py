@@ -94,13 +94,13 @@ class VirtualClock(clock.Clock):
         return 1_700_000_000 + self._now_ns / _A_SECOND_NS
 
     def queued_ns(self, schedstat: int = -1) -> int:
-        """Return how long the calling thread was kept from a CPU; only threads ask for their own."""
+        """Return how long the calling thread was kept from a CPU; a thread asks for its own."""
         return getattr(self._of_thread, "queued_ns", 0)
 
 
 @contextmanager
 def virtual_time() -> Iterator[VirtualClock]:
-    """Have this process live in a virtual time, driven by the calling thread, while a block runs."""
+    """Have this process live in a time that the calling thread drives, while a block runs."""
     virtual = VirtualClock()
     with clock.installed(virtual):
         try:
