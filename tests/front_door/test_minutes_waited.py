@@ -19,7 +19,7 @@ ROWS, BATCH, EPOCHS, READ_S = 16, 4, 3, 0.75
 
 
 class PatientClock(VirtualClock):
-    """Moves on by what the test reads only; what waits for another rank waits until that is here."""
+    """Moves on by what the test reads; what waits for another rank waits until that is here."""
 
     def sleep(self, seconds):
         time.sleep(seconds)
