@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from thoroughness import LONG, left_out, longest_first
+from thoroughness import left_out, longest_first
 from torch.utils.data import BatchSampler, DataLoader
+from virtual_time import virtual_time
 
 # A failure in CI has to come back on the next run; new examples are looked for on developers'
 # machines.
@@ -59,6 +60,13 @@ def torchs_own_loaders():
             setattr(kind, name, method)
 
 
+@pytest.fixture
+def virtual():
+    """Live in a time that the test drives; its datasets, steps and hooks sleep in it."""
+    with virtual_time() as clock:
+        yield clock
+
+
 def subclasses(kind):
     """Return a class and all that are derived from it."""
     found = {kind}
@@ -100,10 +108,10 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only a long run has, but never a test that was asked for by its name."""
+    """Leave out what other runs have, but never a test that was asked for by its name."""
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items[:] = longest_first(items, config.rootpath)
-    if LONG or any("::" in asked for asked in config.args):
+    if any("::" in asked for asked in config.args):
         return
     left = left_out(items)
     config.hook.pytest_deselected(items=list(left))

@@ -18,7 +18,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from jsonargparse import ArgumentParser
 
@@ -80,32 +80,20 @@ def _become(program: list[str], environ: Mapping[str, str]) -> None:
     raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
 
 
-def top(run: str | None = None, *, once: bool = False, web: bool = False, port: int = 0) -> None:
+def top(run: str | None = None, *, once: bool = False) -> None:
     """Show how trainings of this user on this machine are going, and where they hang.
 
     Args:
         run: The process number of one, or a part of the name of its script or log folder.
         once: Print one page and end; so it is where the output is no terminal.
-        web: Serve the page to a browser on this machine, under an address with a secret.
-        port: For that; 0: a free one.
     """
-    from lightning_fastdata.insight.live.page import as_html, as_rich, live_page
+    from lightning_fastdata.insight.live.page import as_rich, live_page
     from lightning_fastdata.insight.live.status import live_folder, read_all
 
     def page() -> LivePage:
         now_s = clock.unix_s()
         return live_page(read_all(live_folder(), now_s), run, now_s)
 
-    if web:
-        from lightning_fastdata.insight.live.page import PageServer
-
-        page()  # an error is better told here
-        with PageServer(lambda: as_html(page(), _EVERY_S), port) as server:
-            sys.stdout.write(f"{server.address}\n")
-            sys.stdout.flush()
-            sys.stderr.write("Open this address in a browser on this machine; Ctrl+C ends it.\n")
-            _until_interrupted(server.serve_forever)
-        return
     require("rich", extra="cli", what="This page")
     from rich.console import Console
     from rich.live import Live
@@ -115,19 +103,11 @@ def top(run: str | None = None, *, once: bool = False, web: bool = False, port: 
         width = None if sys.stdout.isatty() else 160
         Console(width=width, highlight=False).print(as_rich(page()))
         return
-    with Live(as_rich(page()), screen=True, auto_refresh=False) as live:
-
-        def show() -> None:
-            while True:
-                clock.sleep(_EVERY_S)
-                live.update(as_rich(page()), refresh=True)
-
-        _until_interrupted(show)
-
-
-def _until_interrupted(show: Callable[[], None]) -> None:
-    with suppress(KeyboardInterrupt):
-        show()
+    screen = Live(as_rich(page()), screen=True, auto_refresh=False)
+    with screen as live, suppress(KeyboardInterrupt):
+        while True:
+            clock.sleep(_EVERY_S)
+            live.update(as_rich(page()), refresh=True)
 
 
 def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
@@ -191,12 +171,6 @@ def top_parser() -> ArgumentParser:
         help="The process number of one, or a part of the name of its script or log folder.",
     )
     parser.add_argument("--once", action="store_true", help="Print one page and end.")
-    parser.add_argument(
-        "--web",
-        action="store_true",
-        help="Serve the page to a browser on this machine, under an address with a secret.",
-    )
-    parser.add_argument("--port", type=int, default=0, help="For --web; 0: a free one.")
     return parser
 
 

@@ -267,18 +267,6 @@ def read_device_usage(device: torch.device) -> DeviceUsage | None:
     )
 
 
-def read_gpu_watts(device: torch.device) -> float | None:
-    """Return what a CUDA device draws now; None where nobody says (NVML is not installed)."""
-    import torch
-
-    if device.type != "cuda" or torch.version.hip:  # what AMD's says is not in the same unit
-        return None
-    try:
-        return torch.cuda.power_draw(device) / 1e3 or None
-    except Exception:  # NVML has errors of its own, and so has its absence
-        return None
-
-
 def _sum(numbers: Iterable[int]) -> int | None:
     found = list(numbers)
     return sum(found) if found else None

@@ -161,25 +161,6 @@ TUNE: Final = (
 )
 """The number of workers, where it is tuned; gains are absent while it was not changed."""
 
-_LOST: Final = {
-    "device_hours": "hours that the devices waited for data, added up over them",
-    "money": "what these hours cost, where `cost_per_gpu_hour` is known",
-    "energy_kwh": "what the devices drew in them, where their power is known",
-}
-_WHEN: Final = {
-    "so_far": "in the training so far",
-    "per_epoch": "in an epoch",
-    "per_day": "in 24 hours at this rate",
-}
-COST: Final = tuple(
-    Metric(
-        f"data_cost/{name}_{when}", f"{words}, {time}", when == "per_day" and name != "energy_kwh"
-    )
-    for when, time in _WHEN.items()
-    for name, words in _LOST.items()
-)
-"""What waiting for data costs; at ends of epochs, on a GPU or where a price or a power is given."""
-
-METRICS: Final = (*STEPS, *WAITS, *RANKS, *MACHINE, *FAULTS, *TUNE, *COST)
+METRICS: Final = (*STEPS, *WAITS, *RANKS, *MACHINE, *FAULTS, *TUNE)
 MAIN: Final = frozenset(metric.name for metric in METRICS if metric.main)
-"""What people look at: 28 at most, several of them only where there is something to measure."""
+"""What people look at: 26 at most, several of them only where there is something to measure."""

@@ -18,7 +18,6 @@ from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun, watch
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import HostClock, StepTimeline
-from lightning_fastdata.insight.measure.waiting_cost import GpuRates, WaitingCost, waiting_cost
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import STAGES
@@ -40,13 +39,9 @@ class StepTimer:
             one, else the CPU. Other devices are measured by the clock of the host, for which their
             work is done when it is queued.
         clock: The clock for waits, and for everything if the device is the host.
-        cost_per_gpu_hour: What an hour of the device costs, in any currency: the report says what
-            waiting for data costs. Default: ``LIGHTNING_FASTDATA_COST_PER_GPU_HOUR`` of the
-            environment.
-        gpu_watts: What the device draws, in watts. Default: ``LIGHTNING_FASTDATA_GPU_WATTS``.
 
     Raises:
-        OptionsError: ``device`` is no device, or a price or a power is no number above 0.
+        OptionsError: ``device`` is no device.
 
     Example:
         >>> timer = StepTimer()
@@ -63,10 +58,7 @@ class StepTimer:
         device: torch.device | str | int | None = None,
         *,
         clock: HostClock | None = None,
-        cost_per_gpu_hour: float | None = None,
-        gpu_watts: float | None = None,
     ) -> None:
-        self._rates = GpuRates.given(cost_per_gpu_hour, gpu_watts)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
@@ -167,30 +159,20 @@ class StepTimer:
         return RunReport(
             stages=tuple(summary for _, summary in measured),
             verdict=verdict,
-            waiting_cost=self._waiting_cost(),
+            device_minutes_waited=self._minutes_waited(),
             recent={stage.stage: stage.timeline.history.newest() for stage, _ in measured},
             notes=tuple(dict.fromkeys(n for stage, _ in measured for n in stage.not_known())),
             versions=read_versions(),
             machine=describe_machine(self.device),
         )
 
-    def _waiting_cost(self) -> WaitingCost | None:
-        """Return what the training loses on the device of this process."""
+    def _minutes_waited(self) -> float | None:
+        """Return how long the device of this process waited for data while it trained."""
         train = self._stages.get("train")
         if train is None or not train.timeline.history.steps:
             return None
         stages = [stage for stage in self._in_order() if stage.stage in ("train", "val")]
-        idle_s = sum(stage.timeline.history.stalled_s() for stage in stages)
-        per_step_s = idle_s / train.timeline.history.steps
-        steps = train.steps_per_epoch
-        return waiting_cost(
-            self._rates,
-            device=self.device.type,
-            devices=1,
-            idle_s=idle_s,
-            elapsed_s=sum(stage.duration_s for stage in stages),
-            idle_per_epoch_s=None if steps is None else per_step_s * steps,
-        )
+        return sum(stage.timeline.history.stalled_s() for stage in stages) / 60
 
     def _in_order(self) -> list[LoopStage]:
         return [self._stages[name] for name in STAGES if name in self._stages]

@@ -5,10 +5,10 @@ Without Lightning, which takes seconds to import: spawned workers import this mo
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch.utils.data import Dataset
+
+from lightning_fastdata.host import clock
 
 
 class Rows(Dataset):
@@ -22,7 +22,7 @@ class Rows(Dataset):
         return self.length
 
     def __getitem__(self, i):
-        time.sleep(self.sleep_s.get(i, 0))
+        clock.sleep(self.sleep_s.get(i, 0))
         return torch.full((4,), float(i)), i
 
 

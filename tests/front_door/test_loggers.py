@@ -87,7 +87,7 @@ def trained(tmp_path_factory):
     try:
         ours = made(folder)
         callback = DataThroughputCallback(
-            summary=False, scalars="all", every_n_steps=3, log_images=2, cost_per_gpu_hour=2
+            summary=False, scalars="all", every_n_steps=3, log_images=2
         )
         trainer = Trainer(
             accelerator="cpu", max_epochs=EPOCHS, logger=list(ours.values()),
@@ -207,7 +207,7 @@ def test_every_logger_keeps_the_scalars_of_tensorboard(trained, name):
 
     board = rounded(of_tensorboard(trained))
     names = {tag for tag, *_ in board}
-    assert {"data/stall_percent", "data_val/stall_percent", "data_cost/money_per_day"} <= names
+    assert {"data/stall_percent", "data_val/stall_percent"} <= names
     assert len(names) > 40
     assert {step for tag, step, _ in board if tag == "data/step_ms"} == {2, 5, 8, 11, 14}
     assert rounded(KEPT[name](trained)) == board

@@ -44,7 +44,7 @@ def fit(folder, callback, **options):
     trainer.fit(Model(), datamodule=data)
 
 data = FastDataModule.from_datasets(Rows(), batch_size=4, options=LoaderOptions(num_workers=1))
-callback = DataThroughputCallback(cost_per_gpu_hour=1)
+callback = DataThroughputCallback()
 """
 CELLS = {
     "setup": SETUP,

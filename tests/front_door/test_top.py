@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import http.client
 import os
 import re
 import signal
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -145,43 +143,6 @@ def test_a_stopped_process_is_said_to_be_silent(live):
         assert re.search(r"nothing heard for \d\S* s, last it was", shown(live, str(status.pid)))
     finally:
         os.kill(status.pid, signal.SIGCONT)
-
-
-def asked(address, path, *, method="GET", host=None):
-    """Return status, headers and text of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=PATIENCE_S)
-    connection.request(method, path, headers={} if host is None else {"Host": host})
-    answer = connection.getresponse()
-    return answer.status, answer.headers, answer.read().decode()
-
-
-def test_a_browser_gets_the_page_by_the_address_with_the_token_only(live):
-    until(live, len)
-    server = subprocess.Popen(
-        [sys.executable, "-m", "lightning_fastdata", "top", "--web"],
-        env={**os.environ, "LIGHTNING_FASTDATA_LIVE": str(live)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        # A shell that runs the tests in its background has its programs ignore the signal.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-    )
-    address = urlsplit(server.stdout.readline().strip())
-    assert address.hostname == "127.0.0.1"
-    code, headers, page = asked(address, address.path)
-    assert (code, headers["Cache-Control"]) == (200, "no-store")
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert "watched_training.py" in page
-    assert not re.search(r"(src|href)=|url\(|<script", page)
-    assert asked(address, address.path, host=f"localhost:{address.port}")[0] == 200
-    for path in ("/", "/wrong/", address.path[:-2] + "/", f"{address.path}x", "/%C3%A9/"):
-        assert asked(address, path)[0] == 403
-    assert asked(address, address.path, host="evil.example")[0] == 403
-    assert asked(address, address.path, host=f"evil.example:{address.port}")[0] == 403
-    assert asked(address, address.path, method="POST")[0] == 501
-    server.send_signal(signal.SIGINT)
-    assert server.wait(PATIENCE_S) == 0
-    server.stdout.close()
 
 
 class Model(LightningModule):

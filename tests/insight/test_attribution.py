@@ -179,73 +179,92 @@ def test_the_parts_of_every_wait_add_up_to_it_and_none_is_negative(run) -> None:
         assert all(getattr(found, f.name) >= -1e-9 for f in fields(found))
 
 
-def spin(seconds: float) -> None:
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
-
-
 class Planted(Dataset):
-    def __init__(self, *, sleep_s: float = 0.0, spin_s: float = 0.0, slow: int = -1) -> None:
-        self.sleep_s, self.spin_s, self.slow = sleep_s, spin_s, slow
+    """Samples that wait and compute for so long, in a time that the test drives."""
+
+    def __init__(self, virtual, *, sleep_s: float = 0.0, work_s: float = 0.0, slow: int = -1):
+        self.virtual = virtual
+        self.sleep_s, self.work_s, self.slow = sleep_s, work_s, slow
 
     def __len__(self) -> int:
         return 256
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == self.slow:
-            time.sleep(0.4)
-        time.sleep(self.sleep_s)
-        spin(self.spin_s)
+        self.virtual.sleep(0.4 if index == self.slow else self.sleep_s)
+        self.virtual.work(self.work_s)
         return torch.zeros(10)
 
 
-def slow_collate(samples: list) -> torch.Tensor:
-    spin(0.03)
-    return default_collate(samples)
-
-
-def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
+def measured(dataset: Dataset, **options) -> list:
     records: deque[BatchStamps] = deque()
-    loader = FastDataLoader(dataset, 16, **{"executor": "workers", "num_workers": 1, **options})
+    loader = FastDataLoader(dataset, 16, executor="inline", num_workers=0, **options)
     loader.record_stamps(records)
     for _ in loader:
         pass
     assert len(records) == 16
     cutter = Cutter()
-    waits = [cutter.cut(stamps) for stamps in records]
-    return total(waits).shares(), [wait.slow_task for wait in waits if wait.slow_task]
+    return [cutter.cut(stamps) for stamps in records]
 
 
-@pytest.mark.flaky(reruns=2)
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["inline", "workers"])
-@pytest.mark.parametrize(
-    ("dataset", "cause", "other"),
-    [
-        (Planted(sleep_s=0.004), "read_blocked", "read_cpu"),
-        (Planted(spin_s=0.003), "read_cpu", "read_blocked"),
-    ],
-    ids=["waiting", "computing"],
-)
-def test_the_planted_cause_takes_most_of_the_waits(executor, dataset, cause, other) -> None:
-    # What other programs on the machine take away is in the run queue, and in no cause.
-    shares, _ = measured(dataset, executor=executor)
+@pytest.mark.parametrize(("sleep_s", "work_s"), [(0.004, 0.0), (0.0, 0.003), (0.004, 0.003)])
+def test_what_a_sample_waits_and_computes_is_what_its_batch_is_waited_for(virtual, sleep_s, work_s):
+    waits = measured(Planted(virtual, sleep_s=sleep_s, work_s=work_s))
+    expected = WaitParts(read_blocked_ms=16 * sleep_s * 1e3, read_cpu_ms=16 * work_s * 1e3)
+    assert [wait.parts for wait in waits] == [expected] * 16
+
+
+def test_what_a_sample_waits_for_a_cpu_is_in_the_run_queue(virtual):
+    class Queued(Planted):
+        def __getitem__(self, index):
+            virtual.queue(0.002)
+            return super().__getitem__(index)
+
+    waits = measured(Queued(virtual, work_s=0.001))
+    assert [wait.parts for wait in waits] == [WaitParts(read_runqueue_ms=32, read_cpu_ms=16)] * 16
+
+
+def test_collation_is_a_part_of_its_own(virtual):
+    def collate(samples):
+        virtual.work(0.03)
+        return default_collate(samples)
+
+    waits = measured(Planted(virtual, sleep_s=0.001), collate_fn=collate)
+    assert [wait.parts for wait in waits] == [WaitParts(read_blocked_ms=16, collate_ms=30)] * 16
+
+
+def test_a_slow_sample_is_found_by_its_index(virtual):
+    waits = measured(Planted(virtual, sleep_s=0.001, slow=133))
+    slow = {n: wait.slow_task.slowest_index for n, wait in enumerate(waits) if wait.slow_task}
+    assert slow == {133 // 16: 133}
+    assert waits[133 // 16].parts == WaitParts(read_blocked_ms=16, slow_sample_ms=399)
+
+
+@pytest.mark.realtime
+@pytest.mark.parametrize("computes", [False, True])
+def test_workers_tell_waiting_from_computing(computes):
+    def wait(seconds):
+        until = time.thread_time() + seconds
+        while computes and time.thread_time() < until:
+            pass
+        time.sleep(0 if computes else seconds)
+
+    class Slow(Dataset):
+        def __len__(self):
+            return 256
+
+        def __getitem__(self, index):
+            wait(0.004)
+            return torch.zeros(10)
+
+    records: deque[BatchStamps] = deque()
+    loader = FastDataLoader(Slow(), 16, num_workers=1)
+    loader.record_stamps(records)
+    for _ in loader:
+        pass
+    cutter = Cutter()
+    shares = total([cutter.cut(stamps) for stamps in records]).shares()
+    cause, other = ("read_cpu", "read_blocked") if computes else ("read_blocked", "read_cpu")
     assert shares[cause] > 2 * shares[other]
-    assert shares[cause] > 2 * shares["collate"]
-
-
-@pytest.mark.flaky(reruns=2)
-@pytest.mark.parametrize("executor", ["inline", "workers"])
-def test_a_slow_collate_function_takes_most_of_the_waits(executor) -> None:
-    shares, _ = measured(Planted(sleep_s=0.0001), executor=executor, collate_fn=slow_collate)
-    assert shares["collate"] > 2 * (shares["read_cpu"] + shares["read_blocked"])
-
-
-@pytest.mark.flaky(reruns=2)
-def test_a_slow_sample_is_found_by_its_index() -> None:
-    _, slow = measured(Planted(sleep_s=0.001, slow=133))
-    assert 133 in [sample.slowest_index for sample in slow]
 
 
 def test_a_complete_batch_waits_for_what_its_thread_goes_on_to_do() -> None:

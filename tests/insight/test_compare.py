@@ -149,7 +149,7 @@ def test_reports_of_both_schemas_are_read(files, version):
         (b"", "not JSON"),
         (b"[1, 2]", "no schema_version"),
         (b'{"stages": {}}', "no schema_version"),
-        (b'{"schema_version": 99, "stages": {}}', "schema version 99; .* reads 2 to 7"),
+        (b'{"schema_version": 99, "stages": {}}', "schema version 99; .* reads 2 to 8"),
         (b'{"schema_version": 2}', "stages are missing"),
         (b'{"schema_version": 2, "stages": {"train": {"step": {"mean_ms": NaN}}}}', "NaN"),
         (b"\xff\xfe", "UTF-8"),

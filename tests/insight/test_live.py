@@ -16,7 +16,7 @@ from rich.console import Console
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.insight.live.page import as_html, as_rich, chosen, live_page
+from lightning_fastdata.insight.live.page import as_rich, chosen, live_page
 from lightning_fastdata.insight.live.status import (
     Status,
     WorkerStatus,
@@ -143,8 +143,8 @@ def test_a_run_is_meant_by_a_process_of_any_rank_or_a_part_of_a_name():
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_names_of_files_give_no_orders_to_terminals_and_browsers(several):
-    evil = "</style><script>alert(1)</script>[bold]\x1b[31m\u202e"
+def test_names_of_files_give_no_orders_to_terminals(several):
+    evil = "[bold]\x1b[31m\u202e"
     worker = replace(WORKER, path=evil, lines=(evil,))
     told = status(
         **dict.fromkeys(("script", "log_dir", "activity", "verdict", "remedy", "move"), evil),
@@ -154,12 +154,10 @@ def test_names_of_files_give_no_orders_to_terminals_and_browsers(several):
         readers=(evil,),
     )
     page = live_page([told, *([status(pid=12, group=evil)] if several else [])], None, NOW_S)
-    text, html = printed(page), as_html(page, 1.0)
-    assert "\x1b[31m" not in text + html
-    assert "\u202e" not in text + html
+    text = printed(page)
+    assert "\x1b[31m" not in text
+    assert "\u202e" not in text
     assert "[bold]" in text
-    assert "<script" not in html
-    assert "&lt;script&gt;" in html
 
 
 def test_the_pace_is_that_of_the_last_ten_seconds():

@@ -18,10 +18,8 @@ from lightning_fastdata.insight.measure.host_metrics import (
 )
 from lightning_fastdata.insight.measure.metrics import StepTiming, columns_of
 from lightning_fastdata.insight.measure.stage import window_means
-from lightning_fastdata.insight.measure.waiting_cost import GpuRates, waiting_cost
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.metric_names import (
-    COST,
     FAULTS,
     MACHINE,
     MAIN,
@@ -63,7 +61,6 @@ def short_row(metric):
         (MACHINE, full_row),
         (FAULTS, full_row),
         (TUNE, full_row),
-        (COST, full_row),
     ],
 )
 def test_the_page_prints_the_table(metrics, row):
@@ -96,12 +93,7 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
         )
     )  # fmt: skip
     assert tune_scalars(tuner, 6)["data_tune/gain_seen_percent"] == pytest.approx(40.0)
-    cost = waiting_cost(
-        GpuRates(cost_per_gpu_hour=2.0, gpu_watts=400.0), device="cuda", devices=1,
-        idle_s=1.0, elapsed_s=2.0, idle_per_epoch_s=1.0,
-    )  # fmt: skip
     measured = {
-        *cost.scalars(),
         *tune_scalars(tuner, 6),
         *fault_scalars([faults]),
         PREDICTED_STEP,
@@ -116,5 +108,5 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
     assert len(METRICS) == len({metric.name for metric in METRICS})
 
 
-def test_loggers_get_28_numbers_at_most_by_default():
-    assert len(MAIN) == 28
+def test_loggers_get_26_numbers_at_most_by_default():
+    assert len(MAIN) == 26

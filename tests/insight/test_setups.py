@@ -154,7 +154,9 @@ def test_torch_is_as_far_ahead_as_torch_says(prefetch):
 @pytest.mark.parametrize("executor", ["workers", "torch"])
 @pytest.mark.parametrize("collate_fn", [None, default_collate, stacked])
 def test_samples_are_shared_out_exactly_where_the_setup_says(executor, collate_fn):
-    loader = FastDataLoader(Waiting(24), 8, executor=executor, num_workers=2, collate_fn=collate_fn)
+    # Eight samples take at least as long as the longest task, however busy the machine is.
+    samples = Waiting(24, seconds=0.004)
+    loader = FastDataLoader(samples, 8, executor=executor, num_workers=2, collate_fn=collate_fn)
     records = deque()
     loader.record_stamps(records)
     try:

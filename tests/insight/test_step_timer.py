@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import json
-import statistics
-import time
 import weakref
 from collections import deque
 from functools import partial
@@ -19,40 +17,30 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader, StepTimer, prefetch
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.metrics import Cold
-from lightning_fastdata.insight.measure.timeline import HostClock
 
 LONG_MS = 40
 
 
-class Time:
-    """A clock that only goes on when it is told to."""
+pytestmark = pytest.mark.usefixtures("virtual")
 
-    def __init__(self):
-        self.now_ns = 0
 
-    def pass_ms(self, ms):
-        self.now_ns += round(ms * 1e6)
-
-    def timer(self):
-        return StepTimer("cpu", clock=HostClock(lambda: self.now_ns))
+def pass_ms(ms):
+    clock.sleep(ms / 1e3)
 
 
 class Slow(Dataset):
-    """Samples of which some take long, on a clock of ours or on the world's."""
+    """Samples of which some take long."""
 
-    def __init__(self, length=12, slow=(), ms=LONG_MS, clock=None):
-        self.length, self.slow, self.ms, self.clock = length, set(slow), ms, clock
-        self.took_ms = {}
+    def __init__(self, length=12, slow=(), ms=LONG_MS):
+        self.length, self.slow, self.ms = length, set(slow), ms
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, i):
-        began = time.perf_counter()
-        if i in self.slow:
-            time.sleep(self.ms / 1e3) if self.clock is None else self.clock.pass_ms(self.ms)
-        self.took_ms[i] = (time.perf_counter() - began) * 1e3
+        pass_ms(self.ms if i in self.slow else 0)
         return torch.full((4,), float(i)), i
 
 
@@ -64,48 +52,32 @@ def waits(timer, stage="train"):
     return columns(timer, stage)["wait_ms"].tolist()
 
 
-@pytest.mark.parametrize("kind", [FastDataLoader, DataLoader])
+@pytest.mark.parametrize("kind", [partial(FastDataLoader, num_workers=0), DataLoader])
 def test_each_wait_is_found_in_its_own_step_exactly(kind):
-    clock = Time()
-    timer = clock.timer()
-    loader = kind(Slow(clock=clock, slow=[3, 7]), batch_size=1)
+    timer = StepTimer("cpu")
+    loader = kind(Slow(slow=[3, 7]), batch_size=1)
     for _ in range(2):
         for _ in timer.batches(loader):
-            clock.pass_ms(10)
+            pass_ms(10)
     assert waits(timer) == [LONG_MS if i in (3, 7) else 0 for i in range(12)] * 2
     assert columns(timer)["compute_ms"].tolist() == [10] * 24
     assert columns(timer)["cold"].tolist() == ([1] + [0] * 11) * 2
 
 
-@pytest.mark.flaky(reruns=2)
-@pytest.mark.parametrize("kind", [partial(FastDataLoader, num_workers=0), DataLoader])
-def test_planted_waits_are_found_within_two_milliseconds(kind):
-    timer, dataset = StepTimer("cpu"), Slow(24, slow=range(2, 24, 3), ms=12)
-    for _ in timer.batches(kind(dataset, batch_size=1)):
-        pass
-    found = waits(timer)
-    errors = [found[i] - dataset.took_ms[i] for i in dataset.slow]
-    assert min(errors) >= 0
-    # The machine may be busy with something else between two marks, now and then.
-    assert statistics.median(errors) < 2
-    assert statistics.median(found[i] for i in range(24) if i not in dataset.slow) < 2
-
-
 def test_phases_are_told_apart_and_add_up():
-    clock = Time()
-    timer = clock.timer()
-    for _ in timer.batches(DataLoader(Slow(4, slow=range(4), clock=clock), batch_size=2)):
+    timer = StepTimer("cpu")
+    for _ in timer.batches(DataLoader(Slow(4, slow=range(4)), batch_size=2)):
         with timer.transfer():
-            clock.pass_ms(1)
+            pass_ms(1)
             with timer.augment():
-                clock.pass_ms(2)
-            clock.pass_ms(3)
-        clock.pass_ms(5)
+                pass_ms(2)
+            pass_ms(3)
+        pass_ms(5)
         with timer.augment():
-            clock.pass_ms(7)
-        clock.pass_ms(11)
+            pass_ms(7)
+        pass_ms(11)
         timer.step_ended()
-        clock.pass_ms(100)
+        pass_ms(100)
     steps = columns(timer)
     assert steps["stall_ms"].tolist() == [2 * LONG_MS] * 2
     assert steps["transfer_ms"].tolist() == [4, 4]
@@ -171,16 +143,15 @@ def test_a_loader_without_a_length_has_none_here():
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_step_that_is_left_counts_only_if_it_was_said_to_have_ended(ended):
-    clock = Time()
-    timer, loader = clock.timer(), DataLoader(Slow(8))
+    timer, loader = StepTimer("cpu"), DataLoader(Slow(8))
     for _ in range(2):
         for _, i in timer.batches(loader):
-            clock.pass_ms(10)
+            pass_ms(10)
             if ended:
                 timer.step_ended()
             if i == 3:
                 break
-        clock.pass_ms(1000)
+        pass_ms(1000)
     steps = columns(timer)
     assert len(steps["step"]) == (8 if ended else 6)
     assert steps["compute_ms"].max() == 10
@@ -188,19 +159,18 @@ def test_a_step_that_is_left_counts_only_if_it_was_said_to_have_ended(ended):
 
 
 def test_an_exception_in_the_loop_passes_and_leaves_no_open_step():
-    clock = Time()
-    timer, loader = clock.timer(), DataLoader(Slow(8))
+    timer, loader = StepTimer("cpu"), DataLoader(Slow(8))
 
     def breaks():
         for _, i in timer.batches(loader):
-            clock.pass_ms(10)
+            pass_ms(10)
             1 / (3 - int(i))
 
     with pytest.raises(ZeroDivisionError):
         breaks()
-    clock.pass_ms(1000)
+    pass_ms(1000)
     for _ in timer.batches(loader):
-        clock.pass_ms(10)
+        pass_ms(10)
     steps = columns(timer)
     assert steps["compute_ms"].tolist() == [10] * 11
     assert np.nanmax(steps["gap_ms"]) == 0
@@ -254,15 +224,14 @@ def test_a_batch_is_let_go_of_when_the_loop_lets_go_of_it():
 
 
 def test_a_validation_within_training_has_its_own_steps_and_is_no_part_of_a_training_step():
-    clock = Time()
-    timer = clock.timer()
-    train, val = DataLoader(Slow(6)), DataLoader(Slow(3, slow=[1], clock=clock))
+    timer = StepTimer("cpu")
+    train, val = DataLoader(Slow(6)), DataLoader(Slow(3, slow=[1]))
     for _, i in timer.batches(train):
-        clock.pass_ms(10)
+        pass_ms(10)
         if i == 2:
             for _ in timer.batches(val, stage="val"):
-                clock.pass_ms(5)
-            clock.pass_ms(100)
+                pass_ms(5)
+            pass_ms(100)
     assert columns(timer)["compute_ms"].tolist() == [10] * 6
     assert columns(timer)["gap_ms"].tolist()[1:] == [0, 0, 3 * 5 + LONG_MS + 100, 0, 0]
     assert columns(timer)["cold"].tolist() == [Cold.EPOCH, 0, 0, Cold.RESUMED, 0, 0]
@@ -271,61 +240,55 @@ def test_a_validation_within_training_has_its_own_steps_and_is_no_part_of_a_trai
     assert [stage.stage for stage in timer.report().stages] == ["train", "val"]
 
 
-@pytest.mark.flaky(reruns=2)
 def test_the_duration_of_a_stage_leaves_out_the_others_and_what_lies_between_epochs():
     timer, rows = StepTimer("cpu"), Slow(2)
     for _ in range(2):
         for _ in timer.batches(DataLoader(rows)):
             timer.step_ended()
             for _ in timer.batches(DataLoader(rows), stage="val"):
-                time.sleep(0.05)
-        time.sleep(0.2)
+                pass_ms(50)
+        pass_ms(200)
     train, val = timer.report().stages
-    assert val.duration_s >= 8 * 0.05
-    assert train.duration_s < 0.2
+    assert (train.duration_s, val.duration_s) == (0, pytest.approx(8 * 0.05))
 
 
 def test_loaders_read_side_by_side_make_one_step():
-    clock = Time()
-    timer = clock.timer()
-    one, two = Slow(5, slow=range(5), clock=clock, ms=20), Slow(4, slow=range(4), clock=clock, ms=3)
+    timer = StepTimer("cpu")
+    one, two = Slow(5, slow=range(5), ms=20), Slow(4, slow=range(4), ms=3)
     for _ in zip(timer.batches(DataLoader(one)), timer.batches(DataLoader(two)), strict=False):
-        clock.pass_ms(10)
+        pass_ms(10)
     # The fifth step found no second batch.
     assert waits(timer) == [23] * 4
     assert columns(timer)["compute_ms"].tolist() == [10] * 4
 
 
 def test_an_iterator_that_was_left_standing_stops_no_later_loop():
-    clock = Time()
-    timer, loader = clock.timer(), DataLoader(Slow(5))
+    timer, loader = StepTimer("cpu"), DataLoader(Slow(5))
     standing = iter(timer.batches(loader))
     next(standing)
     for _ in timer.batches(loader):
-        clock.pass_ms(10)
+        pass_ms(10)
     assert columns(timer)["compute_ms"].tolist() == [10] * 5
 
 
 def test_an_inner_loop_over_another_loader_ends_a_step_with_each_of_its_batches():
-    clock = Time()
-    timer = clock.timer()
+    timer = StepTimer("cpu")
     inner = iter(timer.batches(DataLoader(Slow(9))))
     for _ in timer.batches(DataLoader(Slow(3))):
         for _ in range(3):
             next(inner)
-            clock.pass_ms(10)
+            pass_ms(10)
     assert columns(timer)["compute_ms"].tolist() == [10] * 9
 
 
 def test_metrics_are_means_since_the_last_call_named_by_stage():
-    clock = Time()
-    timer = clock.timer()
-    for _, i in timer.batches(FastDataLoader(Slow(9, slow=[6], clock=clock), num_workers=0)):
-        clock.pass_ms(10)
+    timer = StepTimer("cpu")
+    for _, i in timer.batches(FastDataLoader(Slow(9, slow=[6]), num_workers=0)):
+        pass_ms(10)
         if i == 4:
             early = timer.metrics()
     for _ in timer.batches(DataLoader(Slow(3)), stage="val"):
-        clock.pass_ms(2)
+        pass_ms(2)
     late = timer.metrics()
     assert early["data/step_ms"] == 10
     assert late["data/step_ms"] == 10 + LONG_MS / 5
@@ -335,23 +298,21 @@ def test_metrics_are_means_since_the_last_call_named_by_stage():
     assert timer.metrics() == {}
 
 
-@pytest.mark.flaky(reruns=2)
 def test_late_batches_have_causes_files_apart_and_a_verdict():
     class Blocks(Slow):
         def __getitem__(self, i):
-            time.sleep(0.004)
+            pass_ms(4)
             return super().__getitem__(i)
 
     timer = StepTimer("cpu")
-    loader = FastDataLoader(Blocks(160), 4, num_workers=1, executor="workers", drop_last=True)
+    loader = FastDataLoader(Blocks(160), 4, num_workers=0, executor="inline")
     for _ in timer.batches(loader):
-        time.sleep(0.002)
-    loader.close()
+        pass_ms(2)
     report = timer.report()
     assert report.verdict.code == "FD303"
     assert report.verdict.kind == "data-bound"
     assert report.verdict.findings[0].gain.factor > 1
-    assert report.stages[0].causes.wait.read_blocked_ms > 4
+    assert report.stages[0].causes.wait.read_blocked_ms == pytest.approx(16)
     assert report.notes == ()
     assert "FD303" in report.text()
 
@@ -467,8 +428,7 @@ def test_fabric_is_measured_with_stamps_and_says_where_its_transfer_is(moves):
     report = timer.report()
     stage = report.stages[0]
     found = columns(timer)["wait_ms"]
-    assert found[7] >= 60
-    assert found[19] >= 60
+    assert found.tolist() == [60 if i in (7, 19) else 0 for i in range(24)]
     assert stage.causes.batches == 22
     assert stage.causes.slow_samples[0].index == 7
     assert (stage.transfer is None) == moves

@@ -40,6 +40,25 @@ def test_a_reading_is_made_again_only_after_a_thousand_times_as_long():
     assert meter.metrics()
 
 
+@linux
+def test_memory_is_added_up_again_only_after_a_thousand_times_as_long():
+    clock = Ticks(each_s=0.0)
+    took_s = iter([0.0, 0.001, 0.01, 0.001, 0.001, 0.01])  # a reading, the memory, a reading, ...
+
+    def workers():
+        clock.now_s += next(took_s)
+        return []
+
+    meter = HostMeter(CPU, clock_s=clock, workers=workers)
+    assert "data_host/pss_mib" in meter.metrics()
+    clock.now_s += 5
+    found = meter.metrics()
+    assert found
+    assert "data_host/pss_mib" not in found
+    clock.now_s += 5
+    assert "data_host/pss_mib" in meter.metrics()
+
+
 def test_the_share_of_busy_workers_is_logged_if_it_is_known():
     assert HostMeter(CPU, busy_share=lambda: 0.5).metrics()["data_workers/busy_percent"] == 50
     assert "data_workers/busy_percent" not in HostMeter(CPU).metrics()
@@ -65,6 +84,4 @@ def test_a_run_logs_its_machine(tmp_path, executor):
     )
     assert first["data_workers/active"] == 2
     assert 0 <= first["data_workers/busy_percent"] <= 100
-    # Four batches later it is too early, by far, to add up the memory again.
-    assert "data_host/pss_mib" not in logged[7]
     assert callback.report.verdict is not None

@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -32,7 +31,7 @@ PACKAGE = Path(lightning_fastdata.__file__).parent
 NAMES = (
     "_data_source", "_loaded_from_state_dict", "_batches_that_stepped", "_combined_loader",
     "_accelerator_connector", "_data_connector", "_datahook_selector", "_prepare_dataloader",
-    "_compiler_ctx", "_checkpoint_connector", "_loaded_checkpoint",
+    "_checkpoint_connector", "_loaded_checkpoint",
 )  # fmt: skip
 CLASSES_KNOWN_BY_NAME = {
     "DataHooks": "core.hooks",
@@ -141,13 +140,6 @@ def test_the_prefix_of_a_logger_is_known(tmp_path):
     assert internals.scalar_prefix(TensorBoardLogger(tmp_path)) == ""
     assert internals.scalar_prefix(TensorBoardLogger(tmp_path, prefix="a")) == "a"
     assert internals.scalar_prefix(object()) is None
-
-
-def test_a_compiled_module_is_known():
-    from lightning.pytorch.utilities.compile import from_compiled
-
-    assert not internals.is_compiled(Linear())
-    assert internals.is_compiled(from_compiled(torch.compile(Linear())))  # as a trainer does
 
 
 # -- what is replaced ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -88,20 +88,6 @@ class PhaseSummary:
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom:
-    """A step that waits for no data."""
-
-    step_ms: float
-    """The step with its transfer and augmentation, but without the stall."""
-    samples_per_s: float
-    """At that pace."""
-    basis: Literal["modelled", "measured"]
-    """``"modelled"``: the measured step with the stall taken away, which holds if nothing else
-    changes. ``"measured"``: the compute was measured once more, with batches that were there
-    already and no others being loaded, so that what loading takes from computing is gone, too."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StageSummary:
     """Where the warm steps of one stage went; the others (`Cold`) are counted apart."""
@@ -136,9 +122,6 @@ class StageSummary:
     """Samples of warm steps over their ``step_ms``."""
     samples_per_s_if_data_were_free: float | None = None
     """The same with the stall taken away: the most that faster data can give."""
-    headroom: Headroom | None = None
-    """The step without waits, if that was measured on request, else modelled from these steps;
-    None: not known."""
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
@@ -231,13 +214,9 @@ class StepHistory:
             )
             for i, name in enumerate(TIMED)
         }
-        step, stall, headroom = phases["step"], phases["stall"], None
         free_rate = None
-        if stall is not None:
+        if phases["stall"] is not None:
             free_rate = _per_second(measured, step_total - totals[TIMED.index("stall_ms")])
-            if step is not None and free_rate is not None:
-                free_ms = step.mean_ms - stall.mean_ms
-                headroom = Headroom(step_ms=free_ms, samples_per_s=free_rate, basis="modelled")
         first_waits = self._count[Cold.EPOCH][0]
         return StageSummary(
             stage=stage,
@@ -253,7 +232,6 @@ class StepHistory:
             dropped_steps=dropped_steps,
             causes=None,
             updates=None,
-            headroom=headroom,
             loaders=(),
             **phases,
         )

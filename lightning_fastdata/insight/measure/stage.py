@@ -26,7 +26,6 @@ from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of
-from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.tree import held
 from lightning_fastdata.tuning.simulate import least_step_ms
 
@@ -179,14 +178,12 @@ class LoopStage(StageMeter):
         super().__init__(stage, device, StageStamps(prefix, lendable=True), host=host)
         self._facts = LoaderFacts()
         self._moved_by: dict[str, None] = {}
-        self.steps_per_epoch: int | None = None
         self.epochs = 0
         """That have begun."""
 
     def epoch_began(self, loader: object) -> object:
         """Note that a loader is about to be iterated; return the one within it that loads."""
         self.epochs += 1
-        self.steps_per_epoch = dataset_length(loader)
         self.timeline.epoch_began()
         loader, moves = _unwrapped(loader)
         if moves:

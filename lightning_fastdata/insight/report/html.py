@@ -17,7 +17,6 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.measure.waiting_cost import WaitingCost, amount_text
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
@@ -57,7 +56,6 @@ def report_html(report: Mapping[str, Any]) -> str:
     first = stages[0] if stages else None
     wall = report.get("wall") or {}
     recent = {} if first is None else first.get("recent") or {}
-    cost = _cost_worth_telling(report)
     return TEMPLATES.get_template("page.html").render(
         first=first,
         stages=stages,
@@ -65,8 +63,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         and f"{first['stage']} · {first['steps']} steps in {duration_text(first['duration_s'])}",
         so_far="" if report.get("ended", True) else " so far",
         verdict=report.get("verdict"),
-        figures=first and _headline(first, wall, cost),
-        cost=cost,
+        figures=first and _headline(first, wall, report.get("device_minutes_waited")),
         wall=wall,
         measured=[name for name, key in PHASES.items() if first and first.get(key)],
         chart=timeline_chart(recent),
@@ -80,36 +77,23 @@ def report_html(report: Mapping[str, Any]) -> str:
     )
 
 
-def _cost_worth_telling(report: Mapping[str, Any]) -> WaitingCost | None:
-    """Return what waiting costs, if that is worth telling."""
-    values = report.get("waiting_cost")
-    cost = None if values is None else WaitingCost.from_dict(values)
-    return cost if cost is not None and cost.worth_telling else None
-
-
 def _headline(
-    first: Mapping[str, Any], wall: Mapping[str, Any], cost: WaitingCost | None
+    first: Mapping[str, Any], wall: Mapping[str, Any], device_minutes_waited: float | None
 ) -> list[tuple[str | None, str]]:
     """Return the figures at the top of the page with their labels."""
-    now, free = first.get("samples_per_s"), first.get("headroom") or {}
-    rate = free.get("samples_per_s", first.get("samples_per_s_if_data_were_free"))
-    measured = free.get("basis") == "measured"
-    if first.get("device", "cpu") == "cpu" and not measured:
-        rate = None  # what the model would do with the CPUs that load is not known
-    stage, lost = STAGE_WORDS.get(first["stage"], first["stage"]), []
-    if cost is not None:
-        lost = [
-            (_amount(cost.per_day.device_hours), f"{cost.hours} a day lost to that"),
-            (_amount(cost.per_day.money), "paid for them"),
-        ]
+    now, rate = first.get("samples_per_s"), first.get("samples_per_s_if_data_were_free")
+    stage, waited = STAGE_WORDS.get(first["stage"], first["stage"]), device_minutes_waited or None
+    if first.get("device", "cpu") == "cpu":
+        # What the model would do with the CPUs that load is not known.
+        rate = waited = None
     return [
         (_whole(wall.get("samples_per_s")), f"samples/s in the whole {stage}"),
         (_whole(now), "samples/s in a step"),
-        (_whole(rate), "if data were free" + (", measured" if measured else "")),
+        (_whole(rate), "if data were free"),
         (f"{rate / now:.2f}x" if rate and now else None, "to gain, at most"),
         (_ms((first.get("step") or {}).get("mean_ms")), "ms a step"),
         (_percent(first.get("stall_share")), "of it waiting for data"),
-        *lost,
+        (_number("{:.1f}", waited), "GPU minutes waited"),
     ]
 
 
@@ -203,10 +187,6 @@ def _ms(value: object) -> str | None:
     return _number("{:.2g}" if small else "{:.1f}", value)
 
 
-def _amount(value: float | None) -> str | None:
-    return None if value is None else amount_text(value)
-
-
 _percent = partial(_number, "{:.0%}")
 _whole = partial(_number, "{:.0f}")
 
@@ -247,7 +227,6 @@ TEMPLATES: Final = Environment(
 )
 TEMPLATES.filters |= {
     "ms": _ms,
-    "amount": _amount,
     "percent": _percent,
     "whole": _whole,
     "duration": duration_text,

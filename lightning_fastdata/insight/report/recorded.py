@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.measure.waiting_cost import WaitingCost
 from lightning_fastdata.insight.measure.wall import PART_NAMES, Activity, WallTime
 from lightning_fastdata.insight.report.run_report import SCHEMA_VERSION, RunReport
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -24,7 +23,7 @@ from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.insight.waits.several_loaders import LoaderWait
 from lightning_fastdata.tuning.moves import Move
 
-READABLE_SCHEMAS: Final = (2, 3, 4, 5, 6, 7)
+READABLE_SCHEMAS: Final = (2, 3, 4, 5, 6, 7, 8)
 """Versions of the JSON report that can be compared, also with each other."""
 
 _MAX_BYTES: Final = 64 << 20
@@ -128,7 +127,7 @@ def as_run_report(report: Mapping[str, Any], path: Path) -> RunReport:
             "reads its numbers."
         )
     try:
-        wall, cost = report["wall"], report["waiting_cost"]
+        wall = report["wall"]
         found = RunReport(
             stages=tuple(_revived(StageSummary, each) for each in report["stages"].values()),
             verdict=_revived(Verdict, report["verdict"]),
@@ -136,7 +135,7 @@ def as_run_report(report: Mapping[str, Any], path: Path) -> RunReport:
             ranks=_revived(tuple[RankTiming, ...], report["ranks"]),
             moves=_revived(tuple[Move, ...], report["moves"]),
             wall=None if wall is None else _wall(wall),
-            waiting_cost=None if cost is None else WaitingCost.from_dict(cost),
+            device_minutes_waited=report["device_minutes_waited"],
             notes=tuple(report["notes"]),
             versions=report["versions"],
             machine=report["machine"],

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
-from lightning_fastdata.insight.measure.waiting_cost import WaitingCost
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.report import summary_text
 from lightning_fastdata.insight.report.summary_text import WIDTH, lines_html
@@ -26,11 +25,11 @@ from lightning_fastdata.tuning.moves import Move
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
 to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
-``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages, 6 ``moves``, 7
-``waiting_cost``."""
+``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages, 6 ``moves``, 8
+``device_minutes_waited``, in the place of ``waiting_cost`` of 7."""
 _MOST_RECENT = 512
 
 
@@ -56,8 +55,9 @@ class RunReport:
     """Changes that the tuner made to the loaders of the first stage, the newest last."""
     wall: WallTime | None = None
     """Where the wall time of the run went; None where a loop of one's own was timed."""
-    waiting_cost: WaitingCost | None = None
-    """What waiting for data costs; None on CPUs without a price or a power, and outside of fits."""
+    device_minutes_waited: float | None = None
+    """How long the devices had nothing to do because of data, added up over them; None outside of
+    fits."""
     notes: tuple[str, ...] = ()
     """Decisions and limits to know about, one sentence each."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class RunReport:
             },
             "verdict": None if self.verdict is None else _verdict_as_dict(self.verdict),
             "wall": None if self.wall is None else self.wall.as_dict(),
-            "waiting_cost": None if self.waiting_cost is None else self.waiting_cost.as_dict(),
+            "device_minutes_waited": self.device_minutes_waited,
             "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
             "moves": [dataclasses.asdict(move) for move in self.moves],
             "notes": list(self.notes),
@@ -144,7 +144,7 @@ class RunReport:
             self.stages,
             self.verdict,
             wall=self.wall,
-            cost=self.waiting_cost,
+            device_minutes_waited=self.device_minutes_waited,
             ranks=self.ranks,
             moves=self.moves,
             notes=self.notes,

@@ -15,7 +15,6 @@ from typing import Final, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
-from lightning_fastdata.insight.measure.waiting_cost import WaitingCost, cost_text
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import STALL_LOW, duration_text, gain_text
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -71,7 +70,7 @@ def summary_lines(
     verdict: Verdict | None,
     *,
     wall: WallTime | None,
-    cost: WaitingCost | None,
+    device_minutes_waited: float | None,
     ranks: Sequence[RankTiming],
     moves: Sequence[Move],
     notes: Sequence[str],
@@ -85,7 +84,8 @@ def summary_lines(
         stages: The first one is shown in full; the others get a line.
         verdict: What limits the first stage; None: not known.
         wall: Where the wall time of the run went; None: not known.
-        cost: What waiting for data costs; None: not known.
+        device_minutes_waited: How long the devices had nothing to do because of data, added up over
+            them; None: not known.
         ranks: What the training steps of each rank took; empty with one rank.
         moves: What the tuner has changed, the newest last.
         notes: One sentence each.
@@ -107,7 +107,8 @@ def summary_lines(
         lines += _throughput_lines(first, wall, width)
         if wall is not None:
             lines += _words("", wall_text(wall, first.stage), width, "dim")
-    lines += _words("cost", "" if cost is None else cost_text(cost), width, "")
+        if first.device != "cpu" and device_minutes_waited:
+            lines += _words("", f"{device_minutes_waited:.1f} GPU minutes waited", width, "dim")
     if verdict is not None:
         lines += _finding_lines(verdict, stages, width)
     for label, move in _labelled("done", moves[-_MOST_MOVES:]):
@@ -184,12 +185,11 @@ def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) ->
     if wall is not None and wall.samples_per_s is not None:
         whole = STAGE_WORDS.get(stage.stage, stage.stage)
         yield [(f" {wall.samples_per_s:.0f} samples/s in the whole {whole}", "")]
-    free = stage.headroom
+    free = stage.samples_per_s_if_data_were_free
     # What the model would do with the CPUs that load, if it computes on them, is not known.
-    if free is not None and (stage.device != "cpu" or free.basis == "measured"):
-        basis = " (measured)" if free.basis == "measured" else ""
-        gain = f"{free.samples_per_s / stage.samples_per_s:.2f}x to gain"
-        line += [("  ·  ", "dim"), (f"{free.samples_per_s:.0f} if data were free{basis}", "")]
+    if free is not None and stage.device != "cpu":
+        gain = f"{free / stage.samples_per_s:.2f}x to gain"
+        line += [("  ·  ", "dim"), (f"{free:.0f} if data were free", "")]
         if sum(len(piece) for piece, _ in line) + len(gain) + 5 > width:
             yield line
             line = [(f" {gain}", "bold")]

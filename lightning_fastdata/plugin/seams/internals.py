@@ -6,7 +6,7 @@ and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch loop
 ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
 ``_datahook_selector`` and ``_prepare_dataloader``; ``_loaded_checkpoint`` of its
 ``_checkpoint_connector``, whose counts are set, too; ``_mode`` of a CombinedLoader; ``_prefix``
-of a TensorBoardLogger; ``_compiler_ctx`` of a LightningModule.
+of a TensorBoardLogger.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import Strategy
 
 _Value = TypeVar("_Value")
@@ -135,11 +135,6 @@ def scalar_prefix(logger: object) -> str | None:
     """Return what a logger puts before the name of each scalar; None: not known."""
     prefix: str | None = _private(logger, "_prefix")
     return prefix
-
-
-def is_compiled(pl_module: LightningModule) -> bool:
-    """Return whether a module was made by ``torch.compile``; False where that is not known."""
-    return _private(pl_module, "_compiler_ctx") is not None
 
 
 def itself(value: _Value) -> _Value:

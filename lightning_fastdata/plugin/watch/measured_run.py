@@ -15,7 +15,7 @@ from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_s
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.ranks import rank_evidence
+from lightning_fastdata.insight.waits.ranks import rank_evidence, slowest
 from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.loggers import boards
@@ -25,26 +25,24 @@ from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 from lightning_fastdata.plugin.watch.live import LiveRun
-from lightning_fastdata.plugin.watch.waiting import CostMeter
+from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 from lightning_fastdata.tuning.simulate import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.insight.measure.waiting_cost import GpuRates
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.ranks import RankRecords
+    from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
     from lightning_fastdata.plugin.loggers.boards import Scalars
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
-    from lightning_fastdata.plugin.watch.waiting import ReplayedSteps
 
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -166,6 +164,15 @@ _LOG_REST: Final = 100
 """Scalars that took a second to log are logged again after so many."""
 
 
+def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
+    """Return how much longer than here the slowest rank stalls: the others wait for it."""
+    worst = slowest(ranks)
+    here = next((each for each in ranks if each.rank == rank), None)
+    if worst is None or here is None:
+        return 0.0
+    return ((worst.stall_ms or 0.0) - (here.stall_ms or 0.0)) * here.steps / 1e3
+
+
 class Asked(Protocol):
     """What the callback was asked to do, and where it notes its errors."""
 
@@ -173,7 +180,6 @@ class Asked(Protocol):
     scalars: Scalars
     report_path: str | Path | bool
     summary: bool
-    rates: GpuRates
     misfortunes: Misfortunes
 
 
@@ -192,9 +198,7 @@ class MeasuredRun:
         self.log_dir: str = trainer.default_root_dir
         self.every_n_steps = self.figures = self.step = self.batches = 0
         self.judge = RunJudge(trainer, recording)
-        self.cost = CostMeter(trainer, recording, ours.rates)
         self.live = LiveRun(trainer, recording, undo, ours.misfortunes)
-        self.replay: ReplayedSteps | None = None
         self.pictures: BatchPictures | None = None
         self._ours = ours
         self._shown: str | None = None
@@ -271,7 +275,6 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
-            self.cost.read_power()
             verdict, evidence = self.judge.judged(summary, self._validation(), wall)
             self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
@@ -291,6 +294,19 @@ class MeasuredRun:
             name = f"{self.recording.main.stamps.prefix}/verdict"
             text = boards.verdict_markdown(verdict, summary, wall)
             boards.log_text(self.trainer.loggers, name, text, self.step)
+
+    def _minutes_waited(self, wall: WallTime, ranks: RankRecords | None) -> float | None:
+        """Return how long all devices waited for data so far; None outside of fits."""
+        recording = self.recording
+        train = recording.main.timeline.history
+        if not recording.fits or not train.steps:
+            return None
+        # The host's waits for first batches are among the starts of epochs.
+        waited_s = train.stalled_s(cold=False) + wall.named_s.get(LATER_EPOCHS, 0.0)
+        waited_s += recording.evaluated.timeline.history.stalled_s()
+        if ranks is not None:
+            waited_s += _waits_for_others_s(ranks.so_far, self.trainer.global_rank)
+        return self.trainer.world_size * waited_s / 60
 
     def _evaluated(self) -> object:
         return self.trainer.val_dataloaders if self.recording.fits else None
@@ -317,10 +333,6 @@ class MeasuredRun:
         if main is None:
             return None
         val = self._validation()
-        replayed: tuple[str, ...] = ()
-        if self.replay is not None:
-            headroom = self.replay.headroom(main) or main.headroom
-            main, replayed = replace(main, headroom=headroom), self.replay.notes()
         ranks, datamodule = self.judge.ranks, own_datamodule(self.trainer)
         if ranks is not None and ended:
             ranks.read()
@@ -332,7 +344,7 @@ class MeasuredRun:
             run=None if run is None else run.as_dict(),
             moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),
             wall=(wall := self.wall()),  # judging took its time, too
-            waiting_cost=self.cost.read(wall, ranks),
+            device_minutes_waited=self._minutes_waited(wall, ranks),
             stages=tuple(stage for stage in (main, val) if stage is not None),
             verdict=verdict,
             recent={m.stage: m.timeline.history.newest() for m in self.recording.meters},
@@ -341,7 +353,6 @@ class MeasuredRun:
                 *(() if datamodule is None else datamodule.notes),
                 *self.recording.notes(),
                 *fault_notes(self._fault_logs(self.recording.loaders(), self._evaluated())),
-                *replayed,
                 *(() if ranks is None else ranks.notes()),
             ),
             versions=read_versions(),

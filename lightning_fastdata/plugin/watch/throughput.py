@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.measure.waiting_cost import GpuRates
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import first_word
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
@@ -45,7 +44,6 @@ from lightning_fastdata.plugin.watch.measured_run import (
     predicted_step_ms,
 )
 from lightning_fastdata.plugin.watch.recording import Recording
-from lightning_fastdata.plugin.watch.waiting import ReplayedSteps
 from lightning_fastdata.randomness.seeds import global_seed
 
 if TYPE_CHECKING:
@@ -81,10 +79,6 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         images_every_n_epochs: Show a batch again every that many epochs. Default: once in a fit.
         figures: Add a figure of the step's phases per epoch to loggers that show figures.
         summary: Print the summary when a run of the trainer ends.
-        headroom: Where the step without waits is known from: ``"modelled"`` takes the stall away
-            from the measured step; ``"measured"`` keeps the first 4 batches where they are and,
-            when the training ends, replays them for about a second on a copy of the module and
-            its optimizers, which takes as much memory again. The module itself stays as it is.
         report: Where to write the report of a fit as JSON; beside it, it is written as a page, with
             the suffix ``.html``. Default: ``report.json`` in the trainer's ``log_dir``; ``False``
             writes none. ``validate``, ``test`` and ``predict`` write ``report-validate.json``,
@@ -92,19 +86,15 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
             judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
             Comet, Lightning's own).
-        scalars: What loggers get: ``"main"``, 28 scalars at most, or ``"all"`` that is measured.
-        cost_per_gpu_hour: What an hour of one GPU costs, in any currency, to tell what waiting for
-            data costs. Default: ``LIGHTNING_FASTDATA_COST_PER_GPU_HOUR`` of the environment.
-        gpu_watts: What one GPU draws, in watts. Default: ``LIGHTNING_FASTDATA_GPU_WATTS``, or else
-            what NVML says.
+        scalars: What loggers get: ``"main"``, 26 scalars at most, or ``"all"`` that is measured.
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
         reports: The last report of each: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``.
 
     Raises:
-        OptionsError: ``every_n_steps``, a number of images, a price or a power is not positive, or
-            ``headroom`` or ``scalars`` not one of its values.
+        OptionsError: ``every_n_steps`` or a number of images is not positive, or ``scalars`` not
+            one of its values.
         TransformError: ``augment`` is not a transform; when a fit starts: the training step fetches
             its batches itself, so that no transfer hook would run.
     """
@@ -120,11 +110,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         images_every_n_epochs: int | None = None,
         figures: bool = True,
         summary: bool = True,
-        headroom: Literal["modelled", "measured"] = "modelled",
         report: str | Path | bool = True,
         scalars: Literal["main", "all"] = "main",
-        cost_per_gpu_hour: float | None = None,
-        gpu_watts: float | None = None,
     ) -> None:
         self._constructed = True
         super().__init__()
@@ -140,11 +127,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         self.picture_settings = PictureSettings.checked(log_images, images_every_n_epochs)
         self.figures = figures
         self.summary = summary
-        check_among("headroom", headroom, ("modelled", "measured"))
         check_among("scalars", scalars, ("main", "all"))
         self.scalars: Scalars = scalars
-        self.rates = GpuRates.given(cost_per_gpu_hour, gpu_watts)
-        self.headroom = headroom
         self.report_path = report
         self.report: RunReport | None = None
         self.reports: dict[str, RunReport] = {}
@@ -204,7 +188,6 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             run.judge.ranks = RankRecords(
                 shared_store(), rank=trainer.global_rank, world_size=trainer.world_size
             )
-        run.replay = ReplayedSteps() if self.headroom == "measured" else None
         run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
         run.began()
 
@@ -247,8 +230,6 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         recording = run.recording
         recording.main.step_ended(batch_samples(batch))
         run.live.step_ended()
-        if run.replay is not None:
-            run.replay.keep(batch)
         if recording.optimizer_stepped:
             recording.main.updates = (recording.main.updates or 0) + 1
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):
@@ -283,7 +264,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             with self.misfortunes.survived("A figure was not drawn"):
                 boards.log_figure(trainer.loggers, "data/timeline", draw, step)
         wall = run.wall()
-        scalars = {**rank_metrics(heard), **wall_scalars(wall), **run.cost.scalars(wall, ranks)}
+        scalars = {**rank_metrics(heard), **wall_scalars(wall)}
         judged = None
         if run.judge.affordable and (run.logs or self.report_path):
             judged = run.judged()
@@ -292,14 +273,11 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             scalars[PREDICTED_STEP] = predicted_ms
         run.log(scalars, step)
 
-    @harmless("A step without waits was not measured")
+    @harmless(NOT_MEASURED)
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure a step without waits, if that was asked for."""
-        run = self._run
-        if run is not None:
-            run.recording.wall.ended()
-        if run is not None and run.replay is not None:
-            run.replay.run(trainer, pl_module)
+        """Note that what follows belongs to no epoch."""
+        if self._run is not None:
+            self._run.recording.wall.ended()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -1,0 +1,68 @@
+"""How long devices waited for data is the sum of their stalls, and people are told of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from thoroughness import max_examples
+from virtual_time import virtual_time
+
+from lightning_fastdata import StepTimer
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.report.html import report_html
+from lightning_fastdata.insight.report.run_report import RunReport
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e4), st.integers(0, 2)), min_size=1, max_size=50))
+@max_examples(60)
+def test_stalls_add_up_with_and_without_first_steps(steps):
+    history = StepHistory(window=4)
+    for i, (stall, cold) in enumerate(steps):
+        history.append(StepTiming(step=i, samples=1, cold=cold, stall_ms=stall, step_ms=stall + 1))
+    assert history.stalled_s() == pytest.approx(sum(stall for stall, _ in steps) / 1e3)
+    warm = sum(stall for stall, cold in steps if cold != 1)
+    assert history.stalled_s(cold=False) == pytest.approx(warm / 1e3)
+
+
+def test_a_step_without_figures_counts_as_the_others():
+    history = StepHistory()
+    for i, stall in enumerate((10.0, None, 30.0)):
+        history.append(StepTiming(step=i, samples=1, cold=0, stall_ms=stall))
+    assert history.stalled_s() == pytest.approx(0.06)
+
+
+def report(device, minutes):
+    history = StepHistory()
+    history.append(StepTiming(step=0, samples=1, cold=0, stall_ms=1.0, step_ms=2.0))
+    stage = history.summarize("train", duration_s=1.0, device=device)
+    return RunReport(stages=(stage,), device_minutes_waited=minutes)
+
+
+def test_people_are_told_once_how_long_gpus_waited():
+    found = report("cuda", 75.26)
+    assert found.text().count("75.3 GPU minutes waited") == 1
+    assert "<b>75.3</b><span>GPU minutes waited</span>" in report_html(found.as_dict())
+    for other in (report("cpu", 75.26), report("cuda", 0.0), replace(found, stages=())):
+        assert "GPU minutes" not in other.text() + report_html(other.as_dict())
+    assert report("cpu", 75.26).as_dict()["device_minutes_waited"] == 75.26
+
+
+def test_a_plain_loop_waited_as_long_as_its_batches_took():
+    with virtual_time() as virtual:
+
+        class Loader:
+            def __iter__(self):
+                for i in range(3):
+                    virtual.sleep(6)
+                    yield i
+
+        timer = StepTimer("cpu")
+        assert timer.report().device_minutes_waited is None
+        for stage in ("train", "val", "train", "test"):
+            for _ in timer.batches(Loader(), stage):
+                virtual.sleep(1)
+    # The stage "test" is no part of training.
+    assert timer.report().device_minutes_waited == pytest.approx(3 * 3 * 6 / 60)
