@@ -10,11 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.dataset_pipelines import DatasetPipelines as DatasetPipelines
-    from lightning_fastdata.augment.dataset_recording import DatasetDraws as DatasetDraws
-    from lightning_fastdata.augment.dataset_recording import DatasetRecording as DatasetRecording
+    from lightning_fastdata.augment.pipeline.tree import drawn_words as drawn_words
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
-    from lightning_fastdata.augment.record.deferred import DeferredTensor as DeferredTensor
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.show.grid import BatchImages as BatchImages
@@ -28,15 +25,12 @@ if TYPE_CHECKING:
 _HOME = {
     "BatchImages": "show.grid",
     "BatchTransform": "transform",
-    "DatasetDraws": "dataset_recording",
-    "DatasetPipelines": "dataset_pipelines",
-    "DatasetRecording": "dataset_recording",
-    "DeferredTensor": "record.deferred",
     "Draws": "replay.program",
     "PlaceSwitch": "stage_transform",
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
+    "drawn_words": "pipeline.tree",
     "register": "registry",
     "show_pipeline": "show.pictures",
     "warn_of_unkeyed": "pipeline.unkeyed",

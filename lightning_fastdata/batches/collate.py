@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack, is_plain
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
@@ -26,7 +25,7 @@ Collate: TypeAlias = "Callable[[Any], Batch]"
 CollateMap: TypeAlias = "dict[type | tuple[type, ...], Callable[..., Any]]"
 """Torch's table of what collates the values of a class."""
 _KNOWN: Final = frozenset(
-    {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
+    {torch.Tensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
 """Types whose collation, as part of a sample or of a batch, runs no code of the user's."""
 _IMAGE_DIMENSIONS: Final = 3
@@ -224,7 +223,7 @@ def _stranger(sample: object, where: str) -> tuple[str, object] | None:
         return where, sample
     if isinstance(sample, tuple(default_collate_fn_map)):
         return None
-    if isinstance(sample, DeferredTensor | LateStack | np.generic | range | bytearray | memoryview):
+    if isinstance(sample, LateStack | np.generic | range | bytearray | memoryview):
         return None
     parts = children(sample)
     if parts is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, run
 
 import torch
 
-from lightning_fastdata.augment import DatasetRecording, StageTransform
+from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.batches.streams import PageLockName, cuda_page_locks
@@ -84,7 +84,6 @@ class SourceSettings(NamedTuple):
     on_device: bool
     worker_nice: int
     staged: Stage | None
-    recording: DatasetRecording | None
     executor: ExecutorName
     page_lock: PageLockName
     device_resident: bool | str | torch.device

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
+from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
 from lightning_fastdata.batches.streams import PageLockName
@@ -83,8 +83,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             goes first where both want a CPU. All other programs go before them, too. None: 0.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
-        recording: With ``staged``, has the Albumentations pipelines that the dataset calls itself
-            leave to the device what they can. Not with a ``transform`` that starts in the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"``, ``"sidecar"`` or ``"ray"`` (actors of a Ray cluster);
             ``"auto"`` reads some samples now, takes what suits them and says why in
@@ -153,7 +151,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         on_device: bool = False,
         worker_nice: int | None = None,
         staged: Stage | None = None,
-        recording: DatasetRecording | None = None,
         executor: ExecutorName | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         page_lock: PageLockName = "copy",
@@ -263,7 +260,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self.on_device = on_device
         self.worker_nice = worker_nice or 0
         self.staged = staged
-        self.recording = recording
         self.ahead = ahead
         self.page_lock, self.actor_options = page_lock, actor_options
         self.device_resident = device_resident
