@@ -4,8 +4,7 @@
 ``collate.collate_tensor_fn``, ``collate.default_collate_fn_map``, ``pin_memory.pin_memory``; of
 ``DataLoader`` ``_get_iterator`` and ``_iterator``; of its iterator over workers ``_task_info``,
 ``_rcvd_idx``, ``_send_idx``, ``_data_queue``; ``torch.distributed.distributed_c10d``:
-``_get_default_store``; ``torch.Tensor._make_wrapper_subclass``, ``torch._dynamo``, of ``torch._C``
-``DisableTorchFunctionSubclass`` and ``_set_throw_on_mutable_data_ptr``.
+``_get_default_store``; ``torch._dynamo``.
 
 ``tests/test_torch_internals.py`` pins each of them against the installed torch.
 """
@@ -13,10 +12,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import torch
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
@@ -28,15 +26,6 @@ __all__ = ["collate", "collate_tensor_fn", "default_collate_fn_map"]
 _Value = TypeVar("_Value")
 MAKES_BATCHES: Final = ("__iter__", "_get_iterator")
 """What a class of loaders overrides that makes its batches in its own way."""
-without_torch_function: Final = torch._C.DisableTorchFunctionSubclass
-"""A context in which a subclass of Tensor is taken for a plain one."""
-make_wrapper_tensor: Final[Callable[..., Any]] = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor of a subclass, with a shape and a dtype and without values."""
-throw_on_pointer: Final[Callable[[torch.Tensor], None]] = getattr(
-    torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None
-)
-"""Has an extension that reaches for memory past torch's dispatcher get an error, not a crash; does
-nothing where torch has no such function."""
 
 
 def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[Any]) -> None:

@@ -21,20 +21,16 @@ from lightning_fastdata.torch_internals import (
     default_collate_fn_map,
     default_store,
     early_batches,
-    make_wrapper_tensor,
     may_have_compiled,
     next_has_arrived,
     pinned,
     set_worker_info,
-    throw_on_pointer,
-    without_torch_function,
 )
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 NAMES = (
     "_utils", "_worker_info", "_task_info", "_rcvd_idx", "_send_idx", "_data_queue",
-    "_get_default_store", "_make_wrapper_subclass", "_set_throw_on_mutable_data_ptr",
-    "DisableTorchFunctionSubclass", "_get_iterator", "_dynamo",
+    "_get_default_store", "_get_iterator", "_dynamo",
 )  # fmt: skip
 
 
@@ -117,29 +113,6 @@ def test_the_store_at_which_ranks_met_is_found():
         assert found.get("key") == b"value"
     finally:
         dist.destroy_process_group()
-
-
-class Empty(torch.Tensor):
-    """Has a shape and no values."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return "asked"
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError
-
-
-def test_a_tensor_of_a_subclass_has_a_shape_and_no_values():
-    made = make_wrapper_tensor(Empty, (2, 3), dtype=torch.uint8, device=torch.device("cpu"))
-    assert type(made) is Empty
-    assert torch.sum(made) == "asked"
-    throw_on_pointer(made)
-    with without_torch_function():
-        assert (tuple(made.shape), made.dtype) == ((2, 3), torch.uint8)
-        with pytest.raises(RuntimeError):
-            made.data_ptr()
 
 
 def test_a_process_that_has_compiled_is_known():

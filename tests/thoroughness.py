@@ -32,7 +32,7 @@ LONGEST = (
     *("front_door/test_report_while_it_runs.py", "front_door/test_tuned_training.py"),
     *("front_door/test_every_second.py", "conformance/test_causes.py"),
     *("front_door/test_other_streams.py", "front_door/test_cached_training.py"),
-    *("front_door/test_other_systems.py", "augment/test_dataset_pipelines.py"),
+    "front_door/test_other_systems.py",
 )
 """Files that take longest, many of them in programs of their own. They come first where files are
 shared out to several processes: one that comes last leaves all others idle."""

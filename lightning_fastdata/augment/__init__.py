@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.batch_images import BatchImages as BatchImages
-    from lightning_fastdata.augment.dataset_pipelines import DatasetPipelines as DatasetPipelines
-    from lightning_fastdata.augment.dataset_recording import DatasetDraws as DatasetDraws
-    from lightning_fastdata.augment.dataset_recording import DatasetRecording as DatasetRecording
+    from lightning_fastdata.augment.pipeline.tree import drawn_words as drawn_words
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
-    from lightning_fastdata.augment.record.deferred import DeferredTensor as DeferredTensor
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.stage_transform import PlaceSwitch as PlaceSwitch
@@ -27,15 +24,12 @@ if TYPE_CHECKING:
 _HOME = {
     "BatchImages": "batch_images",
     "BatchTransform": "transform",
-    "DatasetDraws": "dataset_recording",
-    "DatasetPipelines": "dataset_pipelines",
-    "DatasetRecording": "dataset_recording",
-    "DeferredTensor": "record.deferred",
     "Draws": "replay.program",
     "PlaceSwitch": "stage_transform",
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
+    "drawn_words": "pipeline.tree",
     "register": "registry",
     "warn_of_unkeyed": "pipeline.unkeyed",
 }

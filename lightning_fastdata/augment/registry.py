@@ -107,15 +107,15 @@ def register(
     return unregister
 
 
-def registered_forms(*composes: Node) -> dict[str, DeviceOp]:
-    """Return the registered forms of the transforms of pipelines, each under a name of its own.
+def registered_forms(compose: Node) -> dict[str, DeviceOp]:
+    """Return the registered forms of the transforms of a pipeline, each under a name of its own.
 
     Raises:
         TransformError: a transform that was registered with ``table=True`` is not pointwise.
     """
     forms: dict[str, DeviceOp] = {}
     named: dict[type, str] = {}
-    for leaf in (leaf for compose in composes for leaf in list_leaves(compose)):
+    for leaf in list_leaves(compose):
         kind = type(leaf.transform)
         op = _REGISTERED.get(kind)
         if op is None:

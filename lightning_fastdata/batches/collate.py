@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment import DeferredTensor
 from lightning_fastdata.batches.packed import LateStack, is_plain
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
@@ -26,9 +25,9 @@ Collate: TypeAlias = "Callable[[Any], Batch]"
 CollateMap: TypeAlias = "dict[type | tuple[type, ...], Callable[..., Any]]"
 """Torch's table of what collates the values of a class."""
 _KNOWN: Final = frozenset(
-    {torch.Tensor, DeferredTensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
+    {torch.Tensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
-"""Types whose collation, as part of a sample or of a batch, runs no code of the user's."""
+"""Types whose collation, as part of a sample, runs no code of the user's."""
 _IMAGE_DIMENSIONS: Final = 3
 _REMEDIES: Final = {
     "PIL": "Turn images into arrays or tensors (numpy.asarray, torchvision's PILToTensor)",
@@ -101,17 +100,17 @@ def for_writing(collate_fn: Collate) -> Collate:
 
 
 def _collate_late(samples: Sequence[Any], otherwise: Collate) -> Batch:
-    if not runs_no_user_code(samples[0]):
+    if not _runs_no_user_code(samples[0]):
         return otherwise(samples)
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
 
 
-def runs_no_user_code(value: object) -> bool:
-    """Whether a sample becomes part of a batch, or a batch is rebuilt, without the user's code."""
+def _runs_no_user_code(value: object) -> bool:
+    """Return whether a sample becomes part of a batch without the user's code."""
     if type(value) is dict:
-        return all(map(runs_no_user_code, value.values()))
+        return all(map(_runs_no_user_code, value.values()))
     if type(value) is list or type(value) is tuple:
-        return all(map(runs_no_user_code, value))
+        return all(map(_runs_no_user_code, value))
     return type(value) in _KNOWN or isinstance(value, np.generic)
 
 
@@ -224,7 +223,7 @@ def _stranger(sample: object, where: str) -> tuple[str, object] | None:
         return where, sample
     if isinstance(sample, tuple(default_collate_fn_map)):
         return None
-    if isinstance(sample, DeferredTensor | LateStack | np.generic | range | bytearray | memoryview):
+    if isinstance(sample, LateStack | np.generic | range | bytearray | memoryview):
         return None
     parts = children(sample)
     if parts is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, get_worker_info
@@ -23,7 +22,7 @@ from lightning_fastdata.tree import has_method, held
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import DatasetRecording, WorkerTransform
+    from lightning_fastdata.augment import WorkerTransform
     from lightning_fastdata.types import Batch
 
 
@@ -42,13 +41,11 @@ class _Keying:
         seed: int,
         epoch: EpochCell,
         transform: Callable[[Batch, SampleKey], Batch] | None,
-        recording: DatasetRecording | None,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.epoch = epoch
         self.transform = transform
-        self.recording = recording
         self.first = 0
         self._composes: Sequence[Any] | None = None
         self._found_in_epoch = 0
@@ -64,11 +61,6 @@ class _Keying:
             self._found_in_epoch = key.epoch
         if self._composes:
             reseed(self._composes, key)
-
-    def reading(self, key: SampleKey) -> AbstractContextManager[None]:
-        if self.recording is None:
-            return nullcontext()
-        return self.recording.reading(self.dataset, key.epoch)
 
     def finish(self, sample: Batch, key: SampleKey) -> Batch:
         return sample if self.transform is None else self.transform(sample, key)
@@ -112,9 +104,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
         keying = self._keying
         key = keying.key(_as_int(index))
         keying.seed_for(key)
-        with keying.reading(key):
-            sample = keying.dataset[index]
-        return keying.finish(sample, key)
+        return keying.finish(keying.dataset[index], key)
 
     @property
     def can_read_ahead(self) -> bool:
@@ -135,8 +125,7 @@ class KeyedDataset(_Stand, Dataset[Any]):
         keys = [keying.key(_as_int(index)) for index in indices]
         # One call draws for all its samples, so its first key has to speak for them.
         keying.seed_for(keys[0])
-        with keying.reading(keys[0]):
-            samples: list[Batch] = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        samples: list[Batch] = keying.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         if keying.transform is None:
             return samples
         if not isinstance(samples, Sequence) or len(samples) != len(keys):
@@ -183,13 +172,13 @@ class DrawnWords(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> list[tuple[str, ...]]:
-        from lightning_fastdata.augment import DatasetPipelines
+        from lightning_fastdata.augment import drawn_words
 
         key = SampleKey(self.seed, self.epoch, index)
         read: list[Any] = []
         composes = find_composes(self.dataset)
         reseed(composes, key)
-        own = DatasetPipelines(composes).drawn_words(lambda: read.append(self.dataset[index]))
+        own = drawn_words(composes, lambda: read.append(self.dataset[index]))
         if self.part is None:
             return [own]
         return [(*own, *row) for row in self.part.words(read[-1], key)]
@@ -201,16 +190,11 @@ def keyed(
     seed: int,
     epoch: EpochCell,
     transform: WorkerTransform | None,
-    recording: DatasetRecording | None = None,
 ) -> Dataset[Any]:
-    """Return the dataset with keyed randomness, or the dataset itself if it has none to key.
-
-    With a ``recording``, the own pipelines of a map-style dataset leave to the device what they
-    can.
-    """
+    """Return the dataset with keyed randomness, or the dataset itself if it has none to key."""
     if transform is None and not find_composes(dataset):
         return dataset
-    keying = _Keying(dataset, seed, epoch, transform, recording)
+    keying = _Keying(dataset, seed, epoch, transform)
     if isinstance(dataset, IterableDataset):
         return KeyedIterableDataset(keying)
     return KeyedDataset(keying)
@@ -220,7 +204,7 @@ def keying_of(dataset: Dataset[Any], seed: int, epoch: EpochCell) -> _Keying:
     """Return how the samples of a dataset are drawn, keyed already or not."""
     if isinstance(dataset, KeyedDataset):
         return dataset._keying
-    return _Keying(dataset, seed, epoch, None, None)
+    return _Keying(dataset, seed, epoch, None)
 
 
 def own_dataset(dataset: object) -> object:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
 from lightning_fastdata import tree
-from lightning_fastdata.augment import DeferredTensor
-from lightning_fastdata.batches.collate import (
-    Collate,
-    HandsOn,
-    collate_samples,
-    for_writing,
-    runs_no_user_code,
-)
+from lightning_fastdata.batches.collate import Collate, HandsOn
 from lightning_fastdata.errors import BatchError, OptionsError
-from lightning_fastdata.torch_internals import default_collate_fn_map, pinned
+from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment import DatasetDraws, DatasetRecording, Draws, WorkerTransform
+    from lightning_fastdata.augment import Draws, WorkerTransform
     from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, Stage
 
@@ -59,7 +52,7 @@ class StagedBatch:
     def __init__(
         self,
         batch: Batch,
-        draws: Draws | DatasetDraws | None,
+        draws: Draws | None,
         stage: Stage,
         crossing: Landing | None = None,
     ) -> None:
@@ -249,43 +242,6 @@ class StagingCollate(HandsOn):
         else:
             batch = self._collate_handed_on(samples)
         return StagedBatch(batch, draws, self.stage)
-
-
-class RecordedCollate(HandsOn):
-    """Collates samples, and what their dataset's own pipelines have deferred to the device."""
-
-    def __init__(
-        self,
-        collate_fn: Collate,
-        recording: DatasetRecording,
-        stage: Stage,
-    ) -> None:
-        super().__init__(collate_fn)
-        self.recording = recording
-        self.stage = stage
-        self._collate_pixels: Collate = collate_samples
-
-    def __call__(self, samples: list[Any]) -> StagedBatch:
-        """Return the staged batch of samples."""
-        batch, draws = self.taken(self.collated(samples))
-        return StagedBatch(batch, draws, self.stage)
-
-    def collated(self, samples: list[Any]) -> Batch:
-        """Return the batch, in which what is deferred to the device still waits."""
-        # Also where the user's collation calls torch's: in each process that collates.
-        default_collate_fn_map.setdefault(DeferredTensor, DeferredTensor.collate)
-        return self._collate_handed_on(samples)
-
-    def taken(self, batch: Batch) -> tuple[Batch, DatasetDraws | None]:
-        """Return a batch with the pixels that its fields start from, and what waits for them."""
-        collate_pixels = self._collate_pixels if runs_no_user_code(batch) else collate_samples
-        return self.recording.take(batch, collate_pixels)
-
-    def for_writing(self) -> Self:
-        """Return the same for batches that are packed next; see :func:`for_writing`."""
-        late = super().for_writing()
-        late._collate_pixels = for_writing(collate_samples)
-        return late
 
 
 class FirstOfPairs(HandsOn):

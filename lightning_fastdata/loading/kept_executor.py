@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, run
 
 import torch
 
-from lightning_fastdata.augment import DatasetRecording, StageTransform
+from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
@@ -80,7 +80,6 @@ class SourceSettings(NamedTuple):
     transform: StageTransform | None
     on_device: bool
     staged: Stage | None
-    recording: DatasetRecording | None
     executor: ExecutorName
     stall_timeout: float | Literal["auto"]
     faults: FaultLog

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_fastdata.augment import DatasetRecording, StageTransform, warn_of_unkeyed
+from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
@@ -79,8 +79,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         on_device: Whether the pixels of ``transform`` are to be computed on the device.
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
-        recording: With ``staged``, has the Albumentations pipelines that the dataset calls itself
-            leave to the device what they can. Not with a ``transform`` that starts in the workers.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"ray"`` (actors of a Ray cluster);
             ``"auto"`` reads some samples now, takes what suits them and says why in
@@ -138,7 +136,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         transform: StageTransform | None = None,
         on_device: bool = False,
         staged: Stage | None = None,
-        recording: DatasetRecording | None = None,
         executor: ExecutorName | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         stall_timeout: float | Literal["auto"] = "auto",
@@ -242,7 +239,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self.transform = transform
         self.on_device = on_device
         self.staged = staged
-        self.recording = recording
         self.ahead = ahead
         self.actor_options = actor_options
         self.stall_timeout = stall_timeout

@@ -20,17 +20,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.augment import DatasetRecording, WorkerTransform
+from lightning_fastdata.augment import WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import keyed, reads_together
 from lightning_fastdata.batches.libraries import Rank, rank_now, tell_rank
-from lightning_fastdata.batches.staged import (
-    FirstOfPairs,
-    RecordedCollate,
-    StagingCollate,
-    spreading,
-)
+from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, spreading
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
@@ -114,15 +109,11 @@ def open_source(
         reported: Holds under ``"batches"`` the length that a stream has reported.
         stamps: Where to note calls of the sampler of torch's own iterator; None: nowhere.
     """
-    worker_part, recording = _parts_in_workers(settings)
-    collate_fn = _collation(settings, worker_part, recording)
-    dataset = keyed(
-        settings.dataset,
-        seed=settings.seed,
-        epoch=epochs,
-        transform=worker_part,
-        recording=recording,
-    )
+    worker_part = None
+    if settings.transform is not None:
+        worker_part = settings.transform.in_worker(on_device=settings.on_device)
+    collate_fn = _collation(settings, worker_part)
+    dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
     rule = settings.faults.rule
     guard = SampleGuard.of(rule, settings.dataset, settings.sampler, settings.seed)
     if not reads_with_torch(settings):
@@ -160,27 +151,12 @@ def epoch_of(source: Source, *, reported: bool) -> Iterator[Batch]:
     return iter(source)
 
 
-def _parts_in_workers(
-    settings: SourceSettings,
-) -> tuple[WorkerTransform | None, DatasetRecording | None]:
-    """Return what runs on each sample, or what surrounds its reading: one of them at most."""
-    if settings.transform is not None:
-        worker_part = settings.transform.in_worker(on_device=settings.on_device)
-        if worker_part is not None:
-            return worker_part, None
-    return None, None if settings.staged is None else settings.recording
-
-
 def _collation(
-    settings: SourceSettings,
-    worker_part: WorkerTransform | None,
-    recording: DatasetRecording | None,
+    settings: SourceSettings, worker_part: WorkerTransform | None
 ) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
     collate_fn = collate_samples if collate_fn is default_collate else collate_fn
     collate_fn = spreading(collate_fn, worker_part)
-    if recording is not None and settings.staged is not None:
-        return RecordedCollate(collate_fn, recording, settings.staged)
     # A kept executor stages what has no draws itself, and may so collate in place.
     if settings.staged is not None and (worker_part is not None or reads_with_torch(settings)):
         return StagingCollate(collate_fn, worker_part, settings.staged)
@@ -232,7 +208,7 @@ def _open_executor(
     )
     if settings.asked_prefetch_factor:  # large batches, too, as far as memory allows
         plan = replace(plan, ahead_bytes=plan.memory_limit_bytes)
-    staged = isinstance(collate_fn, StagingCollate | RecordedCollate)
+    staged = isinstance(collate_fn, StagingCollate)
     return KeptExecutor(
         name=executor,
         plan=plan,

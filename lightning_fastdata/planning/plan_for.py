@@ -63,14 +63,12 @@ def plan_for(
     *,
     accelerator: str | None = None,
     local_ranks: int = 1,
-    recorded: bool = False,
 ) -> LoaderPlan:
     """Read the limits of this machine, and make the plan of a loader.
 
     What the plan rests on is found out now, unless there are ``facts``. ``accelerator`` is
     ``"cpu"``, ``"cuda"`` or another device type (None: that of this machine), ``local_ranks`` the
-    training processes on this host. ``recorded``: the dataset's own pipelines leave something to
-    the device.
+    training processes on this host.
     """
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
@@ -111,7 +109,7 @@ def plan_for(
         in_memory=isinstance(dataset, TensorDataset),
         sample_bytes=size if facts.sample is None else sample_bytes(facts.sample),
         cost=cost,
-        split=facts.split and not recorded,
+        split=facts.split,
         choice=choice,
         actors=actors,
         start_method=facts.start_method or multiprocessing.get_start_method(),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.run_record import RunRecord
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.plugin.guard.prediction import GuardPolicy
+    from lightning_fastdata.plugin.placing.trial import Placing
     from lightning_fastdata.types import Shuffle, Stage
 
 
@@ -34,6 +35,8 @@ class DataModule(Protocol):
     drop_last: bool
     seed: int | None
     guard: GuardPolicy
+    placing: Placing
+    """Where the pixels of its pipelines are computed, and why."""
     notes: list[str]
     """What the report of the run has to mention."""
 

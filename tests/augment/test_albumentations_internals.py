@@ -14,15 +14,11 @@ import numpy as np
 import pytest
 
 import lightning_fastdata
-from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.record import tape
-from lightning_fastdata.augment.record.pipeline_recorder import PipelineRecorder, Turn
 from lightning_fastdata.augment.record.tape import function_by_key
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 OF_A_TRANSFORM = ("apply_with_params", "update_transform_params", "get_params_dependent_on_data")
-OF_A_PIPELINE = ("preprocess", "postprocess")
 
 
 def test_only_the_seam_uses_a_private_name():
@@ -32,7 +28,7 @@ def test_only_the_seam_uses_a_private_name():
 
 def test_the_seams_docstring_names_all_that_is_replaced():
     named = set(re.findall(r"``(\w+)``", tape.__doc__))
-    assert {*OF_A_TRANSFORM, *OF_A_PIPELINE, "transforms"} <= named
+    assert {*OF_A_TRANSFORM, "transforms"} <= named
 
 
 def test_a_transform_calls_what_it_has_for_the_key():
@@ -56,33 +52,3 @@ def test_a_transform_runs_through_the_method(name):
     setattr(transform, name, instead)
     pipeline(image=np.zeros((4, 4, 3), np.uint8))
     assert called == [name]
-
-
-@pytest.mark.parametrize("name", OF_A_PIPELINE)
-def test_a_pipeline_runs_through_the_method_with_its_data_alone(name):
-    called = []
-    pipeline = A.Compose([A.HorizontalFlip(p=1)])
-    original = getattr(pipeline, name)
-
-    def instead(data):
-        called.append(name)
-        return original(data)
-
-    setattr(pipeline, name, instead)
-    pipeline(image=np.zeros((4, 4, 3), np.uint8))
-    assert called == [name]
-
-
-def test_all_that_was_replaced_in_a_datasets_own_pipeline_is_put_back():
-    pipeline = A.Compose([A.HorizontalFlip(p=0.5), A.RandomCrop(2, 2), A.InvertImg()])
-    owners = (pipeline, *pipeline.transforms)
-    before = [dict(vars(owner)) for owner in owners]
-    recorder = PipelineRecorder(pipeline, analyse(pipeline, DEVICE_OPS), DEVICE_OPS, Turn())
-    recorder.hook()
-    replaced = {
-        name for owner, old in zip(owners, before, strict=True) for name in vars(owner).keys() - old
-    }
-    assert {"apply_with_params", *OF_A_PIPELINE} <= replaced
-    assert replaced <= {*OF_A_TRANSFORM, *OF_A_PIPELINE}
-    recorder.unhook()
-    assert [dict(vars(owner)) for owner in owners] == before

@@ -10,14 +10,12 @@ import torch
 from augment.batches import in_worker, keys, on_device, pipeline
 from augment.oracle_cases import CASES
 from augment.parity import both, photographs
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from benchmarks.parity import make_example
 from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all, run_each
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.planning.facts.pipeline_trial import try_recording
 from lightning_fastdata.randomness.seeds import reseed
 
 SIZE = (53, 74)
@@ -162,32 +160,6 @@ def test_a_mask_that_a_pipeline_gives_another_dtype_on_purpose_has_that():
     want = albumentations_masks(compose, samples)
     got = [one["mask"] for one in in_worker(as_batch_transform(compose), samples)]
     assert_masks(got, want, np.float32)
-
-
-class Segmented(Dataset):
-    def __init__(self, dtype):
-        self.transform, self.samples = moved_here_and_there(), masked(dtype)
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.transform(**self.samples[index])
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
-def test_a_dataset_gets_the_masks_of_its_own_pipeline_as_it_always_did(dtype):
-    trial = try_recording(Segmented(dtype), seed=0, collate_fn=None)
-    fields = ["['image']"] if dtype == np.int64 else ["['image']", "['mask']"]
-    assert sorted(trial.fields) == fields
-    plain = FastDataLoader(Segmented(dtype), batch_size=4, seed=5)
-    recorded = FastDataLoader(
-        Segmented(dtype), batch_size=4, seed=5, staged="train", recording=trial.recording()
-    )
-    for one, staged in zip(plain, recorded, strict=True):
-        other = staged.draws.apply(staged.batch)
-        assert one["mask"].dtype == other["mask"].dtype
-        assert torch.equal(one["mask"], other["mask"])
 
 
 @pytest.mark.cases(31)

@@ -7,7 +7,6 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
 import pytest
-from augment.test_dataset_pipelines import COUNT, IMAGES
 from torch.utils.data import Dataset
 
 from lightning_fastdata.augment.pipeline.trial import alike
@@ -16,6 +15,8 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
+COUNT = 14
+IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 40, 36, 3), np.uint8)
 SAVING = A.Compose([A.HorizontalFlip(), A.RandomGamma(p=0.5)], save_applied_params=True)
 REPLAYED = A.ReplayCompose([A.HorizontalFlip(), A.RandomGamma(p=0.5)])
 OTHER_NAME = A.ReplayCompose([A.HorizontalFlip()], save_key="story")

@@ -7,11 +7,9 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
 import pytest
-from augment.test_dataset_styles import Reading, assert_left_over_and_the_same
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.planning.facts.pipeline_trial import try_recording
 from lightning_fastdata.plugin.placing.stage_transforms import finish
 
 RNG = np.random.default_rng(3)
@@ -27,63 +25,51 @@ TURNS = {
 }
 
 
-def of(images, turns, *, mask=False):
-    def read(dataset, _, index):
-        if not mask:
-            return dataset.transform(image=images[index])["image"], index
-        out = dataset.transform(image=images[index], mask=images[index][..., 0])
-        return out["image"], out["mask"]
+def pipeline(*turns):
+    return A.Compose([*turns, A.RandomBrightnessContrast(), A.Normalize(), A.ToTensorV2()])
 
-    ends = A.RandomBrightnessContrast(), A.Normalize(), A.ToTensorV2()
-    return Reading(read, transform=A.Compose([*turns, *ends]))
+
+def batches(samples, compose, *, on_device, batch_size):
+    transform = as_batch_transform(compose)
+    options = {"transform": transform, "on_device": on_device, "staged": "train", "seed": 5}
+    staged = list(FastDataLoader(samples, batch_size, **options))
+    return staged, [finish(batch, {"train": [transform]})[0] for batch in staged]
+
+
+def assert_the_same_on_the_device(samples, compose, batch_size=4):
+    """Hold the device's batches to those of the workers; return the names of its operations."""
+    _, whole = batches(samples, compose, on_device=False, batch_size=batch_size)
+    staged, done = batches(samples, compose, on_device=True, batch_size=batch_size)
+    for one, other in zip(whole, done, strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[name].equal(other[name]) for name in one)
+    return {step.name for batch in staged for step in batch.draws.programs["image"].steps}
 
 
 @pytest.mark.cases(8)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("turns", TURNS)
 def test_squares_are_turned_on_the_device(turns, mask):
-    assert_left_over_and_the_same(of(SQUARE, TURNS[turns], mask=mask))
+    samples = [{"image": one, **({"mask": one[..., 0]} if mask else {})} for one in SQUARE]
+    names = assert_the_same_on_the_device(samples, pipeline(*TURNS[turns]))
+    assert names & {"RandomRotate90", "Transpose", "D4", "SquareSymmetry"}
 
 
 @pytest.mark.parametrize("turns", TURNS)
 def test_other_images_are_right_too(turns):
-    assert_left_over_and_the_same(of(WIDE, TURNS[turns]), batch_size=1)
-
-
-def test_a_batch_may_have_both():
-    images = [SQUARE[index] if index % 3 else WIDE[index] for index in range(12)]
-
-    def listed(samples):
-        return list(zip(*samples, strict=True))
-
-    for turns in TURNS.values():
-        assert_left_over_and_the_same(of(images, turns), collate_fn=listed)
-
-
-def test_turns_of_squares_wait_for_the_device():
-    dataset = of(SQUARE, [A.RandomRotate90(p=1)])
-    assert "either" in try_recording(dataset, seed=0, collate_fn=None).explain()
-    names = [placement.name for placement in _plan([A.Transpose()]) if placement.where == "worker"]
-    assert names == []
-
-
-def _plan(turns):
-    return as_batch_transform(A.Compose([*turns, A.Normalize(), A.ToTensorV2()])).plan.placements
+    samples = [{"image": image} for image in WIDE]
+    assert_the_same_on_the_device(samples, pipeline(*TURNS[turns]), batch_size=1)
 
 
 @pytest.mark.parametrize(("images", "left"), [(SQUARE, True), (WIDE, False)])
-def test_a_pipeline_of_the_loader_leaves_over_what_keeps_the_shape(images, left):
+def test_what_keeps_the_shape_is_left_over(images, left):
     compose = A.Compose([A.Transpose(p=1), A.Normalize(), A.ToTensorV2()])
-    transform = as_batch_transform(compose)
     samples = [{"image": image} for image in images]
-    made = [
-        list(FastDataLoader(samples, 4, transform=transform, on_device=on, staged="train"))
-        for on in (True, False)
-    ]
-    assert all(
-        ("Transpose" in {step.name for step in batch.draws.programs["image"].steps}) == left
-        for batch in made[0]
-    )
-    for one, other in zip(*made, strict=True):
-        done = [finish(batch, {"train": [transform]})[0]["image"] for batch in (one, other)]
-        assert done[0].equal(done[1])
+    assert ("Transpose" in assert_the_same_on_the_device(samples, compose)) == left
+
+
+def test_turns_are_planned_for_either_place():
+    told = as_batch_transform(pipeline(A.RandomRotate90(p=1), A.Transpose())).explain()
+    rows = [line for line in told.splitlines() if line.startswith(("RandomRotate90", "Transpose"))]
+    assert len(rows) == 2
+    assert all("either" in row and "where it leaves the shape as it is" in row for row in rows)

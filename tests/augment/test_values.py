@@ -14,11 +14,9 @@ from augment.parity import both, photographs
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from thoroughness import max_examples
-from torch.utils.data import Dataset
 
 from benchmarks.parity import examples, make_example
 from lightning_fastdata import BatchTransform
-from lightning_fastdata.augment.dataset_recording import DatasetRecording
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.values import (
@@ -32,8 +30,6 @@ from lightning_fastdata.augment.pipeline.values import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.plugin.placing.stage_transforms import finish
 from lightning_fastdata.types import SampleKey
 
 SIDE = 40
@@ -164,34 +160,6 @@ def test_batches_of_any_dtype_are_carried_out_as_albumentations_does(middle, dty
             return
         explicit = BatchTransform.from_albumentations(compose, on_cpu="torch")
         assert_close(explicit(images, key=KEY), wanted)
-
-
-class Photos(Dataset):
-    def __init__(self, pipeline, images):
-        self.pipeline = pipeline
-        self.images = images
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, index):
-        return self.pipeline(image=self.images[index])["image"]
-
-
-@max_examples(30, suppress_health_check=list(HealthCheck))
-@given(st.lists(nodes, min_size=1, max_size=4), st.sampled_from(DTYPES))
-def test_pipelines_of_a_dataset_take_any_dtype(middle, dtype):
-    dataset = Photos(A.Compose([A.RandomCrop(32, 32), *middle, A.ToTensorV2()]), images_of(dtype))
-    options = {"batch_size": 6, "seed": 5, "executor": "inline"}
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        try:
-            (wanted,) = FastDataLoader(dataset, **options)
-        except Exception:
-            return
-        options |= {"staged": "train", "recording": DatasetRecording()}
-        (staged,) = FastDataLoader(dataset, **options)
-        assert_close(finish(staged, {"train": []})[0], wanted)
 
 
 OPERATIONS = [

@@ -229,21 +229,6 @@ def test_neither_are_batches_pipelines_and_streams_touched(kind, way, tmp_path):
     assert sorted(labels) == list(range(SAMPLES))
 
 
-def test_a_pipeline_on_the_device_is_tried_elsewhere(tmp_path):
-    data = HandWritten(
-        WatchedImages(tmp_path),
-        augment_on="gpu",
-        options=LoaderOptions(num_workers=1),
-        batch_size=8,
-    )
-    module = Seen()
-    fit(module, data)
-    assert sorted(module.labels) == list(range(SAMPLES))
-    assert sorted(module.values) == list(range(SAMPLES))
-    assert not touched_here(tmp_path)
-    assert "on the device" in data.explain()
-
-
 def test_explaining_reads_nothing_here(tmp_path):
     assert "num_workers" in HandWritten(Watched(tmp_path)).explain()
     assert not touched_here(tmp_path)

@@ -25,7 +25,7 @@ from lightning_fastdata.planning.facts.probe_process import try_apart
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions
 
-EVERYTHING = Questions(sample=True, further=3, trial=(0, None), cost=True)
+EVERYTHING = Questions(sample=True, further=3, cost=True)
 
 
 class Rows(Dataset):

@@ -39,7 +39,7 @@ from lightning_fastdata.plugin.placing.decision import (
     StepSeen,
     choose_place,
 )
-from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
+from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.watch.measured_run import RunJudge
@@ -289,38 +289,6 @@ class WorseAndWorse(Told):
         )
 
 
-class Transformed(Images):
-    """Images whose dataset calls the pipeline itself."""
-
-    def __init__(self):
-        super().__init__(24)
-        self.transform = pipeline()
-
-    def __getitem__(self, i):
-        image, label = super().__getitem__(i)
-        return self.transform(image=image)["image"], label
-
-
-@pytest.mark.parametrize(("executor", "workers", "since"), [("workers", 2, 2), ("torch", 0, 1)])
-def test_a_pipeline_in_the_dataset_changes_its_place_and_no_batch(
-    tmp_path, executor, workers, since
-):
-    models = []
-    for placing in (Placing("cpu"), placed()):
-        model = Keeps()
-        options = LoaderOptions(
-            num_workers=workers, executor=executor, persistent_workers=workers > 0
-        )
-        module = Looks.from_datasets(Transformed(), batch_size=4, options=options, seed=3)
-        module.placing = placing
-        make_trainer(tmp_path, max_epochs=EPOCHS).fit(model, datamodule=module)
-        models.append(model)
-    places = [set(each) for _, each in sorted(module.places.items())]
-    assert places == [{"device"} if epoch < since else {"workers"} for epoch in range(EPOCHS)]
-    all_equal(models[1].images, models[0].images)
-    all_equal(models[1].labels, models[0].labels)
-
-
 def test_no_third_change_is_made_however_the_steps_turn_out(tmp_path):
     longer = {"max_epochs": 7}
     expected, _ = train(tmp_path, place="cpu", workers=0, trainer=longer)
@@ -414,26 +382,6 @@ def test_another_place_is_only_advised_where_nobody_found_it_to_be_worse(tmp_pat
     facts = Facts()
     train(tmp_path, workers=0, trainer={"callbacks": [facts], "max_epochs": 2}, **how)
     assert facts.found.augment_settled is settled
-
-
-class Arrays(Images):
-    """Images whose dataset needs the values of what its pipeline makes."""
-
-    def __init__(self):
-        super().__init__(24)
-        self.transform = A.Compose([A.RandomCrop(8, 8), A.HorizontalFlip()])
-
-    def __getitem__(self, i):
-        image, label = super().__getitem__(i)
-        return self.transform(image=image)["image"] / 255, label
-
-
-def test_nor_is_it_where_a_dataset_s_own_pipeline_cannot_be_left_to_the_device(tmp_path):
-    facts = Facts()
-    module = FastDataModule.from_datasets(Arrays(), batch_size=4)
-    module.placing = placed()
-    make_trainer(tmp_path, max_epochs=1, callbacks=[facts]).fit(Keeps(), datamodule=module)
-    assert facts.found.augment_settled
 
 
 @pytest.mark.slow
@@ -562,7 +510,7 @@ class CostlyPipeline:
 
 def task_of(dataset, transform, **about):
     spec = LoaderSpec(dataset=dataset, name="task", options=LoaderOptions(), batch_size=6)
-    known = {"device": CPU, "workers": 2, "cpus": 2.0, "found": DatasetPipeline(transform, None)}
+    known = {"device": CPU, "workers": 2, "cpus": 2.0, "transform": transform}
     return PlaceTask(of=StagePlan(spec=spec, seed=0), **{**known, **about})
 
 
@@ -587,30 +535,6 @@ def test_costs_are_those_of_reading_of_the_two_parts_and_of_the_device():
     choice = choose_place(costs)
     assert choice.place == "device"
     assert choice.saved_ms == pytest.approx(6 * 17 / 2)
-
-
-def test_files_that_the_first_reading_brings_to_memory_speak_for_no_place():
-    wall, cpu = Watch(), Watch()
-
-    class OwnPipeline(Images):
-        def __init__(self):
-            super().__init__(24)
-            self.transform, self.in_memory = pipeline(), set()
-
-        def __getitem__(self, i):
-            wall.s += 0.003 if i in self.in_memory else 0.053
-            cpu.s += 0.003
-            self.in_memory.add(i)
-            image, label = super().__getitem__(i)
-            return self.transform(image=image)["image"], label
-
-    costs = read_place_costs(
-        task_of(OwnPipeline(), None),
-        accelerator=True,
-        clocks=Clocks(wall, cpu, lambda: 0.0),
-    )
-    assert costs.sample.waits_ms == pytest.approx(50)
-    assert costs.sample.whole_ms == costs.sample.deferred_ms == pytest.approx(53)
 
 
 def test_measuring_leaves_the_random_state_and_the_dataset_alone():

@@ -153,7 +153,7 @@ FEATURES = {
     "batch finder after": {"module": {"batch_size": 2}, "later": finder},
     "deferred augment": {"module": {"augment": pipeline, "augment_on": "gpu"}},
     "augment": {"module": {"augment": pipeline, "augment_on": "cpu"}},
-    "own pipeline": {"module": {"dataset": Augmented, "augment_on": "gpu"}},
+    "own pipeline": {"module": {"dataset": Augmented}},
     "random callable": {"module": {"augment": lambda: brighter}},
     "draws": {"module": {"dataset": Draws}},
     "repeats and mixup": {"module": {"augment": lambda: mixed(pipeline(), MixUp(), repeats=2)}},

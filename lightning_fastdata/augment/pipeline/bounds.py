@@ -1,9 +1,8 @@
 """How far device forms may be from Albumentations, by what they do and by the version of OpenCV.
 
-The tests hold each form to its bound on photographs, and a trial holds the operations of a pipeline
-to them on the user's own images. OpenCV 4 rounds the positions that a warp reads from to 1/32 of a
-pixel and blends in integers, so that its warps can be equalled. OpenCV 5 blends in float32, in an
-order that depends on the CPU.
+The tests hold each form to its bound on photographs. OpenCV 4 rounds the positions that a warp
+reads from to 1/32 of a pixel and blends in integers, so that its warps can be equalled. OpenCV 5
+blends in float32, in an order that depends on the CPU.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ SUMS: Final = Bound(1, 0.99, 0.05)
 """Sums of many terms, in whatever order."""
 FEW_ELSEWHERE: Final = Bound(255, 0.999, 255)
 """Nearest pixels at positions that differ in the last bit: few are another one's."""
-LIKE: Final = Bound(255, 0, 255, mean=2.5)
-"""Forms that users register, who say how close they are: what is alike on average."""
 
 
 def opencv_major(version: str | None = None) -> int:
@@ -117,11 +114,6 @@ def bound_of(transform: Node) -> Bound:
     if name == "Sharpen":
         return EQUAL if transform.method == "gaussian" else SUMS
     return _NAMED.get(name, EQUAL)
-
-
-def is_equal(name: str) -> bool:
-    """Return whether images behind a transform of this name are equal, whatever its settings."""
-    return name not in {*_WARPS, *_FIELDS, *_RESIZES, *_NAMED, "Downscale", "Sharpen"}
 
 
 def levels_per_unit(compose: Node, dtype: np.dtype[Any]) -> float | np.ndarray:

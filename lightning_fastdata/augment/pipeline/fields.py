@@ -246,15 +246,10 @@ def mask_as_given(mask: Batch, given: Batch) -> Batch:
         return type(mask)(mask_as_given(one, given) for one in mask)
     while isinstance(given, list | tuple) and given:
         given = given[0]
-    if not is_too_wide(given) or _dtype_name(mask) != "int32":
+    if _dtype_name(given) not in _TOO_WIDE or _dtype_name(mask) != "int32":
         return mask
     dtype = _dtype_name(given)
     return mask.to(getattr(torch, dtype)) if isinstance(mask, torch.Tensor) else mask.astype(dtype)
-
-
-def is_too_wide(value: object) -> bool:
-    """Whether an array or tensor is of 64-bit integers, which OpenCV does not know."""
-    return _dtype_name(value) in _TOO_WIDE
 
 
 def _dtype_name(value: object) -> str:

@@ -11,9 +11,7 @@ What is asked of Albumentations beyond its documentation:
 - ``_key2func`` of a transform: by the key of a target, the function that it calls with it. Where a
   version has no such name, the self-check fails and every pipeline runs whole on the CPU.
 - ``apply_with_params``, ``update_transform_params`` and ``get_params_dependent_on_data`` of a
-  transform, ``preprocess`` and ``postprocess`` of a Compose: replaced on single objects, never on a
-  class. Those of a copy stay; those of a pipeline that a dataset calls itself are put back by
-  ``PipelineRecorder.unhook``.
+  transform: replaced on the transforms of a copy of the pipeline, never on a class.
 - ``transforms`` of any composition that a dataset holds: replaced while one task of a worker is
   timed, and put back when it ends (:mod:`lightning_fastdata.stamps.operations`).
 
@@ -74,12 +72,10 @@ class _Hooked(NamedTuple):
 
 
 class Recorder:
-    """One pipeline, prepared to be recorded: a copy, or itself. Not for two threads at once."""
+    """A copy of one pipeline, prepared to be recorded. Not for two threads at once."""
 
-    def __init__(
-        self, compose: BaseCompose, plan: Plan, ops: Mapping[str, DeviceOp], *, copied: bool = True
-    ) -> None:
-        self.compose = copy.deepcopy(compose) if copied else compose
+    def __init__(self, compose: BaseCompose, plan: Plan, ops: Mapping[str, DeviceOp]) -> None:
+        self.compose = copy.deepcopy(compose)
         self._plan = plan
         self._roles = target_roles(compose)
         # A mask takes the parameters of the image beside it.
@@ -127,21 +123,18 @@ class Recorder:
             conditional, any_range = self._plan.conditional[index], takes_any_range(op)
             hooked = _Hooked(index, transform, original, op, targets, conditional, any_range)
             run = functools.partial(self._record, hooked)
-        self._replace(transform, "apply_with_params", run)
+        # Each hook is called in place of a method: an instance attribute shadows the class's.
+        transform.apply_with_params = run
         if self._plan.sees_pixels[index]:
             own = () if is_albumentations(transform) else ("update_transform_params",)
             for name in (*own, "get_params_dependent_on_data"):
                 drawn_by = getattr(transform, name)
                 draw = functools.partial(self._draw_on_pixels, transform, drawn_by)
-                self._replace(transform, name, draw)
+                setattr(transform, name, draw)
         elif op is not None and op.draw is not None:
             sampler = transform.get_params_dependent_on_data
             draw = functools.partial(self._draw_small, sampler, transform, index, op)
-            self._replace(transform, "get_params_dependent_on_data", draw)
-
-    def _replace(self, owner: object, name: str, hook: Callable[..., object]) -> None:
-        """Have a hook called in place of a method: an instance attribute shadows the class's."""
-        setattr(owner, name, hook)
+            transform.get_params_dependent_on_data = draw
 
     def _target(self, key: str, value: Any) -> Target:
         target = self._targets.get(key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.executors.torch_guard import ReadingOn
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.facts.pipeline_trial import Trial, try_recording
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
@@ -45,9 +43,6 @@ class Questions:
     sample: bool = False  # sample 0, to be checked
     collated: bool = False  # whether torch can collate that sample
     further: int = 0  # so many samples from all over the dataset
-    trial: tuple[int, Callable[[list[Any]], Any] | None] | None = None
-    """Whether a device can run the dataset's own pipelines: the seed of their draws, and the user's
-    collate function or None."""
     cost: bool = False  # what a sample costs, and whether reading one draws
 
 
@@ -59,9 +54,6 @@ class DatasetFacts:
     sample: object = None  # the first one
     uncollatable: str | None = None  # what in the sample torch cannot collate, and what to do
     further: tuple[object, ...] = ()  # samples from all over the dataset
-    trial: Trial | None = None
-    """Of the dataset's own pipelines, without its places; None: it has none."""
-    trial_failed: str | None = None  # why there is no trial that was asked for
     rows: bool = False
     """Batches are rows of columns of numbers, collated by default, without a transform. Then no
     sample is measured."""
@@ -173,10 +165,6 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         tell("uncollatable", uncollatable(sample) if questions.collated else None)
     if questions.further:
         tell("further", tuple(further_samples(dataset, questions.further)))
-    if questions.trial is not None:
-        seed, collate_fn = questions.trial
-        trial = try_recording(dataset, seed=seed, collate_fn=collate_fn)
-        tell("trial", None if trial is None else trial.outcome())
     if questions.cost:
         watch = DrawWatch()
         collate = collate_samples if spec.default_collation else spec.collate_fn
@@ -187,23 +175,14 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
 def _facts(
     spec: LoaderSpec, questions: Questions, gathered: bool, findings: Findings
 ) -> DatasetFacts:
-    values, failure, failed = findings.values, findings.failure, None
+    values = findings.values
     cost, draws = values.get("cost", (None, False))
-    if spec.is_stream:
-        failed = "it is a stream, of which no sample can be tried without losing it"
-    elif questions.trial is not None and "trial" not in values:
-        # Where there was no process, or its outcome could not be pickled, there is none to name.
-        failed = "it was not tried"
-        if failure is not None:
-            failed = f"it was tried in a side process, which {failure.what}"
     splits = questions.cost and spec.default_collation and not spec.transformed
     return DatasetFacts(
         sampled="sample" in values,
         sample=values.get("sample"),
         uncollatable=values.get("uncollatable"),
         further=values.get("further", ()),
-        trial=values.get("trial"),
-        trial_failed=failed,
         rows=gathered,
         split=splits and not reads_together(spec.dataset),
         cost=cost,

@@ -34,7 +34,6 @@ from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
 from lightning_fastdata.plugin.data.time_travel import TimeTravel
 from lightning_fastdata.plugin.guard.callback import attach_guard
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
-from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName, TransferHooks
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
@@ -78,11 +77,11 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
             ``nn.Module`` that takes a batch and returns it. For training only, or a dict with
             stages (``train``, ``val``, ``test``, ``predict``) as keys.
-        augment_on: Where the pixels of an Albumentations pipeline are computed, of ``augment`` or
-            of one that the dataset calls itself. ``"gpu"``: on the trainer's device, in
-            ``on_after_batch_transfer``; ``"cpu"``: in the workers, by Albumentations itself;
-            ``"auto"``: where it is measured to be faster; training is measured again as it goes on.
-            The random draws are the same.
+        augment_on: Where the pixels of an Albumentations pipeline in ``augment`` are computed.
+            ``"gpu"``: on the trainer's device, in ``on_after_batch_transfer``; ``"cpu"``: in the
+            workers, by Albumentations itself; ``"auto"``: where it is measured to be faster;
+            training is measured again as it goes on. The random draws are the same. A pipeline
+            that the dataset calls itself runs in the workers.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
@@ -144,20 +143,11 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         self.seed = None if seed is None else checked_seed(seed)
         self._transforms = StageTransforms(augment, image=image, mask=mask)
         self._prefetching = Prefetching(prefetch)
-        self._pipelines = Pipelines(self._transforms, augment_on)
-        self._loaders = ModuleLoaders(self._transforms, self._pipelines, self._prefetching)
+        self.placing = Placing(augment_on)
+        self._loaders = ModuleLoaders(self._transforms, self._prefetching)
         self.notes: list[str] = []
 
     _guard_callback: type | None = None
-
-    @property
-    def placing(self) -> Placing:
-        """Where the pixels of pipelines are computed, and why."""
-        return self._pipelines.placing
-
-    @placing.setter
-    def placing(self, placing: Placing) -> None:
-        self._pipelines.placing = placing
 
     @property
     def augment_on(self) -> AugmentOn:
@@ -334,11 +324,12 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
 
     def augments_on_device(self, stage: Stage) -> bool:
         """Return whether :meth:`on_after_batch_transfer` transforms the batches of a stage."""
-        return self._pipelines.run_on_device(stage, self._trainer)
+        pipeline = self.placing.may_use_device(stage, self._trainer)
+        return self._transforms.run_on_device(stage, pipeline=pipeline)
 
     def augmentation_settled(self, stage: Stage) -> bool:
         """Return whether it was found out in this run where pixels of a stage are best computed."""
-        return self._pipelines.settled(stage)
+        return self.placing.choice(stage) is not None
 
     def repeats_of(self, stage: Stage) -> int:
         """Return how often each sample is in a batch that the steps of a stage get."""

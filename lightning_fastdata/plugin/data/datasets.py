@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
@@ -30,7 +30,9 @@ from lightning_fastdata.plugin.data.arguments import (
     take_batch_size,
 )
 from lightning_fastdata.plugin.seams.internals import combined_mode
+from lightning_fastdata.randomness.search import loaded_classes
 from lightning_fastdata.torch_internals import MAKES_BATCHES
+from lightning_fastdata.tree import held_by
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
@@ -110,6 +112,57 @@ def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:
             f"module by FastDataModule.from_loaders({stage}=...). To use the loader as it is, "
             f"return it from {stage}_dataloader()."
         )
+
+
+def held_pipelines(dataset: object) -> Iterator[tuple[str, object]]:
+    """Yield the Albumentations pipelines that a dataset holds, and where, as ``.transform``.
+
+    What counts are plain attributes, or items of lists and dicts there, of the dataset and of
+    datasets that it holds so, as ``Subset`` and ``ConcatDataset`` do. No code of theirs is run or
+    read. A pipeline in several places is yielded at the first.
+    """
+    kinds = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
+    seen: set[int] = set()
+    waiting: list[tuple[str, object]] = [("", dataset)]
+    while waiting:
+        where, owner = waiting.pop(0)
+        for name, value in held_by(owner).items():
+            for place, item in _with_items(f"{where}.{name}", value):
+                if id(item) in seen or not isinstance(item, (Dataset, *kinds)):
+                    continue
+                seen.add(id(item))
+                if isinstance(item, Dataset):
+                    waiting.append((place, item))
+                else:
+                    yield place, item
+
+
+def _with_items(place: str, value: object) -> Iterator[tuple[str, object]]:
+    yield place, value
+    if isinstance(value, list | tuple | dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in islice(items, _LOOKED_AT):
+            yield f"{place}[{key!r}]", item
+
+
+def move_line(place: str, pipeline: object, name: str, stage: Stage, *, has_one: bool) -> str:
+    """Return what to write so that a device may compute a pipeline that a dataset holds.
+
+    ``place`` is where the dataset holds it, ``name`` how the user knows the dataset. ``has_one``:
+    the stage has an Albumentations pipeline already.
+    """
+    kind = type(pipeline)
+    own, held = f"dataset{place}", place.rpartition(".")[2]
+    given = f"augment={own}" if stage == "train" else f"augment={{{stage!r}: {own}}}"
+    line = f"write {given}"
+    if has_one:
+        line = f"put the transforms of {own} before those of augment="
+    instead = "None in its place" if "[" in held else f"{held}=None"
+    return (
+        f"{name}{place} is an {kind.__module__.partition('.')[0]}.{kind.__name__} that runs in the "
+        f"workers. To have it computed on the device, move it: {line}, and give the dataset "
+        f"{instead}."
+    )
 
 
 class Constant:

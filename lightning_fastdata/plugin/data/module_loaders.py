@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import IterableDataset
 
@@ -35,8 +34,10 @@ from lightning_fastdata.plugin.data.arguments import (
 from lightning_fastdata.plugin.data.datasets import (
     DATASET_METHOD,
     Constant,
+    held_pipelines,
     in_form_of,
     is_missing,
+    move_line,
     named,
     refuse_loaders,
     taken_apart,
@@ -49,7 +50,6 @@ from lightning_fastdata.plugin.data.loaders import (
 )
 from lightning_fastdata.plugin.data.training_run import TrainingProgress, TrainingRun
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
-from lightning_fastdata.plugin.seams.hooks import hook_against_device
 from lightning_fastdata.plugin.seams.trainer import (
     device_type,
     first_epoch,
@@ -64,23 +64,22 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.plugin.placing.pipelines import Pipelines
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.plugin.placing.transfer import Prefetching
     from lightning_fastdata.tuning.tuner import Tuner
     from lightning_fastdata.types import Stage
 
+_FURTHER_SAMPLES: Final = 7  # read beside the first one to see whether all images have one size
+
 
 class ModuleLoaders:
     """Builds the loaders of one data module, which is given to each method."""
 
-    def __init__(
-        self, transforms: StageTransforms, pipelines: Pipelines, prefetching: Prefetching
-    ) -> None:
-        self._pipelines = pipelines
+    def __init__(self, transforms: StageTransforms, prefetching: Prefetching) -> None:
         self._transforms = transforms
         self._prefetching = prefetching
         self.progress = TrainingProgress()
@@ -142,15 +141,15 @@ class ModuleLoaders:
         shuffle = shuffles(module.shuffle, stage)
         overrides = shuffled_in_blocks(dataset, overrides, shuffle, seed)
         spec, overrides = self._spec(module, dataset, name, stage, overrides)
-        against = hook_against_device(module)
-        of = StagePlan(spec=spec, seed=seed, against=against, trainer=trainer)
-        facts = self._inspect(of)
-        found = self._pipelines.find(of, facts)
-        if spec.batch_size is None:
-            found = found._replace(own=None)  # Only batches wait for a device.
-        plan = _plan(module, spec, facts, recorded=found.own is not None)
+        of = StagePlan(spec=spec, seed=seed, trainer=trainer)
+        facts = self._inspect(module, of)
+        transform = self._worker_part(module, stage, facts)
+        plan = _plan(module, spec, facts)
         for limit in (*facts.warnings, *plan.limits):
             warnings.warn(f"{name}: {limit}", FastDataWarning, stacklevel=3)
+        if module.placing.asked == "gpu" and transform is None:
+            for line in self._told_of_pipelines(dataset, stage, name):
+                warnings.warn(f'augment_on="gpu": {line}', FastDataWarning, stacklevel=3)
         self._plans[name] = plan
         self._prefetching.decide(module)
         run = TrainingRun(module, self.progress) if stage == "train" else None
@@ -164,11 +163,11 @@ class ModuleLoaders:
             "tune": self._tuner(spec, plan, trainer) or "off",
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
-        settings |= self._pipelines.placing.settings(
-            of, found, self._transforms, settings=settings, plan=plan
+        settings |= module.placing.settings(
+            of, transform, self._transforms, settings=settings, plan=plan
         )
-        if settings["on_device"] or settings["recording"] is not None:
-            self._pipelines.warm_up(found, facts.sample, trainer)
+        if settings["on_device"] and transform is not None and trainer is not None:
+            self._transforms.warm_up(transform, facts.sample, trainer.strategy.root_device)
         loader = build_loader(
             dataset,
             stage=stage,
@@ -178,7 +177,7 @@ class ModuleLoaders:
             shuffle=shuffle,
             trainer=trainer,
         )
-        self._pipelines.placing.opened(stage, loader)
+        module.placing.opened(stage, loader)
         settle_sharing(loader, name, stage, trainer)
         return loader
 
@@ -215,13 +214,33 @@ class ModuleLoaders:
         seed = self.progress.seed if module.seed is None else module.seed
         return global_seed() if seed is None else seed
 
-    def _inspect(self, of: StagePlan) -> DatasetFacts:
+    def _worker_part(
+        self, module: DataModule, stage: Stage, facts: DatasetFacts
+    ) -> StageTransform | None:
+        """Return the transform that starts in the workers, as it suits a dataset; None: none."""
+        if not module.placing.may_use_device(stage, module.trainer):
+            return self._transforms.worker_part(stage)
+        samples = () if facts.sample is None else (facts.sample, *facts.further)
+        return self._transforms.worker_part_for(stage, samples)
+
+    def _told_of_pipelines(self, dataset: object, stage: Stage, name: str) -> list[str]:
+        """Return a line for each Albumentations pipeline that a dataset holds itself."""
+        has_one = self._transforms.worker_part(stage) is not None
+        return [
+            move_line(place, pipeline, name, stage, has_one=has_one)
+            for place, pipeline in held_pipelines(dataset)
+        ]
+
+    def _inspect(self, module: DataModule, of: StagePlan) -> DatasetFacts:
         """Find out what a loader rests on, and check the first sample of its dataset."""
-        spec, transforms = of.spec, self._transforms[of.spec.stage]
-        questions = replace(
-            self._pipelines.questions(of),
+        spec, stage = of.spec, of.spec.stage
+        transforms = self._transforms[stage]
+        suits = self._transforms.worker_part(stage) is not None
+        suits = suits and module.placing.may_use_device(stage, of.trainer)
+        questions = Questions(
             sample=of.trainer is not None,
             collated=spec.collate_fn is None and not transforms,
+            further=_FURTHER_SAMPLES if suits else 0,
             cost=spec.needs_cost,
         )
         facts = inspect_dataset(spec, questions)
@@ -259,7 +278,10 @@ class ModuleLoaders:
             cache = cache_of(cached)
             said = [decided, None if cache is None else cache.explain()]
             parts += ["\n".join([name, *filter(None, said)])] if any(said) else []
-        parts += self._pipelines.explain(module.trainer, datasets)
+        parts += self._transforms.explain(lambda stage: module.placing.where(stage, module.trainer))
+        if module.placing.asked != "cpu":
+            for (stage, name), dataset in datasets.items():
+                parts += self._told_of_pipelines(dataset, stage, name)
         return Explanation("\n\n".join([*parts, self._prefetching.explain()]))
 
     def _spec(
@@ -299,14 +321,10 @@ def _tell(trainer: Trainer | None, name: str, move: str) -> None:
         print_line(trainer, f"fastdata: {name}: {move}")
 
 
-def _plan(
-    module: DataModule, spec: LoaderSpec, facts: DatasetFacts, *, recorded: bool = False
-) -> LoaderPlan:
+def _plan(module: DataModule, spec: LoaderSpec, facts: DatasetFacts) -> LoaderPlan:
     trainer = module.trainer
     ranks = 1 if trainer is None else trainer.num_devices
-    return plan_for(
-        spec, facts, accelerator=device_type(trainer), local_ranks=ranks, recorded=recorded
-    )
+    return plan_for(spec, facts, accelerator=device_type(trainer), local_ranks=ranks)
 
 
 def _named_datasets(module: DataModule, stage: Stage) -> tuple[object, list[tuple[str, Any]]]:

@@ -33,8 +33,8 @@ from lightning_fastdata.plugin.data.training_run import (
     run_record,
     training_loader,
 )
-from lightning_fastdata.plugin.placing.pipelines import Pipelines
 from lightning_fastdata.plugin.placing.transfer import Prefetching
+from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_place
 from lightning_fastdata.randomness.global_generators import kept_random_state
@@ -193,7 +193,6 @@ class _Replay:
                 transform=self.loader.transform,
                 on_device=self.loader.on_device,
                 staged=self.loader.staged,
-                recording=copy.copy(self.loader.recording),
             )
             batch = self._through_hooks(batch, epoch, (rank, number))
             draws = self._draws(dataset, indices, epoch)
@@ -269,8 +268,8 @@ def _apart(module: Any, run: RunRecord | None) -> Any:
     twin = copy.copy(module)
     place = "workers" if run is None else run.spans[-1].place
     twin._prefetching = Prefetching("off")
-    twin._pipelines = Pipelines(module._transforms, "gpu" if place == "device" else "cpu")
-    twin._loaders = ModuleLoaders(module._transforms, twin._pipelines, twin._prefetching)
+    twin.placing = Placing("gpu" if place == "device" else "cpu")
+    twin._loaders = ModuleLoaders(module._transforms, twin._prefetching)
     twin.notes = []
     return twin
 

@@ -248,9 +248,7 @@ def _present_span(span: RunSpan, loader: FastDataLoader, trainer: Trainer) -> Ru
 
 
 def _place(loader: FastDataLoader, epoch: int) -> PixelPlace:
-    transform, recording = loader.transform, loader.recording
-    if recording is not None:
-        return "device" if recording.switch is None else recording.switch.place(epoch)
+    transform = loader.transform
     if transform is not None and transform.switch is not None:
         return transform.switch.place(epoch)
     return "device" if transform is not None and loader.on_device else "workers"

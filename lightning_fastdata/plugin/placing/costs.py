@@ -8,17 +8,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
+from operator import getitem
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment import DatasetRecording
 from lightning_fastdata.batches.collate import collate_samples
-from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.batches.staged import (
     FirstOfPairs,
-    RecordedCollate,
     StagingCollate,
     move,
     spreading,
@@ -30,12 +28,12 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.placing.decision import PlaceCosts, SampleCosts
-from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.insight.measure.timeline import DeviceClock
-    from lightning_fastdata.plugin.placing.stage_transforms import DatasetPipeline, StagePlan
+    from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
@@ -50,7 +48,7 @@ class PlaceTask:
     """A loader's work, and who does it."""
 
     of: StagePlan
-    found: DatasetPipeline
+    transform: StageTransform  # starts in the workers
     device: torch.device  # where the trainer computes
     workers: int  # side processes of its loader
     cpus: float  # that this rank may use
@@ -76,18 +74,16 @@ def read_place_costs(
     ``device_ms``. Nothing is measured where nothing can be chosen, as without an accelerator. The
     default clocks count CPU time of all threads: workers have one, where OpenCV may use many here.
     """
-    spec, (transform, own) = task.of.spec, task.found
-    defers = transform is None or transform.defers
-    redrawn = () if own is None else own.pipelines.redrawn()
+    spec, transform = task.of.spec, task.transform
     costs = PlaceCosts(
         accelerator=accelerator,
-        defers=defers,
+        defers=transform.defers,
         batch_size=task.batch_size,
         workers=task.workers,
         cpus=task.cpus,
-        redrawn=redrawn if transform is None else transform.redrawn(),
+        redrawn=transform.redrawn(),
     )
-    if not (accelerator and defers and spec.options.probe) or spec.is_stream:
+    if not (accelerator and transform.defers and spec.options.probe) or spec.is_stream:
         return costs
     clocks = clocks or Clocks(cpu_s=clock.process_time)
     method = task.start_method or multiprocessing.get_start_method()
@@ -100,12 +96,9 @@ def read_place_costs(
     costs = replace(costs, sample=found["costs"])
     try:
         batch = move(found["batch"], task.device)
-        apply = batch.draws.apply if transform is None else transform.apply
-        drawn = () if transform is None else (batch.draws,)
+        work = partial(transform.apply, batch.batch, batch.draws)
         with torch.no_grad():
-            took_ms = (device_ms or time_on_device)(
-                partial(apply, batch.batch, *drawn), task.device
-            )
+            took_ms = (device_ms or time_on_device)(work, task.device)
         return replace(costs, device_ms=took_ms)
     except _TOO_MUCH as error:
         first = (str(error).splitlines() or [""])[0]
@@ -114,31 +107,19 @@ def read_place_costs(
 
 
 class _Ways(NamedTuple):
-    """How samples are made whole, and with their pixels deferred to the device."""
+    """How a sample that was read is made whole, and with its pixels deferred to the device."""
 
-    read: Callable[[int], Any] | None
-    """Reads what both ways start from; None: each reads for itself."""
     make: Mapping[str, Callable[[int, Any], Any]]
     collate: Mapping[str, Callable[[list[Any]], Any]]
 
 
 def _ways_of(task: PlaceTask) -> _Ways | None:
-    spec, (transform, own), seed = task.of.spec, task.found, task.of.seed
-    collate = spec.collate_fn or collate_samples
-    if transform is None:
-        recording = DatasetRecording() if own is None else own.recording()
-        twin = partial(keyed, spec.dataset, seed=seed, epoch=EpochCell(), transform=None)
-        plain, recorded = twin(recording=None), twin(recording=recording)
-        return _Ways(
-            None,
-            {"whole": lambda index, _: plain[index], "deferred": lambda index, _: recorded[index]},
-            {"whole": collate, "deferred": RecordedCollate(collate, recording, spec.stage)},
-        )
+    spec, transform, seed = task.of.spec, task.transform, task.of.seed
     whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
     if whole is None or deferred is None:
         return None
+    collate = spec.collate_fn or collate_samples
     return _Ways(
-        lambda index: spec.dataset[index],
         {
             "whole": lambda index, sample: whole(sample, SampleKey(seed, 0, index)),
             "deferred": lambda index, sample: deferred(sample, SampleKey(seed, 0, index)),
@@ -152,42 +133,36 @@ def _ways_of(task: PlaceTask) -> _Ways | None:
 
 def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> None:
     """Measure where nothing else uses the dataset, and send a batch as the workers leave it."""
-    ways = _ways_of(task)
-    indices = spread_indices(dataset_length(task.of.spec.dataset) or 0, _MOST_SAMPLES)
+    ways, dataset = _ways_of(task), task.of.spec.dataset
+    indices = spread_indices(dataset_length(dataset) or 0, _MOST_SAMPLES)
     if ways is None or not indices:
         return
     made: dict[str, list[object]] = {name: [] for name in ways.make}
     took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways.make}}
     began_s = clocks.clock_s()
     for index in indices:
-        sample, waits_ms = None, []
-        if ways.read is not None:
-            sample, ms, cpu_ms = clocks.of(partial(ways.read, index))
-            took_ms["read"].append(ms)
-            waits_ms.append(max(0.0, ms - cpu_ms))
+        sample, ms, cpu_ms = clocks.of(partial(getitem, dataset, index))
+        took_ms["read"].append(ms)
+        took_ms["waits"].append(max(0.0, ms - cpu_ms))
         for name, make in ways.make.items():
-            row, ms, cpu_ms = clocks.of(partial(make, index, sample))
+            row, ms, _ = clocks.of(partial(make, index, sample))
             made[name].append(row)
-            took_ms[name].append(cpu_ms if ways.read is None else ms)
-            waits_ms.append(max(0.0, ms - cpu_ms))
-        # The second reading finds in memory what the first one waited for; it counts for both.
-        took_ms["waits"].append(waits_ms[0])
-        if len(took_ms["waits"]) > 1 and clocks.clock_s() - began_s >= budget_s:
+            took_ms[name].append(ms)
+        if len(took_ms["read"]) > 1 and clocks.clock_s() - began_s >= budget_s:
             break
     # The first sample opens files and fills caches.
-    skip = 1 if len(took_ms["waits"]) > 1 else 0
-    middle = {name: median(values[skip:]) for name, values in took_ms.items() if values}
+    skip = 1 if len(took_ms["read"]) > 1 else 0
+    middle = {name: median(values[skip:]) for name, values in took_ms.items()}
     each = {}
     for name, collate in ways.collate.items():
         collate(list(made[name]))  # the first one imports
         _, ms, _ = clocks.of(partial(collate, list(made[name])))
-        both_ms = middle.get("read", middle["waits"])
-        each[f"{name}_ms"] = both_ms + middle[name] + ms / len(made[name])
+        each[f"{name}_ms"] = middle["read"] + middle[name] + ms / len(made[name])
     costs = SampleCosts(
         **each,
-        read_ms=middle.get("read"),
+        read_ms=middle["read"],
         waits_ms=middle["waits"],
-        samples=len(took_ms["waits"]) - skip,
+        samples=len(took_ms["read"]) - skip,
     )
     tell("costs", costs)
     tell("batch", ways.collate["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))

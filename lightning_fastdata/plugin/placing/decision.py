@@ -66,8 +66,8 @@ class SampleCosts:
     deferred_ms: float
     """Milliseconds if the device does what it can: reading, drawing, the pixels that stay, and its
     share of the collation."""
-    read_ms: float | None
-    """Of both, the milliseconds of reading; None: not separated."""
+    read_ms: float
+    """Of both, the milliseconds of reading."""
     waits_ms: float = 0.0
     """Of those, the milliseconds without computing: for a disk or a network."""
     samples: int = 1
@@ -273,7 +273,7 @@ _WHERE: Final = {"device": "with pixels on the device", "workers": "with all of 
 def _each(sample: SampleCosts | None) -> str:
     if sample is None:
         return ""
-    reading = "" if sample.read_ms is None else f", {sample.read_ms:.3g} of them reading"
+    reading = f", {sample.read_ms:.3g} of them reading"
     return (
         f" (a sample: {sample.whole_ms:.3g} or {sample.deferred_ms:.3g} ms{reading}; "
         f"{sample.samples} measured)"

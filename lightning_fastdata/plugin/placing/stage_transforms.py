@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_fastdata.augment import (
-    BatchImages,
-    DatasetDraws,
-    PlaceSwitch,
-    as_batch_transform,
-)
+from lightning_fastdata.augment import BatchImages, as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.types import STAGES, Stage
@@ -22,43 +18,20 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.facts.pipeline_trial import Trial
     from lightning_fastdata.planning.loader_plan import LoaderSpec
     from lightning_fastdata.types import Batch, PixelPlace
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """A loader that is to be made for a stage, and what its pipelines rest on besides."""
+    """A loader that is to be made for a stage, and what its pipeline rests on besides."""
 
     spec: LoaderSpec
     seed: int  # of the draws
-    against: str | None = None
-    """Why the dataset's own pipeline may leave nothing to the device; None: it may."""
     trainer: Trainer | None = None
     """Who runs the stage; None: not known yet, and everything is deferred to the workers."""
-
-
-class DatasetPipeline(NamedTuple):
-    """The pipeline that runs on a dataset; at most one of them."""
-
-    transform: StageTransform | None
-    """The data module's, which starts in the workers, as it suits the dataset."""
-    own: Trial | None
-    """A trial of those that the dataset calls itself, if they defer something to the device."""
-
-    def loader_settings(
-        self, *, on_device: bool, switch: PlaceSwitch | None = None
-    ) -> dict[str, Any]:
-        """Return what a loader takes for pixels on the device; with a switch, in some epochs."""
-        transform = self.transform
-        if transform is not None and switch is not None:
-            transform = switch.on(transform)
-        return {
-            "transform": transform,
-            "on_device": transform is not None and on_device,
-            "recording": self.own.recording(switch) if self.own is not None and on_device else None,
-        }
 
 
 class StageTransforms:
@@ -75,6 +48,8 @@ class StageTransforms:
         self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
         self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
         """Of each stage, what was registered, and what it was last made to suit a dataset."""
+        self._warm: set[tuple[object, ...]] = set()
+        """Forms of the kernels that were compiled."""
         by_stage: Mapping[Any, object]
         by_stage = augment if isinstance(augment, Mapping) else {"train": augment}
         for stage, transform in by_stage.items():
@@ -101,6 +76,20 @@ class StageTransforms:
         suited = part.for_samples(samples)
         self._explained[stage] = part, suited
         return suited
+
+    def warm_up(self, transform: StageTransform, sample: object, device: torch.device) -> None:
+        """Have the kernels that a transform may need compiled now, on a CUDA device.
+
+        Once for each form. Triton keeps them on disk, so that the next run finds them there.
+        ``sample`` is one of the dataset; None if none could be read.
+        """
+        try:
+            for variant in transform.kernels(device, sample):
+                if variant.form not in self._warm:
+                    self._warm.add(variant.form)
+                    variant.launch(device)
+        except Exception as error:  # they are compiled when a batch needs them
+            _LOG.info("Kernels were not compiled beforehand: %s: %s", type(error).__name__, error)
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
         """Return whether anything of a stage runs on the device; ``pipeline``: Albumentations'."""
@@ -202,8 +191,6 @@ def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
     draw from generators that it draws from, so they run where they would without prefetching.
     """
     if isinstance(batch, StagedBatch):
-        if isinstance(batch.draws, DatasetDraws):
-            return StagedBatch(batch.draws.apply(batch.batch), None, batch.stage)
         first = next((t for t in transforms[batch.stage] if t.starts_in_worker), None)
         if batch.draws is None or first is None:
             return batch

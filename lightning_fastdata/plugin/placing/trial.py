@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import (
-        DatasetPipeline,
         Drawing,
         StagePlan,
         StageTransforms,
@@ -124,7 +124,7 @@ class Placing:
     def settings(
         self,
         of: StagePlan,
-        found: DatasetPipeline,
+        transform: StageTransform | None,
         transforms: StageTransforms,
         *,
         settings: Mapping[str, Any],
@@ -132,28 +132,27 @@ class Placing:
     ) -> dict[str, Any]:
         """Decide for a loader that is to be made, and return what it takes for it.
 
-        Of its other ``settings``, ``epoch`` and ``ahead`` are replaced.
+        ``transform`` is what starts in its workers, as it suits the dataset. Of the loader's other
+        ``settings``, ``epoch`` and ``ahead`` are replaced.
         """
         stage, trainer = of.spec.stage, of.trainer
-        starts = found.transform is not None or found.own is not None
-        if not starts or trainer is None or self.asked != "auto":
-            on_device = starts and self.may_use_device(stage, trainer)
+        if transform is None or trainer is None or self.asked != "auto":
+            on_device = transform is not None and self.may_use_device(stage, trainer)
             if on_device and trainer is not None and self._accelerator(trainer) == "cpu":
                 if not self._said:
                     _LOG.info('augment_on="gpu", %s: %s.', stage, _ON_CPU)
                 self._said = True
-            made = found.loader_settings(on_device=on_device)
+            made: dict[str, Any] = {"transform": transform, "on_device": on_device}
         else:
-            made = self._measured_settings(of, found, trainer, settings, plan)
+            made = self._measured_settings(of, transform, trainer, settings, plan)
         # Without a trainer there is no hook to finish the batches, so they come finished.
-        later = made["recording"] is not None
-        later |= transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
+        later = transforms.run_on_device(stage, pipeline=self.may_use_device(stage, trainer))
         return {**made, "staged": stage if trainer is not None and later else None}
 
     def _measured_settings(
         self,
         of: StagePlan,
-        found: DatasetPipeline,
+        transform: StageTransform,
         trainer: Trainer,
         settings: Mapping[str, Any],
         plan: LoaderPlan,
@@ -161,7 +160,7 @@ class Placing:
         stage, device = of.spec.stage, trainer.strategy.root_device
         task = PlaceTask(
             of=of,
-            found=found,
+            transform=transform,
             device=device,
             workers=plan.num_workers,
             cpus=read_cpu_limit(local_ranks=trainer.num_devices).usable_cpus,
@@ -171,12 +170,13 @@ class Placing:
         weighed = held.costs.sample is not None and held.costs.device_ms is not None
         # A switch is in memory that workers elsewhere do not share.
         if stage != "train" or not weighed or KINDS[plan.executor].elsewhere:
-            return found.loader_settings(on_device=held.place == "device")
+            return {"transform": transform, "on_device": held.place == "device"}
         if held.watch is None:
             held.watch = self._new_watch(device)
         held.switch = PlaceSwitch(held.place)
         return {
-            **found.loader_settings(on_device=True, switch=held.switch),
+            "transform": held.switch.on(transform),
+            "on_device": True,
             "epoch": partial(self._border, stage, settings["epoch"], trainer),
             "ahead": partial(_watched, held.watch, settings["ahead"]),
         }

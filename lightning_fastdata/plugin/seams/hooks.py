@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.staged import batch_samples
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -47,27 +45,6 @@ def _written_in_class(cls: type[object], name: str) -> bool:
     if definer is None or definer.__name__ not in _BASES:
         return definer is not None
     return not definer.__module__.startswith(PACKAGES)
-
-
-def hook_against_device(data: DataModule) -> str | None:
-    """Return why a user's hook would not get the batches it always got, or None if none is there.
-
-    Of a data module's own hooks those are right that call ``super()``. The LightningModule's
-    ``on_after_batch_transfer`` comes after ours.
-    """
-    written = data.written_hooks()
-    for name in (each for each in HOOKS if each in written):
-        hook = getattr(type(data), name)
-        if not (isinstance(hook, FunctionType) and "super" in hook.__code__.co_names):
-            return f"{type(data).__name__}.{name} does not call super(), which has them computed"
-    module = None if data.trainer is None else data.trainer.lightning_module
-    for name in HOOKS[:2]:
-        if overridden_hook(module, name) is not None:
-            return (
-                f"{type(module).__name__}.{name} would get the images before they are augmented; "
-                "on_after_batch_transfer gets them afterwards"
-            )
-    return None
 
 
 def choose_own_hooks(datamodule: object, trainer: Trainer, names: Collection[str]) -> None:

@@ -71,18 +71,13 @@ class RunJudge:
         """Return what the loader says about itself: the costliest one, else the first."""
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
-        transform = recording = switch = None
-        if isinstance(loader, FastDataLoader):
-            transform, recording = loader.transform, loader.recording
-            # Of a pipeline that the dataset calls itself, or else of one of the data module.
-            switch = None if recording is None else recording.switch
-            if switch is None and transform is not None:
-                switch = transform.switch
+        transform = loader.transform if isinstance(loader, FastDataLoader) else None
+        switch = None if transform is None else transform.switch
         augment_on: Literal["cpu", "device"] | None = None
         place = "device" if switch is None else switch.newest
         if self._recording.augments(stage) and place == "device":
             augment_on = "device"
-        elif transform is not None or recording is not None:
+        elif transform is not None:
             augment_on = "cpu"
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)

@@ -1,0 +1,283 @@
+"""A dataset that calls its own Albumentations pipeline is read as it is; explain() can move it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import partial
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from augment.trainers import quiet_trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.types import SampleKey
+
+COUNT, SEED = 12, 5
+IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 20, 18, 3), np.uint8)
+MOVED = "that runs in the workers. To have it computed on the device, move it"
+
+
+def pipeline(*middle):
+    steps = [A.RandomCrop(16, 8), A.HorizontalFlip(), A.RandomBrightnessContrast(p=0.8)]
+    return A.Compose([*steps, *middle, A.ToTensorV2()])
+
+
+class Photos(Dataset):
+    """Photographs, each with its number, through a pipeline of the dataset's own."""
+
+    def __init__(self, transform=None):
+        self.transform = transform
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        image = IMAGES[index]
+        if self.transform is not None:
+            image = self.transform(image=image)["image"]
+        return {"image": image, "index": index}
+
+
+class Keeps(BoringModel):
+    """Remembers the images of its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["image"].clone())
+        return self.layer(torch.ones(1, 32)).sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def fit(module, folder):
+    model = Keeps()
+    quiet_trainer(folder, max_epochs=2).fit(model, datamodule=module)
+    return torch.cat(model.seen)
+
+
+def drawn(transform, epoch):
+    """Return what Albumentations makes of each image under its key."""
+    made = []
+    for index, image in enumerate(IMAGES):
+        reseed((transform,), SampleKey(SEED, epoch, index))
+        made.append(transform(image=image)["image"])
+    return torch.stack(made)
+
+
+# -- it is read as it is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("executor", "workers"), [("torch", 0), ("torch", 2), ("inline", 0), ("workers", 2)]
+)
+def test_samples_are_albumentations_own_under_their_keys_whoever_reads(executor, workers):
+    loader = FastDataLoader(
+        Photos(pipeline()), 4, seed=SEED, executor=executor, num_workers=workers
+    )
+    for epoch in range(2):
+        read = torch.cat([batch["image"] for batch in loader])
+        assert torch.equal(read, drawn(pipeline(), epoch))
+    loader.close()
+
+
+def another_transform(dataset):
+    dataset.transform.transforms.insert(3, A.Solarize(p=1))
+
+
+def another_pipeline(dataset):
+    dataset.transform = pipeline(A.Solarize(p=1))
+
+
+@pytest.mark.parametrize("change", [another_transform, another_pipeline])
+def test_a_pipeline_that_was_changed_between_epochs_is_keyed_as_well(change):
+    dataset = Photos(pipeline())
+    loader = FastDataLoader(dataset, 4, seed=SEED)
+    assert torch.equal(torch.cat([b["image"] for b in loader]), drawn(pipeline(), 0))
+    change(dataset)
+    read = torch.cat([b["image"] for b in loader])
+    assert torch.equal(read, drawn(pipeline(A.Solarize(p=1)), 1))
+
+
+def test_a_dataset_gets_plain_tensors_from_its_pipeline_and_its_pipeline_stays_as_it_is(tmp_path):
+    kinds = []
+
+    class Looks(Photos):
+        def __getitem__(self, index):
+            sample = super().__getitem__(index)
+            kinds.append(type(sample["image"]))
+            return sample
+
+    dataset = Looks(pipeline())
+    nodes = [dataset.transform, *dataset.transform.transforms]
+    before = [vars(node).keys() for node in nodes]
+    options = LoaderOptions(num_workers=0)
+    fit(FastDataModule.from_datasets(dataset, batch_size=4, options=options), tmp_path)
+    assert set(kinds) == {torch.Tensor}
+    assert [vars(node).keys() for node in nodes] == before
+
+
+def test_a_pipeline_of_the_data_module_runs_behind_that_of_the_dataset(tmp_path):
+    made = {}
+    for where in ("cpu", "gpu"):
+        dataset = Photos(A.Compose([A.RandomCrop(16, 8), A.ToTensorV2()]))
+        mirrored = A.Compose([A.HorizontalFlip(p=1)])
+        made[where] = fit(
+            FastDataModule.from_datasets(
+                dataset, batch_size=4, seed=SEED, augment=mirrored, augment_on=where
+            ),
+            tmp_path,
+        )
+    assert torch.equal(made["cpu"], made["gpu"])
+
+
+def test_a_pipeline_that_was_moved_gives_the_same_images(tmp_path):
+    of = partial(FastDataModule.from_datasets, batch_size=4, seed=SEED, shuffle=False)
+    dataset = Photos(pipeline())
+    inside = fit(of(dataset), tmp_path)
+    compose, dataset.transform = dataset.transform, None
+    for where in ("cpu", "gpu"):
+        outside = fit(of(dataset, augment=compose, augment_on=where), tmp_path)
+        assert torch.equal(inside, outside)
+
+
+# -- explain() names the line to write -------------------------------------------------------------
+
+
+class Wraps(Dataset):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        return self.inner[index]
+
+
+class Several(Photos):
+    def __init__(self):
+        super().__init__()
+        self.views = [A.Compose([A.HorizontalFlip()]), A.VerticalFlip()]
+        self.by_name = {"hard": pipeline()}
+
+
+HELD = {
+    "an attribute": (lambda: Photos(pipeline()), [(".transform", "Compose", "transform=None")]),
+    "a subset": (
+        lambda: Subset(Subset(Photos(pipeline()), range(8)), range(4)),
+        [(".dataset.dataset.transform", "Compose", "transform=None")],
+    ),
+    "two joined": (
+        lambda: ConcatDataset([Photos(pipeline()), Subset(Photos(pipeline()), [1])]),
+        [
+            (".datasets[0].transform", "Compose", "transform=None"),
+            (".datasets[1].dataset.transform", "Compose", "transform=None"),
+        ],
+    ),
+    "a wrapper of the user's": (
+        lambda: Wraps(Photos(pipeline())),
+        [(".inner.transform", "Compose", "transform=None")],
+    ),
+    "lists and dicts": (
+        Several,
+        [
+            (".views[0]", "Compose", "None in its place"),
+            (".views[1]", "VerticalFlip", "None in its place"),
+            (".by_name['hard']", "Compose", "None in its place"),
+        ],
+    ),
+    "one in two places": (
+        lambda: ConcatDataset([Photos(SHARED), Photos(SHARED)]),
+        [(".datasets[0].transform", "Compose", "transform=None")],
+    ),
+}
+SHARED = pipeline()
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_explain_names_the_line_that_moves_a_pipeline(held):
+    dataset, expected = HELD[held]
+    text = FastDataModule.from_datasets(dataset()).explain()
+    for place, kind, instead in expected:
+        assert (
+            f"FastDataModule.train_dataset(){place} is an albumentations.{kind} {MOVED}: write "
+            f"augment=dataset{place}, and give the dataset {instead}."
+        ) in text
+    assert text.count(MOVED) == len(expected)
+
+
+def test_it_does_so_for_each_stage_and_each_dataset(tmp_path):
+    data = FastDataModule.from_datasets(
+        Photos(pipeline()), {"a": Photos(), "b": Photos(pipeline())}, batch_size=4
+    )
+    for _ in range(2):  # before the first run and after it
+        text = data.explain()
+        assert "write augment=dataset.transform," in text
+        assert "val_dataset()['b'].transform is an albumentations.Compose" in text
+        assert "write augment={'val': dataset.transform}," in text
+        assert text.count(MOVED) == 2
+        fit(data, tmp_path)
+
+
+def test_beside_a_pipeline_of_the_data_module_the_two_are_to_be_joined():
+    flip = A.Compose([A.HorizontalFlip()])
+    text = FastDataModule.from_datasets(Photos(pipeline()), augment=flip).explain()
+    assert "put the transforms of dataset.transform before those of augment=" in text
+
+
+class Opens(Photos):
+    """Has a pipeline behind what would open something, or run code of the user's."""
+
+    @property
+    def transform(self):
+        raise AssertionError("a property was read")
+
+    @transform.setter
+    def transform(self, value):
+        self.function = lambda image: value(image=image)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AssertionError(f"{name} was asked for")
+
+
+def test_no_code_of_a_dataset_is_run_or_read_for_it():
+    assert MOVED not in FastDataModule.from_datasets(Opens(pipeline())).explain()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [(Photos(), {"augment": pipeline()}), (Photos(pipeline()), {"augment_on": "cpu"})],
+    ids=["moved", "wanted in the workers"],
+)
+def test_there_is_no_such_line_where_there_is_nothing_to_move(dataset, options):
+    assert MOVED not in FastDataModule.from_datasets(dataset, **options).explain()
+
+
+def test_who_asks_for_the_device_is_warned_of_a_pipeline_that_runs_in_the_workers(tmp_path):
+    def module(where):
+        return FastDataModule.from_datasets(
+            Photos(pipeline()), batch_size=4, seed=SEED, augment_on=where
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        wanted = fit(module("cpu"), tmp_path)
+    with pytest.warns(FastDataWarning, match=r'augment_on="gpu": .*augment=dataset\.transform'):
+        assert torch.equal(fit(module("gpu"), tmp_path), wanted)
