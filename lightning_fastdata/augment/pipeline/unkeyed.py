@@ -1,4 +1,4 @@
-"""Albumentations pipelines whose draws cannot be keyed by sample: those that a ``collate_fn`` holds.
+"""Albumentations pipelines whose draws cannot be keyed by sample: those of a ``collate_fn``.
 
 Such a pipeline keeps the random stream that Albumentations gives it: the same one in every worker.
 """
