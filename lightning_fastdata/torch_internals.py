@@ -46,6 +46,19 @@ def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[An
     )
 
 
+def watch_worker_info(
+    note: Callable[[str], None], *, number: int, workers: int, dataset: Dataset[Any]
+) -> None:
+    """Set the same, and have the name of each attribute of it noted when it is read."""
+
+    class Watched(worker.WorkerInfo):
+        def __getattribute__(self, name: str) -> Any:
+            note(name)
+            return super().__getattribute__(name)
+
+    worker._worker_info = Watched(id=number, num_workers=workers, seed=0, dataset=dataset)
+
+
 def pinned(value: _Value, device: str | None) -> _Value:
     """Return a nested structure with its tensors copied into page-locked memory."""
     from torch.utils.data._utils.pin_memory import pin_memory
