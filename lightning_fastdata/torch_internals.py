@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch.utils.data._utils import worker
@@ -33,6 +33,19 @@ def set_worker_info(*, number: int, workers: int, seed: int, dataset: Dataset[An
     worker._worker_info = worker.WorkerInfo(
         id=number, num_workers=workers, seed=seed, dataset=dataset
     )
+
+
+def watch_worker_info(
+    note: Callable[[str], None], *, number: int, workers: int, dataset: Dataset[Any]
+) -> None:
+    """Set the same, and have the name of each attribute of it noted when it is read."""
+
+    class Watched(worker.WorkerInfo):
+        def __getattribute__(self, name: str) -> Any:
+            note(name)
+            return super().__getattribute__(name)
+
+    worker._worker_info = Watched(id=number, num_workers=workers, seed=0, dataset=dataset)
 
 
 def pinned(value: _Value, device: str | None) -> _Value:

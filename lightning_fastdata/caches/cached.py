@@ -40,10 +40,12 @@ class CachedDataset(Kept, Dataset[Any]):
     ``transform`` draws at random, what its steps before that return; the rest runs each time.
     Order, draws and content are those of the dataset without a cache.
 
-    A cache belongs to one state of the dataset: its class and code, what it holds, and size and
-    time of the files that it names. Another state has another folder. Some samples are compared
-    with the dataset when a run opens a cache, and each is held against its checksum when it is
-    first read. A process may be killed at any time: a sample is in the cache whole or not at all.
+    A cache belongs to one state of the dataset: what it holds, the source of its class and of the
+    functions that it holds, and size and time of the files that it names. Another state has another
+    folder. A change in a function that this code calls, elsewhere, is not seen: give another
+    ``key``, or delete the folder. Some samples are compared with the dataset when a run opens a
+    cache, and each is held against its checksum when it is first read. A process may be killed at
+    any time: a sample is in the cache whole or not at all.
 
     Args:
         dataset: Has a length, and samples of tensors, NumPy arrays and scalars, PIL images,
@@ -232,8 +234,8 @@ class CachedSource(Kept):
     often. Records beyond ``max_bytes`` are read from where they are. What nothing has read for 30
     days is removed as a whole.
 
-    A cache belongs to one state of the source: its class and code, the names of its records, and
-    what a listing said of objects or the system of files. Some records are compared with the source
+    A cache belongs to one state of the source: the source of its class, the names of its records,
+    and what a listing said of objects or the system of files. Some are compared with the source
     when a run opens a cache, and each is held against its checksum when it is first read.
 
     Args:

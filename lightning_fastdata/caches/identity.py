@@ -1,53 +1,48 @@
 """By what the samples of a dataset are recognised in another run: what they are made from.
 
-Two datasets have the same identity if their classes, the code of these with all that it refers to,
-and everything they hold are the same, and the files they name have the same size and time of
-change. An object that has a method ``recognised_by()`` is recognised by its class and what that
-returns.
+Two datasets have the same identity if they hold the same, down to each element; if the source text
+of their classes, and of the functions and classes that they hold, is the same; and if the files
+that they name have the same size and time of change. Of an installed package its version counts.
+
+What code refers to is not looked for: a function of another module may change, and nothing here
+does. An object with a method ``recognised_by()`` is recognised by its class and what that returns.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
+import ast
+import contextlib
 import hashlib
 import importlib.metadata
-import importlib.util
+import inspect
+import os
 import pickle
+import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from lightning_fastdata.caches.named_files import named_files
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.images.folder import files_of
+from lightning_fastdata.images.packed import PackedStrings
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.generators import GENERATOR_CLASSES
 from lightning_fastdata.randomness.search import is_users
 from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.tree import has_method
+from lightning_fastdata.tree import has_method, held, held_by
 
-_OF_EVERY_CLASS: Final = frozenset(
-    (
-        *("__module__", "__qualname__", "__doc__", "__firstlineno__", "__static_attributes__"),
-        *("__dict__", "__weakref__", "_abc_impl"),
-        # Set by Python when they are first asked for: when an object is pickled, say.
-        *("__slotnames__", "__annotations__", "__annotations_cache__", "__annotate_func__"),
-    )
-)
-_OF_A_PROCESS: Final = frozenset(
-    (
-        *("os", "multiprocessing", "threading", "logging", "concurrent", "asyncio", "socket"),
-        *("subprocess", "queue", "time", "weakref", "contextvars"),
-    )
-)
-"""Modules of Python whose objects stand for what a process has, and not for data."""
-_GLOBAL: Final = ("LOAD_GLOBAL", "LOAD_NAME")
-_ATTRIBUTE: Final = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_MOST_FILES: Final = 20_000
+"""Whose size and time are looked at; of more, so many from all over the list."""
+_LONGEST_PATH: Final = 1020
+_DEPTH: Final = 4
+_FEW: Final = 16
 
 
 def identity(dataset: object) -> str:
@@ -58,16 +53,20 @@ def identity(dataset: object) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
-        _Identity(digest, {}).dump(dataset)
+        _Digesting(digest, {}).dump(dataset)
     except Exception as error:  # whatever an object's own __reduce__ raises
         raise DatasetError(
             f"What {type(dataset).__name__} holds cannot be recognised in another run "
             f"({type(error).__name__}: {error}), and a cache must know whose samples it has. Give "
-            'it a key of your own, which you change when the samples change: key="photos-1".'
+            "it a key of your own, which you change when the samples change: "
+            'CachedDataset(..., key="photos-1").'
         ) from error
     for path, status in named_files(dataset):
         digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
     return digest.hexdigest()
+
+
+# -- what is held, and the source of its code ------------------------------------------------------
 
 
 class _Sink:
@@ -77,8 +76,8 @@ class _Sink:
         self.write: Callable[[bytes], object] = digest.update
 
 
-class _Identity(pickle.Pickler):
-    """Digests what a pickle would hold, and of code what it says instead of its name alone.
+class _Digesting(pickle.Pickler):
+    """Digests what a pickle would hold, and of code its source instead of its name alone.
 
     Without a memo (``fast``), so that whether two equal strings are one object makes no difference.
     ``known``: objects by their address, with their number; held, so that no other gets it.
@@ -90,14 +89,17 @@ class _Identity(pickle.Pickler):
         self._known = known
 
     def persistent_id(self, obj: object) -> object:
-        # Sets are pickled without reducer_override() being asked, in an order by chance.
+        # Dicts and sets are pickled without reducer_override() being asked, in the order in which
+        # they were filled, or by chance.
         if isinstance(obj, set | frozenset):
-            return "set", sorted(_digest_of(item, {}) for item in obj)
+            return "set", self._sorted(obj)
+        if type(obj) is dict:
+            return "dict", self._sorted(obj)
         if isinstance(obj, GENERATOR_CLASSES):
             return "generator", type(obj).__name__  # what depends on its state cannot be kept
-        if not hasattr(obj, "__dict__") or isinstance(obj, ModuleType):
+        if not hasattr(obj, "__dict__"):
             return None
-        # Without a memo, objects and functions that refer to each other would never come to an end.
+        # Without a memo, objects that refer to each other would never come to an end.
         if id(obj) in self._known:
             return "again", self._known[id(obj)][0]
         self._known[id(obj)] = len(self._known), obj
@@ -106,166 +108,125 @@ class _Identity(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if obj is _same:
             return NotImplemented
-        if isinstance(obj, type | BuiltinFunctionType | FunctionType):
-            return _same, tuple(self._code(obj))
-        within = _functions_within(obj)
-        if within:
-            return _same, (type(obj).__qualname__, *map(self._said, within))
-        if isinstance(obj, MappingProxyType):
-            return _same, tuple(obj.items())
-        if isinstance(obj, ModuleType):
-            return _same, (obj.__name__, _release(obj.__name__))
+        if isinstance(obj, type | FunctionType | ModuleType) or _is_built_in(obj):
+            return _same, tuple(_code(obj))
+        if held(obj, "__wrapped__") is not None:  # by functools.lru_cache, say
+            return _same, (type(obj).__qualname__, obj.__wrapped__)
         if isinstance(obj, EpochCell):
             return _same, ("epoch",)
         if has_method(obj, "recognised_by"):
-            return _same, (*self._code(type(obj)), obj.recognised_by())
+            return _same, (type(obj), obj.recognised_by())
         if isinstance(obj, torch.Tensor):
             raw = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return _same, (str(obj.dtype), tuple(obj.shape), _digest_of(raw.numpy(), {}))
-        if isinstance(obj, np.memmap) and obj.filename is not None:
-            file = Path(obj.filename)
-            status = file.stat()
-            about = (str(file), status.st_size, status.st_mtime_ns)
-            return _same, (*about, obj.offset, obj.dtype.str, obj.shape)
+            return _same, (str(obj.dtype), tuple(obj.shape), raw.numpy())
+        if isinstance(obj, np.ndarray):
+            mapped = _mapped(obj)
+            return NotImplemented if mapped is None else (_same, mapped)
         return NotImplemented
 
-    def _code(self, obj: type | FunctionType | BuiltinFunctionType) -> Iterator[object]:
-        """Yield what tells a class or function from another one, line by line.
+    def _sorted(self, items: Mapping[Any, Any] | Iterable[Any]) -> list[Any]:
+        """Return the elements of a set, or the items of a dict, in an order of their own."""
+        keys, kinds = list(items), set(map(type, items))
+        plain = len(kinds) == 1 and kinds <= {str, int, bytes}
+        keys.sort(key=None if plain else self._digest_of)
+        return [(key, items[key]) for key in keys] if isinstance(items, Mapping) else keys
 
-        Of a user's: its instructions, its defaults, and all that it refers to: global names, names
-        of the user's own modules, what it closes over. Comments and what else is in its module make
-        no difference. Of an installed one: its name and release.
-        """
-        module = obj.__module__
-        yield f"{module}.{obj.__qualname__}"
-        if not is_users(module):
-            yield _release(module)
-        elif isinstance(obj, type):
-            yield from map(self._said, obj.__mro__[1:])
-            for name, value in vars(obj).items():
-                if name not in _OF_EVERY_CLASS:
-                    yield name
-                    yield self._said(value)
-        elif isinstance(obj, FunctionType):
-            yield from _instructions(obj.__code__)
-            yield from map(self._said, obj.__defaults__ or ())
-            yield from map(self._said, sorted((obj.__kwdefaults__ or {}).items()))
-            yield from map(self._said, vars(obj).items())
-            for cell in obj.__closure__ or ():
-                try:
-                    yield self._said(cell.cell_contents)
-                except ValueError:  # nothing was put into it so far
-                    yield "empty"
-            for name, value in _referred_to(obj):
-                yield name
-                yield self._said(value)
-
-    def _said(self, value: object) -> object:
-        """Return what tells a value that code refers to from another one.
-
-        Code refers to more than makes samples, and in more ways than can be compared: of what
-        cannot be, the class counts.
-        """
-        kind = type(value)
-        if isinstance(value, type | FunctionType) or kind.__module__.partition(".")[0] not in (
-            _OF_A_PROCESS
-        ):
-            before = len(self._known)
-            try:
-                return _digest_of(value, self._known)
-            except Exception:  # whatever its own __reduce__ raises
-                for key in list(self._known)[before:]:
-                    del self._known[key]
-        return kind.__qualname__ if isinstance(value, type) else self._said(kind)
+    def _digest_of(self, value: object) -> bytes:
+        digest, before = hashlib.blake2b(digest_size=16), len(self._known)
+        _Digesting(digest, self._known).dump(value)
+        while len(self._known) > before:  # as if nothing of it were known: it comes in its turn
+            self._known.popitem()
+        return digest.digest()
 
 
 def _same(*_what: object) -> None:
     """Stand for an object that is compared by what is said of it."""
 
 
-def _digest_of(value: object, known: dict[int, tuple[int, object]]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    _Identity(digest, known).dump(value)
-    return digest.digest()
+def _is_built_in(obj: object) -> bool:
+    """Return whether it is a function written in C, and no method of an object."""
+    return isinstance(obj, BuiltinFunctionType) and isinstance(obj.__self__, ModuleType | None)
 
 
-def _functions_within(obj: object) -> tuple[object, ...]:
-    """Return the functions that a descriptor or a wrapper of ``functools`` calls."""
-    if isinstance(obj, property):
-        return obj.fget, obj.fset, obj.fdel
-    if isinstance(obj, functools.cached_property):
-        return (obj.func,)
-    if isinstance(obj, classmethod | staticmethod | functools._lru_cache_wrapper):
-        return (obj.__wrapped__,)
-    return ()
+def _mapped(array: np.ndarray[Any, Any]) -> tuple[object, ...] | None:
+    """Return what tells a part of a file that is mapped from another one; None: it is in memory."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if not isinstance(owner, np.memmap) or owner.filename is None:
+        return None
+    file, began = Path(owner.filename), owner.offset + array.ctypes.data - owner.ctypes.data
+    status = file.stat()
+    about = str(file), status.st_size, status.st_mtime_ns
+    return *about, began, array.dtype.str, array.shape, array.strides
 
 
-def _instructions(code: CodeType) -> Iterator[str]:
-    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _instructions(const)
-        elif isinstance(const, frozenset):
-            yield repr(sorted(map(repr, const)))
-        else:
-            yield repr(const)
+def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterator[object]:
+    """Yield what tells a class, function or module from another one."""
+    module = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
+    yield f"{module}.{getattr(obj, '__qualname__', '')}"
+    if isinstance(obj, BuiltinFunctionType) or not is_users(module):
+        yield _release(module)
+        return
+    yield _source(obj)
+    if isinstance(obj, type):
+        yield obj.__mro__[1:]
+        # Methods are in the source; what was made elsewhere, a table or a pipeline, is not.
+        yield {name: value for name, value in vars(obj).items() if _is_data(name, value)}
+    elif isinstance(obj, FunctionType):
+        yield obj.__defaults__, obj.__kwdefaults__, vars(obj)
+        yield tuple(map(_content, obj.__closure__ or ()))
 
 
-def _referred_to(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield the globals that a function uses, by name; of user's modules what it uses of them.
+def _is_data(name: str, value: object) -> bool:
+    return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
 
-    A module that the function itself imports counts by its source, as it may not be imported yet.
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was put into it so far
+        return _same
+
+
+def _source(obj: type | FunctionType | ModuleType) -> str:
+    """Return the source text of what a user wrote.
+
+    Raises:
+        OSError, TypeError: There is none: it was typed into an interpreter, or made by code.
+        ValueError: It is one of several lambdas in a line, of which nobody can tell which.
     """
-    names: dict[str, set[str]] = {}
-    for code in _codes(function.__code__):
-        for each in dis.get_instructions(code):
-            if isinstance(each.argval, str):
-                names.setdefault(each.opname, set()).add(each.argval)
-    attributes = {name for kind in _ATTRIBUTE for name in names.get(kind, ())}
-    waiting = sorted({name for kind in _GLOBAL for name in names.get(kind, ())}, reverse=True)
-    found = [(name, function.__globals__[name]) for name in waiting if name in function.__globals__]
-    modules = set()
-    while found:
-        name, value = found.pop()
-        if not isinstance(value, ModuleType):
-            yield name, value
-        elif not is_users(value.__name__):
-            yield name, _release(value.__name__)
-        elif value.__name__ not in modules:
-            modules.add(value.__name__)
-            used = sorted(attributes & vars(value).keys(), reverse=True)
-            found += [(f"{value.__name__}.{each}", vars(value)[each]) for each in used]
-    package = function.__globals__.get("__package__") or ""
-    for name in sorted(names.get("IMPORT_NAME", ())):
-        for source in _sources(name, package):
-            yield f"{name}: {source.name}", source.read_bytes()
+    if isinstance(obj, FunctionType) and obj.__name__ == "<lambda>":
+        lines, first = inspect.findsource(obj.__code__)
+        found = _lambdas("".join(lines)).get(first + 1, [])
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} lambdas are in line {first + 1}, which tell nothing")
+        return found[0]
+    try:
+        # Of a function, not of the one that it wraps, which is compared for itself.
+        return inspect.getsource(obj.__code__ if isinstance(obj, FunctionType) else obj)
+    except (OSError, TypeError):
+        # In a notebook only functions have a source; of a named tuple, what it inherits.
+        methods = "".join(map(_source_of_method, held_by(obj).values()))
+        if not isinstance(obj, type) or not methods:
+            raise
+        return methods
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _codes(const)
+def _source_of_method(value: object) -> str:
+    with contextlib.suppress(OSError, TypeError):
+        return inspect.getsource(value) if isinstance(value, FunctionType) else ""
+    return ""
 
 
-def _sources(name: str, package: str) -> Iterator[Path]:
-    """Yield the file of a module of the user's own that a function of a package imports."""
-    for full in (name, f"{package}.{name}"):
-        top, *rest = full.split(".")
-        if not top or top in sys.stdlib_module_names or top in _distributions():
-            continue
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):  # ValueError: __main__ has none
-            continue
-        if spec is None or spec.origin is None:
-            continue
-        base = Path(spec.origin)
-        if rest:
-            base = base.parent.joinpath(*rest)
-            base = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-        if base.is_file():
-            yield base
+@lru_cache(maxsize=16)
+def _lambdas(text: str) -> dict[int, list[str]]:
+    """Return the lambdas of a module, by the line in which each begins."""
+    found: dict[int, list[str]] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Lambda):
+            found.setdefault(node.lineno, []).append(ast.unparse(node))
+    return found
 
 
 @cache
@@ -281,3 +242,130 @@ def _release(module: str | None) -> str:
 def _distributions() -> dict[str, list[str]]:
     found = importlib.metadata.packages_distributions()
     return {top: sorted(set(names)) for top, names in found.items()}
+
+
+# -- the files that it names -----------------------------------------------------------------------
+
+
+def named_files(dataset: object) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files that a dataset lists or names, with what the system says of them.
+
+    A name may be a path, or a path in a folder that the dataset names, too, or the name of a file
+    in such a folder or one level below, with or without its extension: ``root="photos"`` and
+    ``names=["0001", ...]``. Of a folder alone no file counts: others may write there.
+    """
+    for part in _parts(dataset):
+        listed = _listed(part)
+        if listed is not None:
+            yield from _regular(listed)
+            continue
+        groups = [list(_texts(value, _DEPTH)) for value in held_by(part).values()]
+        single = [text for group in groups if len(group) <= _FEW for text in group]
+        folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
+        names: dict[str, None] = {}
+        for group in groups:
+            paths = _existing(group)
+            yield from _regular(paths)
+            if not paths:
+                names |= dict.fromkeys(group)
+        yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))
+
+
+def _parts(dataset: object) -> Iterator[object]:
+    """Yield a dataset and the datasets and sources within it."""
+    waiting, seen = [dataset], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or has_method(one, "recognised_by"):
+            continue
+        seen.add(id(one))
+        yield one
+        for value in held_by(one).values():
+            several = value if isinstance(value, list | tuple) else [value]
+            waiting += [
+                each
+                for each in islice(several, _MOST_FILES)
+                if isinstance(each, torch.utils.data.Dataset) or has_method(each, "get_bytes")
+            ]
+
+
+def _listed(dataset: object) -> tuple[str, ...] | None:
+    try:
+        return files_of(dataset, _evenly(dataset_length(dataset) or 0))
+    except Exception:  # a dataset of another kind; what it holds still counts
+        return None
+
+
+def _texts(value: object, depth: int) -> Iterator[str]:
+    """Yield the paths and short strings in nested containers, arrays and tables."""
+    if isinstance(value, str | bytes | os.PathLike):
+        text = os.fsdecode(value)
+        if 0 < len(text) <= _LONGEST_PATH:
+            yield text
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
+        flat = value.reshape(-1)
+        yield from _texts([flat[number] for number in _evenly(len(flat))], depth)
+    elif type(value).__module__.partition(".")[0] in ("pandas", "polars"):
+        yield from _texts(np.asarray(value), depth)
+    elif depth and isinstance(value, Mapping):
+        for each in islice(value.items(), _MOST_FILES):
+            yield from _texts(each, depth)
+    elif depth and isinstance(value, list | tuple | PackedStrings):
+        for number in _evenly(len(value)):
+            yield from _texts(value[number], depth - 1)
+
+
+def _evenly(length: int) -> range:
+    return range(0, length, max(1, -(-length // _MOST_FILES)))
+
+
+def _existing(paths: list[str]) -> list[str]:
+    """Return paths if some of them are files: those of captions or labels are not all looked for.
+
+    A look at a file that is not there takes a millisecond where folders are on a network.
+    """
+    some = paths[:: max(1, len(paths) // _FEW)]
+    return paths if next(_regular(some), None) else []
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):  # a name too long; a NUL in it
+        return False
+
+
+def _in_folders(folders: list[str], names: list[str]) -> list[str]:
+    """Return the files in folders that have one of the names."""
+    named = [
+        path
+        for folder in folders
+        for path in _existing([os.path.join(folder, name) for name in names])  # noqa: PTH118
+    ]
+    if named:
+        return named
+    known = {Path(name).name for name in names}
+    for folder in folders:
+        for entry in _entries(folder):
+            below = _entries(entry.path) if entry.is_dir() else [entry]
+            named += [each.path for each in below if {each.name, Path(each.name).stem} & known]
+    return [named[number] for number in _evenly(len(named))]
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _regular(paths: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+    for path in paths:
+        try:
+            status = Path(path).stat()
+        except (OSError, ValueError):
+            continue  # a text that names no file
+        # A folder changes with anything that is written to it.
+        if stat.S_ISREG(status.st_mode):
+            yield path, status

@@ -20,7 +20,7 @@ _X86_64: Final = {
     "futex": (202,),
     "file": (2, 3, 4, 5, 6, 8, 21, 74, 75, 78, 82, 83, 87, 89, 217, 257, 262, 269, 332),
     "socket": (42, 43, 44, 45, 46, 47, 288, 299, 307),
-    "lock": (64, 65, 72, 73, 220, 449),  # semop, fcntl, flock, futex_waitv
+    "process lock": (64, 65, 72, 73, 220),  # semop, fcntl, flock
     "sleep": (35, 230),
 }
 # https://github.com/torvalds/linux/blob/master/include/uapi/asm-generic/unistd.h
@@ -31,7 +31,7 @@ _AARCH64: Final = {
     "futex": (98,),
     "file": (34, 35, 48, 56, 57, 61, 62, 78, 79, 80, 82, 83, 276, 291),
     "socket": (202, 203, 206, 207, 211, 212, 242, 243, 269),
-    "lock": (25, 32, 192, 193, 449),
+    "process lock": (25, 32, 192, 193),
     "sleep": (101, 115),
 }
 _CALLS: Final = {"x86_64": _X86_64, "aarch64": _AARCH64}.get(platform.machine(), {})
@@ -44,8 +44,8 @@ class ThreadState(NamedTuple):
     blocked: bool
     """It waits for something other than a CPU or the interpreter's lock."""
     waits_in: str
-    """``file`` (or pipe, or a page of a mapped file), ``socket``, ``lock``, ``sleep``; else empty.
-    """
+    """``file`` (or pipe, or a page of a mapped file), ``socket``, ``lock``, ``process lock`` (of a
+    file, or a semaphore of the system), ``sleep``; else empty."""
 
 
 _RUNS: Final = ThreadState(False, "")

@@ -96,6 +96,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             how many batches of it were taken, in place of ``epoch``.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
+        split: With ``executor="auto"`` and no ``num_workers``: whether a stream divides itself
+            among workers; see :class:`LoaderOptions`.
         tune: With ``executor="auto"`` or ``"ray"`` and no ``num_workers``: ``"auto"`` changes the
             number of workers as the steps show what pays, ``"off"`` does not. Or a ``Tuner``.
         actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them; see
@@ -141,6 +143,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         stall_timeout: float | Literal["auto"] = "auto",
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
+        split: bool | Literal["auto"] = "auto",
         tune: Literal["auto", "off"] | Tuner = "auto",
         actor_options: dict[str, Any] | None = None,
     ) -> None:
@@ -196,6 +199,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
                 persistent_workers=persistent_workers,
                 multiprocessing_context=multiprocessing_context,
                 on_bad_sample=BadSamples.of(on_bad_sample).policy,
+                split=split,
                 executor=executor,
                 actor_options=actor_options,
             )

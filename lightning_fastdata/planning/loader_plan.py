@@ -141,8 +141,8 @@ class Setting:
 class LoaderPlan:
     """The settings one loader runs with: those of ``LoaderOptions``, decided.
 
-    None: ``prefetch_factor`` and ``stall_timeout_s`` follow the tasks; the start method stays as
-    Python has it.
+    None: ``split`` has no meaning for a dataset with an index; ``prefetch_factor`` and
+    ``stall_timeout_s`` follow the tasks; the start method stays as Python has it.
     """
 
     num_workers: int
@@ -159,6 +159,7 @@ class LoaderPlan:
     quarantine_file: str | None
     tune: Literal["auto", "off"]
     probe: bool
+    split: bool | None
     actor_options: dict[str, Any] | None
     choices: tuple[Setting, ...]
     """One for each setting, in the order of ``LoaderOptions``."""

@@ -277,6 +277,10 @@ class LoaderOptions:
             was planned, as does a ``num_workers`` of your own.
         probe: Read some samples before the workers start, and choose what suits them. False reads
             none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
+        split: Whether a stream (``IterableDataset``) divides itself among workers, so that several
+            read it. ``"auto"`` is known of the streams of some libraries; of another one, a few
+            samples are read in a process that is thrown away (not with ``probe=False``), and it
+            does if it asks ``get_worker_info()`` for its part.
         actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them: ``num_cpus`` (1),
             ``resources``, ``label_selector``, ``memory`` (bytes), ``scheduling_strategy``
             (``"SPREAD"``), ``runtime_env``.
@@ -300,6 +304,7 @@ class LoaderOptions:
     quarantine_file: str | None = None
     tune: Literal["auto", "off"] = "auto"
     probe: bool = True
+    split: bool | Auto = "auto"
     actor_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -307,7 +312,7 @@ class LoaderOptions:
             value = getattr(self, name)
             fine = value == "auto" or (type(value) is int and value >= lowest)
             check(name, value, fine, f'whole numbers from {lowest}, or "auto"')
-        for name in ("pin_memory", "persistent_workers"):
+        for name in ("pin_memory", "persistent_workers", "split"):
             value = getattr(self, name)
             check(name, value, value == "auto" or type(value) is bool, 'True, False or "auto"')
         for name in ("in_order", "probe"):

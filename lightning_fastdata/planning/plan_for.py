@@ -29,7 +29,6 @@ from lightning_fastdata.planning.loader_plan import (
     Value,
 )
 from lightning_fastdata.planning.options import LoaderOptions, check_among
-from lightning_fastdata.planning.stream_split import splits_itself
 from lightning_fastdata.planning.worker_count import (
     SET,
     alone_ms,
@@ -76,15 +75,12 @@ def plan_for(
         found = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
         accelerator = found.type if found else "cpu"
     options, dataset, cost = spec.options, spec.dataset, facts.cost
-    stream = None
-    if spec.is_stream:
-        wrapped = spec.transformed or bool(spec.pipelines)
-        stream = splits_itself(dataset, worker_init_fn=spec.worker_init_fn, wrapped=wrapped)
-        if stream.here and options.num_workers not in ("auto", 0):
-            raise OptionsError(
-                f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
-                "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
-            )
+    stream = facts.stream
+    if stream is not None and stream.here and options.num_workers not in ("auto", 0):
+        raise OptionsError(
+            f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
+            "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
+        )
     cpu = read_cpu_limit(local_ranks=local_ranks)
     choice = TORCH
     if spec.needs_cost:
@@ -214,6 +210,7 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "quarantine_file": (None, "in the trainer's log folder, where they are"),
         "tune": _tuned(options, situation, executor, count),
         "probe": (True, "a few samples tell what suits them"),
+        "split": _split(situation),
         "actor_options": (
             None,
             "each takes a CPU of the cluster, wherever one is free"
@@ -225,6 +222,13 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
     return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
+
+
+def _split(situation: Situation) -> tuple[Value, str]:
+    """Return whether a stream shares itself out among workers, and why."""
+    if situation.stream is None:
+        return None, "only a stream has to divide itself among workers"
+    return situation.stream.splits, situation.stream.why
 
 
 def _tuned(

@@ -38,9 +38,9 @@ _TENSORS_PER_BATCH: Final = 2  # each takes open files on its way to torch's loa
 _NO_DESCRIPTORS: Final = ("darwin", "win32")
 _ONE_STREAM: Final = (
     "num_workers is 1 of {count} possible, because several workers may each read the whole stream, "
-    "so that samples would come several times: {why}. If the dataset splits itself "
-    "(torch.utils.data.get_worker_info), set num_workers={count}; otherwise set num_workers=1 and "
-    "this message goes away."
+    "so that samples would come several times: {why}. If the dataset divides itself among them "
+    "(torch.utils.data.get_worker_info), set num_workers={count}, or split=True; otherwise set "
+    "split=False, and this message goes away."
 )
 
 
@@ -207,6 +207,8 @@ def count_workers(
         return 0, "fetching a batch costs less than handing it over", []
     on_cpu = situation.accelerator == "cpu"
     count, why = workers_for(situation.stage, cpu, on_cpu=on_cpu, batches=situation.batches)
+    if situation.iterable and count > 1 and options.split is False:
+        return 1, "several would each read the whole stream (split=False)", []
     if situation.iterable and count > 1:
         return workers_of_stream(count, why, situation.stream)
     cost = situation.cost if ours else None

@@ -1,14 +1,13 @@
-"""What a dataset holds of some classes, found without running its code."""
+"""What a dataset holds of some classes, found in its attributes: no code is run or read."""
 
 from __future__ import annotations
 
 import sys
 from collections import UserDict
 from collections.abc import Iterator
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from types import (
     BuiltinMethodType,
-    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -45,10 +44,10 @@ def loaded_classes(module: str, *names: str) -> tuple[type, ...]:
 def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     """Return what a dataset holds of some classes, in a fixed order, without what that holds.
 
-    Looks through attributes, lists, tuples, dicts (first 256 items, 8 levels deep), wrapped
-    datasets (``Subset``, ``ConcatDataset``), bound methods, ``functools.partial``, the closures
-    and defaults of functions, and what the user's own code of these refers to: globals of its
-    modules and attributes of its classes.
+    Looks through attributes, also those of the user's own classes, lists, tuples, dicts (first 256
+    items, 8 levels deep), wrapped datasets (``Subset``, ``ConcatDataset``), bound methods,
+    ``functools.partial``, and what functions close over and have as defaults. What code refers to,
+    a global of a module say, is not held by the dataset.
     """
     if not kinds:
         return ()
@@ -63,11 +62,11 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
         if isinstance(item, kinds):
             found.append(item)
         elif depth < _MAX_DEPTH:
-            waiting.extend((part, depth + 1) for part in _parts(item, kinds))
+            waiting.extend((part, depth + 1) for part in _parts(item))
     return tuple(found)
 
 
-def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
+def _parts(item: object) -> Iterator[object]:
     if isinstance(item, dict | UserDict | MappingProxyType):
         # Not any mapping: reading the values of one that stands for a file would open it.
         yield from list(item.values())[:_MAX_ITEMS]
@@ -82,7 +81,7 @@ def _parts(item: object, kinds: tuple[type, ...]) -> Iterator[object]:
     elif not isinstance(item, ModuleType | torch.Tensor):
         yield from list(held_by(item).values())[:_MAX_ITEMS]
         if isinstance(item, FunctionType):
-            yield from _function_parts(item, kinds)
+            yield from _function_parts(item)
         else:
             yield from _slots(item)
             yield from _class_parts(type(item))
@@ -92,16 +91,7 @@ def _class_parts(cls: type) -> Iterator[object]:
     """Yield the attributes of a class and of its bases that are the user's own code."""
     for owner in cls.__mro__:
         if is_users(owner.__module__):
-            yield from map(_unwrapped, list(vars(owner).values()))
-
-
-def _unwrapped(value: object) -> object:
-    """Return the function of a method, a property or a cached property."""
-    if isinstance(value, staticmethod | classmethod):
-        return value.__func__
-    if isinstance(value, property):
-        return value.fget
-    return value.func if isinstance(value, cached_property) else value
+            yield from list(vars(owner).values())
 
 
 def _slots(item: object) -> Iterator[object]:
@@ -112,8 +102,8 @@ def _slots(item: object) -> Iterator[object]:
                 yield getattr(item, name)
 
 
-def _function_parts(function: FunctionType, kinds: tuple[type, ...]) -> Iterator[object]:
-    """Yield what a function refers to; of globals what is looked for, or is code of the user."""
+def _function_parts(function: FunctionType) -> Iterator[object]:
+    """Yield what a function closes over, and its defaults."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -121,30 +111,6 @@ def _function_parts(function: FunctionType, kinds: tuple[type, ...]) -> Iterator
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    if not is_users(function.__module__):
-        return
-    names = list(_names(function.__code__))
-    for name in names:
-        value = function.__globals__.get(name)
-        found = [value]
-        if isinstance(value, ModuleType) and is_users(value.__name__):
-            found = [vars(value)[other] for other in names if other in vars(value)]
-        yield from (one for one in found if isinstance(one, kinds) or _may_lead_on(one))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes in a function and in those within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _may_lead_on(value: object) -> bool:
-    if isinstance(value, dict | list | tuple | partial | MethodType):
-        return True
-    owner = value if isinstance(value, FunctionType | type) else type(value)
-    return is_users(owner.__module__)
 
 
 @lru_cache(maxsize=4096)

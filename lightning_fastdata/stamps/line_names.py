@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import os
 import re
 from collections.abc import Iterable
@@ -33,9 +32,6 @@ _WRAPPERS: Final = (
 )
 """Modules whose functions only call what they were given."""
 
-_CALLS: Final = ("CALL", "PRECALL", "BEFORE_WITH")
-"""Instructions that call; in Python 3.11, ``PRECALL`` does so for many functions written in C."""
-
 _kinds: dict[str, int] = {}
 
 
@@ -45,8 +41,6 @@ class Place(NamedTuple):
     code: CodeType
     """Of the innermost function of the user, or else of the outermost one of a library."""
     line: int
-    at: int
-    """Offset of its instruction."""
     called: CodeType | None
     """Of the function of a library that the line calls; None: there is none written in Python."""
     inside: CodeType | None
@@ -62,16 +56,17 @@ class PlaceName(NamedTuple):
     function: str
     """Qualified name."""
     calls: str
-    """What the line calls, if that is known: ``PIL Image.convert > ImageFile.load``."""
+    """The function of a library that the line calls, if it is one written in Python: ``PIL
+    Image.convert > ImageFile.load``."""
 
 
-ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, 0, None, None)
+ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, None, None)
 """In a dataset written in C, or in code of this package that is no dataset."""
 
 
 def key_of(place: Place) -> tuple[int, ...]:
     """Return what distinguishes places, cheaply: code objects are long to hash."""
-    return id(place.code), place.line, place.at, id(place.called), id(place.inside)
+    return id(place.code), place.line, id(place.called), id(place.inside)
 
 
 def place_of(frame: FrameType | None) -> Place | None:
@@ -79,14 +74,14 @@ def place_of(frame: FrameType | None) -> Place | None:
     called: CodeType | None = None
     inside: CodeType | None = None
     below: CodeType | None = None
-    outermost: tuple[CodeType, int, int] | None = None
+    outermost: tuple[CodeType, int] | None = None
     while frame is not None:
         code = frame.f_code
         kind = _kinds.get(code.co_filename)
         if kind is None:
             kind = _kind_of(code.co_filename, frame.f_globals.get("__name__"))
         if kind == _USER:
-            return Place(code, frame.f_lineno or 0, frame.f_lasti, called, inside)
+            return Place(code, frame.f_lineno or 0, called, inside)
         if kind == _WRITES:
             return None
         if kind == _READS:
@@ -96,7 +91,7 @@ def place_of(frame: FrameType | None) -> Place | None:
             return Place(*outermost, below, inside if below is not None else None)
         if kind == _LIBRARY and not code.co_filename.endswith(_WRAPPERS):
             below, called = called, code
-            outermost = code, frame.f_lineno or 0, frame.f_lasti
+            outermost = code, frame.f_lineno or 0
             inside = inside or code
         frame = frame.f_back
     return None
@@ -105,9 +100,7 @@ def place_of(frame: FrameType | None) -> Place | None:
 def name_of(place: Place) -> PlaceName:
     """Return a place in words."""
     calls = ""
-    if place.called is None:
-        calls = _instruction_calls(place.code, place.at)
-    else:
+    if place.called is not None:
         package, function = _library_name(place.called)
         calls = f"{package} {function}"
         if place.inside is not None and place.inside is not place.called:
@@ -188,37 +181,3 @@ def _function_name(code: CodeType) -> str:
     parts = code.co_qualname.split(".<locals>.")
     named = [part for part in parts if not part.startswith("<")]
     return named[-1] if named else parts[-1]
-
-
-def _instruction_calls(code: CodeType, at: int) -> str:
-    """Return the name of what an instruction calls, as the source has it; empty if it calls none.
-
-    A function written in C has no frame. Its name is what was loaded from the column on at which
-    the call begins: of ``self.lock.acquire(timeout=3)`` all but the arguments.
-    """
-    instructions = list(dis.get_instructions(code))
-    which = next((i for i, each in enumerate(instructions) if each.offset == at), None)
-    if which is None or not instructions[which].opname.startswith(_CALLS):
-        return ""
-    instruction, before = instructions[which], instructions[:which]
-    # What is entered by ``with`` begins where the last part of its name was loaded from.
-    named = before[-1] if instruction.opname == "BEFORE_WITH" and before else instruction
-    begin = _column(named)
-    if None in begin:
-        return ""
-    names: list[str] = []
-    for loaded in reversed(before):
-        if _column(loaded) != begin:
-            continue
-        if loaded.opname.startswith("LOAD_") and isinstance(loaded.argval, str):
-            if loaded.opname == "LOAD_CONST":
-                break
-            names.insert(0, loaded.argval)
-        elif names and loaded.opname != "PUSH_NULL":
-            break
-    return ".".join(names)
-
-
-def _column(instruction: dis.Instruction) -> tuple[int | None, int | None]:
-    where = instruction.positions
-    return (None, None) if where is None else (where.lineno, where.col_offset)

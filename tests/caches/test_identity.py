@@ -2,90 +2,30 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
+import functools
+import importlib
 import inspect
+import json
+import linecache
 import os
 import pickle
 import subprocess
 import sys
-import textwrap
+import threading
 
 import albumentations as A
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
+from torchvision.transforms import v2
 
+from lightning_fastdata import CachedDataset, FastDataModule
 from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.errors import DatasetError
-
-SCRIPT = """
-import sys, torch, numpy as np
-from torch.utils.data import Dataset, Subset
-from torchvision.transforms import v2
-from lightning_fastdata.caches.identity import identity
-
-FACTOR = {factor}
-
-def helper(value):
-    return value * {times}
-
-class Data(Dataset):
-    names = {{"b", "a", "c"}}
-    scale = [{factor}]
-    def __init__(self):
-        self.words = set("the quick brown fox jumps over the lazy dog".split())
-        self.table = np.arange(10)
-        self.weights = torch.ones(3) * {weight}
-        self.fix = lambda value: value + {added}
-        self.steps = v2.Compose([v2.Resize({size}), v2.ToImage()])
-        self.path = {path!r}
-    def __len__(self):
-        return 5
-    def __getitem__(self, index):
-        {comment}
-        return helper(index) + FACTOR
-
-print(identity(Subset(Data(), [1, 2])))
-"""
-GIVEN = {
-    "factor": 1,
-    "times": 2,
-    "weight": 1.5,
-    "added": 3,
-    "size": 32,
-    "path": "/nowhere",
-    "comment": "pass",
-}
-
-
-def run(seed=0, **changed):
-    script = textwrap.dedent(SCRIPT.format(**{**GIVEN, **changed}))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONHASHSEED": str(seed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.slow
-def test_what_counts_in_another_process(tmp_path):
-    file = tmp_path / "data.bin"
-    file.write_bytes(b"1234")
-    first = run(path=str(file))
-    assert run(seed=7, path=str(file)) == first
-    assert run(seed=7, path=str(file), comment="# of no effect\n        pass") == first
-    others = {
-        run(path=str(file), **{name: value})
-        for name, value in [("factor", 2), ("times", 3), ("weight", 2.5), ("added", 4), ("size", 9)]
-    }
-    file.write_bytes(b"12345")
-    others.add(run(path=str(file)))
-    assert len(others | {first}) == 7
 
 
 class Plain(Dataset):
@@ -99,60 +39,7 @@ class Plain(Dataset):
         return index
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (1, 2),
-        ("a", "b"),
-        ([1, 2], [2, 1]),
-        ({"a": 1}, {"a": 2}),
-        (np.arange(3), np.arange(4)),
-        (np.arange(3, dtype=np.int32), np.arange(3)),
-        (torch.zeros(2), torch.ones(2)),
-        (torch.zeros(4), torch.zeros(2, 2)),
-        (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)),
-        (lambda x: x + 1, lambda x: x + 2),
-        ({1, 2}, {1, 3}),
-    ],
-)
-def test_what_a_dataset_holds_counts(one, other):
-    assert identity(Plain(held=one)) == identity(Plain(held=one))
-    assert identity(Plain(held=one)) != identity(Plain(held=other))
-
-
-def test_equal_strings_count_as_equal_whether_or_not_they_are_one_object():
-    name = "".join(["a", "b"])
-    assert identity(Plain(held=[name, name])) == identity(Plain(held=["".join(["a", "b"]), name]))
-
-
-def test_which_samples_of_a_dataset_count():
-    data = Plain(held=1)
-    assert identity(Subset(data, [0, 1])) != identity(Subset(data, [0, 2]))
-
-
-def test_a_memory_map_counts_by_its_file(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(5))
-    opened = np.load(tmp_path / "a.npy", mmap_mode="r")
-    first = identity(Plain(held=opened))
-    assert identity(Plain(held=np.load(tmp_path / "a.npy", mmap_mode="r"))) == first
-    np.save(tmp_path / "a.npy", np.arange(6))
-    assert identity(Plain(held=np.load(tmp_path / "a.npy", mmap_mode="r"))) != first
-
-
-def test_listed_files_count_by_size_and_time(tmp_path):
-    files = [tmp_path / f"{number}.bin" for number in range(3)]
-    for file in files:
-        file.write_bytes(b"x")
-    data = Plain(samples=[(str(file), 0) for file in files])
-    first = identity(data)
-    assert identity(data) == first
-    files[1].write_bytes(b"xy")
-    assert identity(data) != first
-
-
-def test_what_cannot_be_compared_asks_for_a_key(tmp_path):
-    with (tmp_path / "x").open("wb") as file, pytest.raises(DatasetError, match=r"key="):
-        identity(Plain(held=file))
+# -- what it holds ---------------------------------------------------------------------------------
 
 
 class Part:
@@ -161,37 +48,130 @@ class Part:
         self.whole = self
 
 
-def test_objects_that_refer_to_each_other_are_compared():
-    assert identity(Plain(held=Part(1))) == identity(Plain(held=Part(1)))
-    assert identity(Plain(held=Part(1))) != identity(Plain(held=Part(2)))
+class InSlots:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
 
 
-def test_pipelines_are_compared_by_what_they_do():
-    def pipeline(limit):
-        return A.Compose([A.Resize(8, 8), A.Blur(blur_limit=limit)], seed=None)
-
-    assert identity(Plain(held=pipeline(3))) == identity(Plain(held=pipeline(3)))
-    assert identity(Plain(held=pipeline(3))) != identity(Plain(held=pipeline(5)))
+Item = collections.namedtuple("Item", "path label")
 
 
-def test_what_holds_itself_asks_for_a_key():
-    held = []
-    held.append(held)
-    with pytest.raises(DatasetError, match=r"key="):
-        identity(Plain(held=held))
+class Mode(enum.Enum):
+    ONE = 1
+    TWO = 2
 
 
-class Annotated(Dataset):
+class Scales:
+    def __init__(self, by):
+        self.by = by
+
+    def change(self, value):
+        return self.by * value
+
+
+def add(value, by):
+    return value + by
+
+
+def adding(by):
+    def added(value, *, more=0):
+        return value + by + more
+
+    return added
+
+
+def times_two(value):
+    return 2 * value
+
+
+def times_three(value):
+    return 3 * value
+
+
+ROWS = np.arange(1_000_000, dtype=np.int32)
+ONE_ROW_DIFFERS = ROWS.copy()
+ONE_ROW_DIFFERS[777_777] += 1
+STATES = {
+    "a number": (1, 2),
+    "the type of a number": (1, 1.0),
+    "a text": ("a", "b"),
+    "a list": ([1, 2], [2, 1]),
+    "a list within": ([[1], [2]], [[1], [3]]),
+    "a value of a dict": ({"a": 1}, {"a": 2}),
+    "a key of a dict": ({"a": 1}, {"b": 1}),
+    "an element deep within": ({"a": [({"b": 1},)]}, {"a": [({"b": 2},)]}),
+    "the order of an ordered dict": tuple(
+        collections.OrderedDict(items) for items in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)])
+    ),
+    "a set": ({1, 2}, {1, 3}),
+    "a set of different types": ({1, "a", (2, 3)}, {1, "a", (2, 4)}),
+    "one row of many": (ROWS, ONE_ROW_DIFFERS),
+    "the dtype of an array": (np.arange(3, dtype=np.int32), np.arange(3)),
+    "an array of objects": (np.array([[1], [2]], object), np.array([[1], [3]], object)),
+    "one row of a tensor": (torch.from_numpy(ROWS), torch.from_numpy(ONE_ROW_DIFFERS)),
+    "the shape of a tensor": (torch.zeros(4), torch.zeros(2, 2)),
+    "the dtype of a tensor": (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)),
+    "an object": (Part(1), Part(2)),
+    "an object in slots": (InSlots(1), InSlots(2)),
+    "a named tuple": (Item("a", 1), Item("a", 2)),
+    "a member of an enumeration": (Mode.ONE, Mode.TWO),
+    "a function": (times_two, times_three),
+    "a function of NumPy": (np.add, np.multiply),
+    "a function of Python": (len, max),
+    "what a function closes over": (adding(1), adding(2)),
+    "arguments filled in": (functools.partial(add, by=1), functools.partial(add, by=2)),
+    "the object of a method": (Scales(2).change, Scales(3).change),
+    "the object of a method written in C": ([1].count, [2].count),
+    "a lambda": (
+        lambda value: value + 1,
+        lambda value: value + 2,
+    ),
+    "the second line of a lambda": (
+        lambda value: (
+            value  # the same in both
+            + 1
+        ),
+        lambda value: (
+            value  # the same in both
+            + 2
+        ),
+    ),
+    "a class": (Part, Scales),
+    "a transform": (v2.Compose([v2.Resize(8)]), v2.Compose([v2.Resize(9)])),
+    "a pipeline": tuple(A.Compose([A.Resize(8, 8), A.Blur(blur_limit=it)]) for it in (3, 5)),
+}
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_what_a_dataset_holds_counts(what):
+    one, other = STATES[what]
+    first = identity(Plain(held=one))
+    assert identity(Plain(held=one)) == first
+    assert identity(Plain(held=other)) != first
+    assert identity(Subset(Plain(held=[0, one]), [0])) != identity(
+        Subset(Plain(held=[0, other]), [0])
+    )
+
+
+def test_which_samples_of_a_dataset_count():
+    data = Plain(held=1)
+    assert identity(Subset(data, [0, 1])) != identity(Subset(data, [0, 2]))
+
+
+def test_what_is_equal_counts_as_equal_in_whichever_order_it_was_made():
+    name = "".join(["a", "b"])
+    assert identity(Plain(held=[name, name])) == identity(Plain(held=["".join(["a", "b"]), name]))
+    assert identity(Plain(held={"a": 1, "b": 2})) == identity(Plain(held={"b": 2, "a": 1}))
+    mixed = [(1, "x"), ("a", "y"), ((2, 3), "z")]
+    assert identity(Plain(held=dict(mixed))) == identity(Plain(held=dict(mixed[::-1])))
+    assert identity(Plain(one=1, two=2)) == identity(Plain(two=2, one=1))
+    assert identity(Plain(held=Part(1))) == identity(Plain(held=copy.deepcopy(Part(1))))
+
+
+class Annotated(Plain):
     kind: str = "plain"
-
-    def __init__(self):
-        self.factor = 3
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return index * self.factor
 
 
 def test_what_python_notes_on_a_class_makes_no_difference():
@@ -199,5 +179,291 @@ def test_what_python_notes_on_a_class_makes_no_difference():
     pickle.loads(pickle.dumps(Annotated()))
     copy.copy(Annotated())
     inspect.get_annotations(Annotated)
-    assert Annotated.__slotnames__ == []
     assert identity(Annotated()) == before
+
+
+class Tabled(Plain):
+    table = ({"a": 1},)
+
+
+def test_what_a_class_holds_counts(monkeypatch):
+    first = identity(Tabled())
+    monkeypatch.setattr(Tabled, "table", ({"a": 2},))
+    assert identity(Tabled()) != first
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_memory_map_counts_by_its_file_and_by_which_part_of_it(tmp_path):
+    def opened():
+        return np.load(tmp_path / "a.npy", mmap_mode="r")
+
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    first = identity(Plain(held=opened()))
+    assert identity(Plain(held=opened())) == first
+    assert identity(Plain(held=np.asarray(opened()))) != identity(Plain(held=np.zeros(10)))
+    views = [opened()[:5], np.asarray(opened())[5:], opened()[::2], opened().reshape(2, 5)]
+    assert len({first, *(identity(Plain(held=view)) for view in views)}) == 5
+    os.utime(tmp_path / "a.npy", ns=(1, 1))
+    assert identity(Plain(held=opened())) != first
+
+
+class Named(Plain):
+    def __getitem__(self, index):
+        raise NotImplementedError("no sample is read")
+
+
+NAMES = ["a7", "b7", "c7"]
+WAYS = {
+    "paths": lambda root: {"paths": [f"{root}/{name}.bin" for name in NAMES]},
+    "paths of pathlib": lambda root: {"paths": [root / f"{name}.bin" for name in NAMES]},
+    "pairs": lambda root: {"samples": [(f"{root}/{name}.bin", 1) for name in NAMES]},
+    "names in a folder": lambda root: {"root": root, "names": [f"{name}.bin" for name in NAMES]},
+    "names without endings": lambda root: {"root": str(root), "ids": NAMES},
+    "names in folders of a folder": lambda root: {"root": root.parent, "ids": NAMES},
+    "paths in a folder": lambda root: {
+        "root": root.parent.parent,
+        "names": [f"{root.parent.name}/{root.name}/{name}.bin" for name in NAMES],
+    },
+    "names beside a table": lambda root: {"table": __file__, "root": root, "names": NAMES},
+    "an array": lambda root: {"root": root, "names": np.array([f"{name}.bin" for name in NAMES])},
+    "notes": lambda root: {"root": root, "notes": [{"file": f"{n}.bin", "id": 3} for n in NAMES]},
+    "within another": lambda root: {"parts": [Named(root=root, names=NAMES)]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_that_a_dataset_names_count_by_size_and_time(tmp_path, way):
+    root = tmp_path / "data" / "images"
+    root.mkdir(parents=True)
+    for name in NAMES:
+        (root / f"{name}.bin").write_bytes(b"x")
+    (tmp_path / "data" / "log.txt").write_text("1")
+    held = WAYS[way](root)
+    first = identity(Named(**held))
+    (tmp_path / "data" / "log.txt").write_text("12")
+    assert identity(Named(**held)) == first
+    (root / "b7.bin").write_bytes(b"xy")
+    larger = identity(Named(**held))
+    os.utime(root / "b7.bin", ns=(1, 1))
+    assert len({first, larger, identity(Named(**held))}) == 3
+
+
+# -- code ------------------------------------------------------------------------------------------
+
+HEAD = """
+import enum, functools
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+import theirs_base
+"""
+DATASET = """
+class Data(theirs_base.Base):
+    {body}
+    def __init__(self):
+        self.held = {held}
+    def __getitem__(self, index):
+        return {value}
+"""
+BASE = (
+    "from torch.utils.data import Dataset\nclass Base(Dataset):\n    def __len__(self): return 4\n"
+)
+HELPERS = "def change(x):\n    return x + VERSION\n"
+
+
+def project(*, before="", body="", held="None", value="index", **others):
+    """Return the files of a project, in which ``VERSION`` stands for what differs."""
+    dataset = DATASET.format(body=body, held=held, value=value)
+    return {"theirs_data": HEAD + before + dataset, "theirs_base": BASE, **others}
+
+
+PROJECTS = {
+    "a method": project(value="index + VERSION"),
+    "a method of a base": project(theirs_base=f"{BASE}    def by(self): return VERSION\n"),
+    "a setting of the class": project(body="size = VERSION"),
+    "a pipeline of the class": project(
+        before="PIPELINE = v2.Compose([v2.Resize(8 * VERSION)])\n", body="pipeline = PIPELINE"
+    ),
+    "a class within the class": project(body="class Config:\n        size = VERSION"),
+    "a property": project(body="@property\n    def by(self): return VERSION"),
+    "a function that it holds": project(before=HELPERS, held="change"),
+    "a function in a list": project(before=HELPERS, held="[{'a': change}]"),
+    "a function of a module that it holds": project(
+        before="import theirs_help\n", held="theirs_help.change", theirs_help=HELPERS
+    ),
+    "a module that it holds": project(
+        before="import theirs_help\n", held="theirs_help", theirs_help=HELPERS
+    ),
+    "a function with a cache": project(before=f"@functools.lru_cache\n{HELPERS}", held="change"),
+    "a default": project(before="def change(x, by=VERSION): return x + by\n", held="change"),
+    "a default made elsewhere": project(
+        before="BY = VERSION\ndef change(x, *, by=BY): return x + by\n", held="change"
+    ),
+    "a function within a decorated one": project(
+        before="def passes_on(function):\n    @functools.wraps(function)\n"
+        f"    def called(x): return function(x)\n    return called\n@passes_on\n{HELPERS}",
+        held="change",
+    ),
+    "what decorates a function": project(
+        before="def passes_on(function):\n    @functools.wraps(function)\n"
+        "    def called(x): return function(x) + VERSION\n    return called\n"
+        "@passes_on\ndef change(x): return x\n",
+        held="change",
+    ),
+    "the class of an object that it holds": project(
+        before="class Adds:\n    def __call__(self, x): return x + VERSION\n", held="Adds()"
+    ),
+    "an enumeration": project(before="class Mode(enum.Enum):\n    a = VERSION\n", held="Mode.a"),
+    "a lambda that it holds": project(held="lambda x: x + VERSION"),
+}
+NOT_SEEN = {
+    "a helper of another module": project(
+        before="import theirs_help\n", value="theirs_help.change(index)", theirs_help=HELPERS
+    ),
+    "a helper beside the class": project(before=HELPERS, value="change(index)"),
+    "a setting beside the class": project(before="SIZE = VERSION\n", value="SIZE"),
+}
+
+
+@pytest.fixture
+def identity_of(tmp_path, monkeypatch):
+    """Return the identity of the dataset of a project in some version of it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def of(files, version):
+        linecache.clearcache()  # as in another run
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text.replace("VERSION", str(version)))
+        importlib.invalidate_caches()
+        found = identity(importlib.import_module("theirs_data").Data())
+        for name in [name for name in sys.modules if name.startswith("theirs_")]:
+            del sys.modules[name]
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("what", PROJECTS)
+def test_the_code_of_a_dataset_and_of_what_it_holds_counts(identity_of, what):
+    first = identity_of(PROJECTS[what], 1)
+    assert identity_of(PROJECTS[what], 2) != first
+    assert identity_of(PROJECTS[what], 1) == first
+
+
+@pytest.mark.parametrize("what", NOT_SEEN)
+def test_what_code_refers_to_is_not_looked_for(identity_of, what):
+    assert identity_of(NOT_SEEN[what], 1) == identity_of(NOT_SEEN[what], 2)
+
+
+@pytest.mark.parametrize("package", ["torchvision", "torch"])
+def test_the_version_of_an_installed_package_counts(monkeypatch, package):
+    data = Plain(held=v2.Resize(8))
+    first = identity(data)
+    true = importlib.metadata.version
+    identity.__globals__["_release"].cache_clear()
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.0" if name == package else true(name)
+    )
+    assert identity(data) != first
+    monkeypatch.undo()
+    identity.__globals__["_release"].cache_clear()
+    assert identity(data) == first
+
+
+# -- other processes -------------------------------------------------------------------------------
+
+IN_A_PROCESS = f"import json, {__name__} as tests; print(json.dumps(tests.identities()))"
+
+
+def identities():
+    """Return the identity of each state, and of what has an order by chance."""
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    told = {
+        "a set of words": set(words),
+        "a dict from a set": {word: len(word) for word in set(words)},
+        "a set of tuples": {(word, len(word)) for word in words},
+        "a set of objects": frozenset(map(InSlots, words)),
+    }
+    found = {what: identity(Plain(held=held)) for what, held in told.items()}
+    return found | {what: identity(Plain(held=held[0])) for what, held in STATES.items()}
+
+
+def test_each_process_finds_the_same():
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", IN_A_PROCESS],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+        )
+        for seed in ("1", "2")
+    ]
+    found = [json.loads(process.communicate()[0]) for process in processes]
+    assert found[0] == found[1] == identities()
+
+
+# -- what cannot be compared -----------------------------------------------------------------------
+
+
+def of_no_file(code):
+    scope = {"__name__": "__main__", "Plain": Plain}
+    exec(code, scope)
+    return scope["made"]
+
+
+def itself():
+    held = []
+    held.append(held)
+    return held
+
+
+REFUSED = {
+    "a view of memory": lambda: memoryview(b"123"),
+    "a lock": threading.Lock,
+    "a generator": lambda: (number for number in range(3)),
+    "a lambda without a source": lambda: of_no_file("made = lambda x: x"),
+    "a function without a source": lambda: of_no_file("def made(x): return x"),
+    "a class without a source": lambda: of_no_file("class made: pass"),
+    "two lambdas in a line": lambda: [lambda x: x, lambda x: -x],
+    "what holds itself": itself,
+    "a sparse tensor": lambda: torch.zeros(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_compared_asks_for_a_key(tmp_path, what):
+    data = Plain(held=REFUSED[what]())
+    with pytest.raises(DatasetError, match=r"Plain holds cannot be recog.*key=\"photos-1\""):
+        CachedDataset(data, tmp_path)
+    assert CachedDataset(data, tmp_path, key="mine")[2] == 2
+
+
+def test_a_class_without_a_source_asks_for_a_key():
+    made = of_no_file(
+        "class Data(Plain):\n    def __getitem__(self, index): return index\nmade = Data()"
+    )
+    with pytest.raises(DatasetError, match=r"Data holds cannot be recog.*key=\"photos-1\""):
+        identity(made)
+
+
+def test_a_class_of_a_notebook_counts_by_its_methods(monkeypatch):
+    def made(by):
+        text = f"class Data(Plain):\n    def __getitem__(self, index): return index + {by}\n"
+        name = f"<ipython-input-{by}>"
+        monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(True), name))
+        scope = {"__name__": "__main__", "Plain": Plain}
+        exec(compile(text, name, "exec"), scope)
+        return scope["Data"]()
+
+    assert identity(made(1)) == identity(made(1))
+    assert identity(made(1)) != identity(made(2))
+
+
+def test_a_cache_that_nobody_asked_for_by_name_is_left_out_and_says_why():
+    data = FastDataModule.from_datasets(
+        Plain(held=threading.Lock()), batch_size=2, cache="auto", num_workers=0
+    )
+    data.train_dataloader()
+    assert "not kept (cache='auto'): What Plain holds cannot be recognised" in data.explain()
+    assert "key=" in data.explain()

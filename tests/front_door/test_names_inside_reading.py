@@ -190,7 +190,6 @@ def test_the_line_that_computes_is_named_by_every_loader(tmp_path, options):
 def test_the_line_that_sleeps_is_named_by_every_loader(tmp_path, options):
     report, _ = fit(tmp_path, Sleeps(), **options)
     expect(longest(report), Sleeps.read, "time.sleep", "sleep")
-    assert longest(report).calls == "time.sleep"
 
 
 @pytest.mark.slow
@@ -239,7 +238,6 @@ def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
 def test_a_line_that_waits_for_a_lock_is_named(tmp_path, name):
     report, _ = fit(tmp_path, Locked(), **LOADERS[name])
     expect(longest(report), Locked.read, "acquire", "lock")
-    assert longest(report).calls == "self.lock.acquire"
 
 
 @contextmanager
@@ -284,7 +282,6 @@ def test_a_line_that_waits_for_a_socket_is_named(tmp_path):
             dataset = Remote(server.getsockname()[1])
             report, _ = fit(tmp_path, dataset, executor="workers", num_workers=1)
     expect(longest(report), Remote.read, "recv", "socket")
-    assert longest(report).calls == "self.connection.recv"
 
 
 def test_finding_summary_report_and_page_name_the_line(tmp_path):

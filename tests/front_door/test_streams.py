@@ -102,7 +102,7 @@ class FirstOnly(IterableDataset):
 
 
 class Pairs(IterableDataset):
-    """Pairs samples of two streams, which workers would pair in other ways."""
+    """Pairs samples of two streams, which each worker does with its parts of both."""
 
     def __init__(self, *inner: Any) -> None:
         self.inner = inner
@@ -196,6 +196,7 @@ SPLITTING = {
     "Hugging Face": lambda _: hugging_face(4),
     "Hugging Face, few shards": lambda _: hugging_face(2),
     "Hugging Face in a wrapper": lambda _: Around(hugging_face(3)),
+    "pairs of what splits alike": lambda _: Pairs(Split(), Split()),
     "WebDataset": web_dataset,
     "LitData": lit_data,
 }
@@ -204,7 +205,6 @@ WHOLE = {
     "refuses workers": lambda _: Refuses(),
     "a part that does not": lambda _: ChainDataset([Whole(), Split(0, 0)]),
     "first ones of a stream": lambda _: FirstOnly(Around(Split())),
-    "pairs": lambda _: Pairs(Split(), Split()),
     "twice": lambda _: SplitTwice(),
     "WebDataset without a splitter": lambda folder: web_dataset(folder, workersplitter=None),
     "WebDataset with an epoch": lambda folder: web_dataset(folder).with_epoch(4),

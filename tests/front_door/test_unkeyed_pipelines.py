@@ -10,7 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 
@@ -27,12 +27,12 @@ class Arrays(Dataset):
         return IMAGE
 
 
-def flipping(samples):
-    return torch.stack([FLIP(image=image)["image"].float() for image in samples])
+def flipping(samples, pipeline=FLIP):
+    return torch.stack([pipeline(image=image)["image"].float() for image in samples])
 
 
-def resizing(samples):
-    return torch.stack([RESIZE(image=image)["image"] for image in samples])
+def resizing(samples, pipeline=RESIZE):
+    return torch.stack([pipeline(image=image)["image"] for image in samples])
 
 
 class Collating:
@@ -87,60 +87,8 @@ def test_a_collation_that_draws_is_told_of_once(tmp_path):
     assert "augment=" in message
 
 
-class BuiltForEach(Arrays):
-    def __getitem__(self, index):
-        compose = A.Compose([A.Resize(8, 8), A.HorizontalFlip(), A.ToTensorV2()])
-        return compose(image=IMAGE)["image"]
-
-
-def test_a_pipeline_that_is_built_for_each_sample_is_told_of_once(tmp_path):
-    (message,) = told_by_a_training(BuiltForEach(), tmp_path)
-    assert "BuiltForEach builds an Albumentations pipeline (Compose, Resize, Horiz" in message
-    assert "__init__" in message
-
-
 def test_an_object_that_collates_is_looked_into():
     assert told(Arrays(), Collating(FLIP))
-
-
-def random_pipeline():
-    return A.Compose([A.RandomCrop(4, 4), A.ToTensorV2()])
-
-
-class BuiltElsewhere(Arrays):
-    def __getitem__(self, index):
-        return self.pipeline()(image=IMAGE)["image"]
-
-    def pipeline(self):
-        return random_pipeline()
-
-
-class BuiltLate(Arrays):
-    transform = None
-
-    def __getitem__(self, index):
-        from albumentations import Compose, GaussNoise, ToTensorV2
-
-        if self.transform is None:
-            self.transform = Compose([GaussNoise(p=1), ToTensorV2()])
-        return self.transform(image=IMAGE)["image"]
-
-
-@pytest.mark.parametrize("kind", [BuiltElsewhere, BuiltLate])
-def test_so_is_the_code_that_reads_a_sample(kind):
-    assert told(Subset(kind(), [0, 1]))
-
-
-class OpensFiles(BuiltElsewhere):
-    @property
-    def dataset(self):
-        raise AssertionError("nobody may read this before the workers start")
-
-    datasets = dataset
-
-
-def test_nothing_of_the_dataset_is_read_to_find_out():
-    assert told(OpensFiles())
 
 
 class OwnPipeline(Arrays):
@@ -156,11 +104,6 @@ class OwnPipeline(Arrays):
         return torch.stack(samples)
 
 
-class BuiltWithoutDraws(Arrays):
-    def __getitem__(self, index):
-        return A.Compose([A.Resize(4, 4), A.Normalize(), A.ToTensorV2()])(image=IMAGE)["image"]
-
-
 @pytest.mark.parametrize(
     ("dataset", "collate_fn"),
     [
@@ -169,7 +112,6 @@ class BuiltWithoutDraws(Arrays):
         (Arrays(), Collating(RESIZE)),
         (OwnPipeline(), None),
         (OwnPipeline(), OwnPipeline().collate),
-        (BuiltWithoutDraws(), None),
     ],
 )
 def test_nothing_is_said_of_what_draws_nothing_or_is_keyed(dataset, collate_fn):

@@ -1,8 +1,11 @@
-"""Whether a stream shares itself out is seen from its type and code, and doubt means no."""
+"""Whether a stream shares itself out is seen from its library or a trial, and doubt means no."""
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +13,26 @@ import pytest
 import torch.utils.data as torch_data
 from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 from torch.utils.data import get_worker_info as which_worker
+from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from lightning_fastdata.planning.stream_split import StreamSplit, splits_itself
+from lightning_fastdata import FastDataLoader, FastDataWarning, LoaderOptions
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host import clock
+from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
+from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.stream_split import (
+    Reading,
+    StreamSplit,
+    read_as_worker,
+    splits_itself,
+)
 from lightning_fastdata.planning.worker_count import workers_of_stream
+
+COUNT = 9
 
 
 class Stream(IterableDataset):
-    """Nobody reads it: a look at it must not."""
-
     inner: Any = None
 
     def __init__(self, inner: Any = None) -> None:
@@ -27,17 +41,13 @@ class Stream(IterableDataset):
 
 class Plain(Stream):
     def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("read")
+        return iter(range(COUNT))
 
 
 class Asks(Stream):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        return iter(range(info.id, 9, info.num_workers))
-
-
-class Inherits(Asks):
-    pass
+        return iter(range(info.id, COUNT, info.num_workers))
 
 
 class CallsSuper(Asks):
@@ -47,7 +57,7 @@ class CallsSuper(Asks):
 
 class Replaces(Asks):
     def __iter__(self) -> Iterator[Any]:
-        return iter(range(9))
+        return iter(range(COUNT))
 
 
 class ByModule(Stream):
@@ -56,26 +66,19 @@ class ByModule(Stream):
 
     def read(self) -> Iterator[Any]:
         info = torch_data.get_worker_info()
-        yield from range(info.id, 9, info.num_workers)
-
-
-class ByProperty(Stream):
-    @property
-    def place(self) -> tuple[int, int]:
-        info = which_worker()
-        return info.id, info.num_workers
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.place
+        yield from range(info.id, COUNT, info.num_workers)
 
 
 class Rows:
     def __init__(self) -> None:
         info = which_worker()
-        self.at, self.step = info.id, info.num_workers
+        self.rows = iter(range(info.id, COUNT, info.num_workers))
+
+    def __iter__(self) -> Rows:
+        return self
 
     def __next__(self) -> int:
-        raise StopIteration
+        return next(self.rows)
 
 
 class ByIterator(Stream):
@@ -83,14 +86,10 @@ class ByIterator(Stream):
         return Rows()
 
 
-def numbers() -> Iterator[int]:
-    info = get_worker_info()
-    yield from range(info.id, 9, info.num_workers)
-
-
-class ByFunction(Stream):
+class Endless(Stream):
     def __iter__(self) -> Iterator[Any]:
-        return self.inner()
+        info = get_worker_info()
+        return itertools.count(info.id, info.num_workers)
 
 
 class Around(Stream):
@@ -103,7 +102,7 @@ class Cuts(Stream):
         return itertools.islice(self.inner, 3)
 
 
-class Several(Stream):
+class Pairs(Stream):
     def __iter__(self) -> Iterator[Any]:
         yield from zip(*self.inner, strict=True)
 
@@ -112,7 +111,7 @@ class Refuses(Stream):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         if info is not None and info.num_workers > 1:
-            raise RuntimeError("one worker only")
+            raise RuntimeError(f"one worker only, and this is number {info.id}")
         yield 1
 
 
@@ -120,6 +119,12 @@ class SeedsOnly(Stream):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         yield info.seed + info.id
+
+
+class OneLeavesOut(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return iter(range(info.id, COUNT - 1, info.num_workers) if info.num_workers > 1 else "ab")
 
 
 class AsksAround(Around):
@@ -135,69 +140,192 @@ def itself() -> Around:
 
 
 def pipe() -> Any:
-    return IterableWrapper(range(9))
+    return IterableWrapper(range(COUNT))
 
 
 SPLIT = {
     "asks": Asks(),
-    "inherits": Inherits(),
     "calls super": CallsSuper(),
     "by module": ByModule(),
-    "by property": ByProperty(),
     "by iterator": ByIterator(),
-    "by function": ByFunction(numbers),
+    "without an end": Endless(),
     "around": Around(Around(Asks())),
-    "around rows": AsksAround([1, 2]),
+    "around rows": AsksAround([1, 2, 3]),
     "around one that does not": AsksAround(Plain()),
+    "pairs of what splits alike": Pairs([Asks(), Asks()]),
     "chain": ChainDataset([Asks(), ByModule()]),
     "sum": Asks() + Asks(),
     "pipe": pipe().shuffle().sharding_filter().batch(2),
 }
 WHOLE = {
-    "plain": Plain(),
-    "replaces": Replaces(),
-    "around a plain one": Around(Plain()),
-    "around a list": Around([1, 2]),
-    "refuses workers": Refuses(),
-    "seeds only": SeedsOnly(),
-    "cuts": Cuts(Asks()),
-    "several": Several([Asks(), Asks()]),
-    "twice": AsksAround(Asks()),
-    "a chain of both": ChainDataset([Asks(), Plain()]),
-    "itself": itself(),
-    "pipe": pipe().shuffle(),
-    "pipe with a branch that is not sharded": pipe().sharding_filter().concat(pipe()),
+    "plain": (Plain(), "Plain, tried, did not ask"),
+    "replaces": (Replaces(), "did not ask"),
+    "around a plain one": (Around(Plain()), "did not ask"),
+    "around a list": (Around([1, 2]), "did not ask"),
+    "seeds only": (SeedsOnly(), "did not ask"),
+    "refuses workers": (Refuses(), "raised RuntimeError: one worker only"),
+    "cuts": (Cuts(Asks()), "two workers of Cuts, tried, give 6 samples, and one alone 3"),
+    "twice": (AsksAround(Asks()), "give 5 samples, and one alone 9"),
+    "leaves out": (OneLeavesOut(), "give 8 samples, and one alone 2"),
+    "a chain of both": (ChainDataset([Asks(), Plain()]), "Plain, tried, did not ask"),
+    "itself": (itself(), "raised RecursionError"),
+    "pipe": (pipe().shuffle(), "no sharding_filter()"),
+    "half a pipe": (pipe().sharding_filter().concat(pipe()), "no sharding_filter()"),
 }
 
 
+@pytest.fixture
+def read(monkeypatch):
+    """Read a stream as a worker would, in this process; notes which workers there were."""
+    monkeypatch.setattr(torch_worker, "_worker_info", None)  # and back afterwards
+
+    def reading(stream: Any, number: int, workers: int, configure: Any = None) -> Reading:
+        told: dict[str, Any] = {}
+        try:
+            read_as_worker(stream, number, workers, configure, told.__setitem__)
+        except Exception as error:
+            return Reading(frozenset(told), failed=f"raised {type(error).__name__}: {error}")
+        return Reading(frozenset(told) - {"samples"}, told.get("samples"))
+
+    return reading
+
+
 @pytest.mark.parametrize("kind", SPLIT)
-def test_a_stream_that_shares_itself_out_is_known(kind: str) -> None:
-    assert splits_itself(SPLIT[kind]).splits
+def test_a_stream_that_shares_itself_out_is_known(kind: str, read) -> None:
+    assert splits_itself(SPLIT[kind], read).splits
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_any_doubt_means_that_it_does_not(kind: str) -> None:
-    found = splits_itself(WHOLE[kind])
+def test_any_doubt_means_that_it_does_not(kind: str, read) -> None:
+    stream, why = WHOLE[kind]
+    found = splits_itself(stream, read)
     assert not found.splits
-    assert found.why
+    assert why in found.why
+
+
+def test_what_must_not_be_read_is_not_known() -> None:
+    found = splits_itself(Asks(), None)
+    assert (found.splits, found.why) == (False, "Asks is of no known library, and was not tried")
+
+
+@pytest.mark.parametrize(
+    "held", [socket.socket, multiprocessing.Queue, multiprocessing.SimpleQueue]
+)
+def test_what_a_trial_would_take_from_is_not_tried(held) -> None:
+    found = splits_itself(Asks([held()]), lambda *_: pytest.fail("it was read"))
+    assert not found.splits
+    assert "from which a trial would take samples" in found.why
 
 
 def test_a_sharded_pipe_that_is_wrapped_is_read_whole_by_each_worker() -> None:
-    assert not splits_itself(pipe().sharding_filter(), wrapped=True).splits
+    assert not splits_itself(pipe().sharding_filter(), None, wrapped=True).splits
 
 
 def configures(worker: int) -> None:
     info = get_worker_info()
-    info.dataset.inner = range(worker, 9, info.num_workers)
+    info.dataset.inner = range(worker, COUNT, info.num_workers)
 
 
 def seeds(worker: int) -> None:
-    get_worker_info().dataset.inner = worker
+    get_worker_info().dataset.inner = range(COUNT - worker)
 
 
-def test_a_worker_init_fn_that_configures_the_copy_of_its_worker_shares_out() -> None:
-    assert splits_itself(Plain(), worker_init_fn=configures).splits
-    assert not splits_itself(Plain(), worker_init_fn=seeds).splits
+def test_a_worker_init_fn_that_configures_the_copy_of_its_worker_shares_out(read) -> None:
+    for configure, splits in ((configures, True), (seeds, False)):
+
+        def reading(stream: Any, number: int, workers: int, how: Any = configure) -> Reading:
+            return read(stream, number, workers, how)
+
+        assert splits_itself(Around(), reading, configured=True).splits == splits
+
+
+def test_a_trial_ends_when_it_has_taken_a_second(read) -> None:
+    class Slow(Endless):
+        def __iter__(self) -> Iterator[Any]:
+            for number in super().__iter__():
+                now[0] += 300_000_000
+                taken.append(number)
+                yield number
+
+    class Planned(clock.Clock):
+        def monotonic_ns(self) -> int:
+            return now[0]
+
+    now, taken = [0], []
+    with clock.installed(Planned()):
+        assert splits_itself(Slow(), read).splits
+    assert len(taken) == 4
+
+
+# -- in a process of its own -----------------------------------------------------------------------
+
+
+class Elsewhere(Asks):
+    """May not be read in this process."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def __iter__(self) -> Iterator[Any]:
+        assert os.getpid() != self.process
+        return super().__iter__()
+
+
+def found(stream: Any, **options: Any) -> StreamSplit | None:
+    spec = LoaderSpec(dataset=stream, name="Stream", options=LoaderOptions(**options), batch_size=2)
+    return inspect_dataset(spec, Questions(cost=True)).stream
+
+
+def test_a_stream_is_tried_in_a_process_that_is_thrown_away() -> None:
+    assert found(Elsewhere()) == StreamSplit(
+        splits=True, why="Elsewhere asks get_worker_info() for its part"
+    )
+    assert get_worker_info() is None
+
+
+class Exits(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        os._exit(3)
+
+
+def test_a_trial_that_ends_the_process_means_that_it_does_not() -> None:
+    assert found(Exits()).why == "Exits, tried as one of two workers, left with exit code 3"
+
+
+class Unread(Stream):
+    """Notes that it was read, wherever that is."""
+
+    def __init__(self) -> None:
+        self.read = multiprocessing.get_context("fork").Value("i", 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read.value = 1
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    "options", [{"probe": False}, {"num_workers": 2}, {"num_workers": 0}, {"split": True}]
+)
+def test_it_is_not_read_where_nothing_rests_on_it_or_the_user_says_so(options) -> None:
+    stream = Unread()
+    assert found(stream, **options).splits == (options == {"split": True})
+    assert not stream.read.value
+
+
+@pytest.mark.parametrize("stream", [Asks(), Plain()])
+def test_what_the_user_says_counts(stream, recwarn, monkeypatch) -> None:
+    several = FastDataLoader(stream, 2, executor="auto", split=True)
+    assert several.num_workers >= 4 or os.cpu_count() == 1
+    one = FastDataLoader(stream, 2, executor="auto", split=False)
+    assert one.num_workers == 1
+    assert not [each for each in recwarn if each.category is FastDataWarning]
+    rows = {each.option: each for each in one.plan.choices}
+    assert (rows["split"].value, rows["split"].by) == (False, "you")
+
+
+def test_an_impossible_word_is_named() -> None:
+    with pytest.raises(OptionsError, match="split is 'yes'; allowed are True, False"):
+        LoaderOptions(split="yes")
 
 
 def test_there_are_as_many_workers_as_cpus_four_at_least_and_no_more_than_shards() -> None:
@@ -207,11 +335,11 @@ def test_there_are_as_many_workers_as_cpus_four_at_least_and_no_more_than_shards
         *((6, *each) for each in of_six),
         *((2, *each) for each in of_two),
     ):
-        found = StreamSplit(splits=True, why="it has shards", most_workers=shards)
-        count, why, told = workers_of_stream(cpus, "CPUs", found)
+        split = StreamSplit(splits=True, why="it has shards", most_workers=shards)
+        count, why, told = workers_of_stream(cpus, "CPUs", split)
         assert (count, told) == (wanted, [])
         assert "it has shards" in why
     count, _, told = workers_of_stream(6, "CPUs", StreamSplit(splits=False, why="of its code"))
     assert count == 1
-    assert "set num_workers=6" in told[0]
+    assert "set num_workers=6, or split=True" in told[0]
     assert "of its code" in told[0]

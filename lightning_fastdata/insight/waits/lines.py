@@ -25,10 +25,11 @@ _WAITS: Final = {
     "file": "waiting for a file or a pipe",
     "socket": "waiting for a socket",
     "lock": "waiting for a lock",
+    "process lock": "waiting for a lock that other processes share",
     "sleep": "sleeping",
 }
-_LOCKS_OF_PROCESSES: Final = ("SemLock", "fcntl.flock", "fcntl.lockf", "filelock")
-"""How calls are named that wait for what other processes hold."""
+_LOCKS_OF_PROCESSES: Final = ("SemLock", "filelock")
+"""How calls of libraries are named that wait for what other processes hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +168,9 @@ def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
     within a process may be that of a pool of threads whose work is waited for.
     """
     for line in lines:
-        known = any(name in line.calls for name in _LOCKS_OF_PROCESSES)
+        known = line.waits_in == "process lock" or any(
+            name in line.calls for name in _LOCKS_OF_PROCESSES
+        )
         if known and line.waits and line.share > _MUCH_OF_IT:
             return line
     return None

@@ -21,6 +21,7 @@ from lightning_fastdata.executors.torch_guard import ReadingOn
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
+from lightning_fastdata.planning.stream_split import StreamSplit, split_of
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.torch_internals import set_worker_info
 from lightning_fastdata.tree import held
@@ -61,6 +62,7 @@ class DatasetFacts:
     cost: SampleCost | None = None  # of reading a sample
     draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
     start_method: str | None = None  # of workers, where the usual way was seen to fail
+    stream: StreamSplit | None = None  # whether a stream shares itself out among workers
     warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
 
 
@@ -70,9 +72,10 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     Where the start method is left open it is Python's default, or ``"forkserver"`` where a forked
     process cannot read the dataset. Datasets of rows (see
     :func:`~lightning_fastdata.executors.gather.rows.rows_of`), which hold no code of the user and
-    nothing that is opened, are read here. A stream is not read, nor is anything with
-    ``probe=False``. Where the training process will read the dataset itself, what another process
-    makes of open files and clients means nothing.
+    nothing that is opened, are read here. Of a stream the questions are not answered; whether it
+    shares itself out is, which may take its first samples. Nothing is read with ``probe=False``.
+    Where the training process will read the dataset itself, what another process makes of open
+    files and clients means nothing.
 
     Raises:
         DatasetError: Sample 0 was asked for and reading it raised.
@@ -83,11 +86,13 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     method = asked_method or multiprocessing.get_start_method()
     # Another process takes seconds to start if it is not forked, and the first batch tells as much.
     pays = method == "fork" or not (spec.reads_here or questions == Questions(sample=True))
-    reads = spec.options.probe and pays and questions != Questions() and not spec.is_stream
+    reads = spec.options.probe and pays and questions != Questions()
     rows = (reads or questions.cost) and gatherable(spec.dataset)
     plain = spec.default_collation and not (spec.transformed or spec.pipelines)
     gathered = questions.cost and rows and plain
     facts_of = partial(_facts, spec, questions, gathered)
+    if spec.is_stream:
+        return replace(facts_of(Findings()), stream=split_of(spec, method))
     if not reads:
         return facts_of(Findings())
     if rows:
