@@ -210,4 +210,6 @@ CASES = (
     case("ChromaticAberration", channels=RGB),
     case("RandomGridShuffle", {"grid": (2, 3)}),
     case("AdditiveNoise"),
+    case("SaltAndPepper"),
+    case("SaltAndPepper", {"amount": (0, 1), "salt_vs_pepper": (0, 1)}),
 )

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
         "piecewise": A.PiecewiseAffine(p=1),
         "tiles": A.RandomGridShuffle(p=1),
         "constant": A.AdditiveNoise(p=1),
+        "specks": A.SaltAndPepper(p=1),
     }
 SAME_LAW = {
     "holes": A.CoarseDropout(hole_height_range=(0.3, 0.5), fill="random", p=1),
@@ -41,11 +42,8 @@ SAME_LAW = {
     "lost, values drawn": A.PixelDropout(0.1, True, None, 3, p=1),
     "iso": A.ISONoise(p=1),
     "shot": A.ShotNoise(p=1),
-    "specks": A.SaltAndPepper(p=1),
     "elastic": A.ElasticTransform(60, 4, p=1),
 }
-# How many numbers these draw depends on the numbers.
-OTHER_DRAWS_BEHIND = {"specks", "elastic"}
 ALL = SAME_PIXELS | SAME_LAW
 
 
@@ -56,20 +54,6 @@ def unchanged(image, **_):
 def samples(size=(32, 41), channels=3):
     items = [{"image": photo} for photo in photographs(*size, channels)]
     return [item | {"mask": item["image"][..., 0] // 16} for item in items]
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name not in OTHER_DRAWS_BEHIND])
-def test_what_is_drawn_behind_an_operation_is_what_albumentations_draws(name):
-    compose = A.Compose([ALL[name]])
-    recorder = Recorder(compose, analyse(compose, DEVICE_OPS), DEVICE_OPS)
-    for item, key in zip(samples(), keys(3), strict=True):
-        for one in (compose, recorder.compose):
-            reseed((one,), key)
-        compose(**item)
-        _, tape = recorder(item)
-        assert [op.name for op in tape["image"].ops] == [type(ALL[name]).__name__]
-        for draw in (lambda c: c.py_random.random(), lambda c: c.random_generator.random()):
-            assert draw(compose) == draw(recorder.compose)
 
 
 @pytest.mark.parametrize("name", SAME_PIXELS)

@@ -102,21 +102,6 @@ def test_noise_that_is_constant_in_space_is_albumentations_own(kind, channels):
     assert parity(transform, photographs(31, 40, channels, np.float32)).largest < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_as_many_specks_as_albumentations_chose(dtype):
-    top = 255 if dtype == np.uint8 else 1
-    transform = A.SaltAndPepper((0.01, 0.3), (0.1, 0.9), p=1)
-    want, got = residuals(transform, 8, dtype)
-    for one, two in zip(want, got, strict=True):
-        for change in (top - LEVEL[dtype], -LEVEL[dtype]):
-            assert (one == change).sum() == (two == change).sum() > 0
-        assert (two == two[..., :1]).all()
-    where = (got[..., 0] != 0).astype(float)
-    thirds = where.reshape(8, 4, 16, 4, 16).sum((0, 2, 4)).ravel()
-    assert stats.chisquare(thirds).pvalue > 1e-3
-    assert abs(stats.pearsonr(where[:, :, 1:].ravel(), where[:, :, :-1].ravel())[0]) < 0.2
-
-
 def test_no_specks_are_none():
     _, got = residuals(A.SaltAndPepper((0, 0), p=1), 2)
     assert not got.any()

@@ -25,7 +25,7 @@ from lightning_fastdata.augment.pipeline.bounds import Bound, bound_of, opencv_m
 
 DRAWN_THERE = {
     *("AdditiveNoise", "ElasticTransform", "FancyPCA", "GaussNoise", "ISONoise", "PixelDropout"),
-    *("SaltAndPepper", "ShotNoise"),
+    "ShotNoise",
 }
 """Have laws instead of pixels: see test_noise_ops.py, test_elastic_op.py, test_ops_principal.py."""
 

@@ -25,6 +25,7 @@ from lightning_fastdata.augment.ops.operation import (
     channels,
 )
 from lightning_fastdata.augment.ops.splitmix import peek_seed, skip_doubles, uniform
+from lightning_fastdata.augment.ops.table import unpack_bits
 from lightning_fastdata.augment.replay import instructions
 
 _GRAIN = 4
@@ -163,8 +164,7 @@ def _lose(value: str, lost: str, stream: int) -> Run:
         layers = count if static["each"] else 1
         total = height * width * layers
         if lost in arrays:
-            place = torch.arange(7, -1, -1, device=batch.device, dtype=torch.uint8)
-            chosen = (arrays[lost][:, :, None] >> place & 1).view(n, -1)[:, :total] > 0
+            chosen = unpack_bits(arrays[lost], total)
         else:
             chosen = uniform(arrays["seed"], total, stream) < static["share"]
         chosen = chosen.view(n, height, width, layers)

@@ -1,4 +1,4 @@
-"""Noise that the device draws: sums, factors, specks, and the grain of a camera's sensor."""
+"""Noise: sums, factors and the grain of a sensor, which the device draws, and specks."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -25,7 +25,13 @@ from lightning_fastdata.augment.ops.operation import (
     always,
     channels,
 )
-from lightning_fastdata.augment.ops.table import change_value, encode_value, look_up, ramp_table
+from lightning_fastdata.augment.ops.table import (
+    change_value,
+    encode_value,
+    look_up,
+    ramp_table,
+    unpack_bits,
+)
 from lightning_fastdata.augment.replay import instructions
 
 _DTYPES: Final = (np.dtype(np.uint8), np.dtype(np.float32))
@@ -163,25 +169,24 @@ def _multiply(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return (images.float() * factors).clamp(0, _limit(images.dtype)).to(images.dtype)
 
 
-def _draw_specks(transform: Transform, params: Values, data: Values) -> Values | None:
-    if data["image"].dtype not in _DTYPES:
+def _encode_specks(
+    transform: Transform, params: Values, shape: Shape, dtype: DType
+) -> Encoded | None:
+    if dtype not in _DTYPES:
         return None
-    height, width = data["image"].shape[:2]
-    pixels = int(height * width * transform.py_random.uniform(*transform.amount))
-    share = transform.py_random.uniform(*transform.salt_vs_pepper)
-    counts = np.array([int(pixels * share), pixels], np.int64)
-    seed = splitmix.take_seed(transform.random_generator)
-    return {"drawn": Encoded((), {"seed": seed, "counts": counts})}
+    # Albumentations chooses among all pixels, by as many random numbers as it happens to need. So
+    # its choice is what travels: two bits for each pixel.
+    names = ("salt", "pepper")
+    return Encoded((), {name: np.packbits(params[f"{name}_mask"]) for name in names})
 
 
 def _specks(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    (n, height, width, _), counts = images.shape, arrays["counts"]
-    # Pixels in the order of random words: as many as Albumentations chose, no fewer and no more.
-    order = splitmix.words(arrays["seed"], height * width)
-    last = order.sort(1).values.gather(1, (counts - 1).clamp(min=0))
-    chosen = (order[:, :, None] <= last[:, None]) & (counts > 0)[:, None]
-    salt, both = chosen.view(n, height, width, 1, 2).unbind(-1)
-    return torch.where(salt, _limit(images.dtype), torch.where(both, 0, images))
+    n, height, width, _ = images.shape
+    salt, pepper = (
+        unpack_bits(arrays[name], height * width).view(n, height, width, 1)
+        for name in ("salt", "pepper")
+    )
+    return torch.where(salt, _limit(images.dtype), torch.where(pepper, 0, images))
 
 
 def _encode_photons(params: Values, counts: int, **arrays: np.ndarray) -> Encoded:
@@ -282,9 +287,9 @@ OPS = (
         draws_pixels=lambda transform: transform.elementwise,
         fused=instructions.table,
     ),
-    DeviceOp("SaltAndPepper", _encode_drawn, _specks, draw=_draw_specks, draws_pixels=always),
+    DeviceOp("SaltAndPepper", _encode_specks, _specks),
     DeviceOp("ISONoise", _encode_iso, _iso, draws_pixels=always),
     DeviceOp("ShotNoise", _encode_shot, _shot, draws_pixels=always),
 )
-"""The distribution of Albumentations' noise, with its drawn strength, amount and values. Exact for
+"""The distribution of Albumentations' noise, with its drawn strength. Exact for SaltAndPepper, for
 AdditiveNoise that is constant in space, and for MultiplicativeNoise that is not elementwise."""

@@ -24,16 +24,11 @@ def peek_seed(generator: np.random.Generator) -> np.ndarray:
     """Return a seed, int64 ``[2]``, of the present state of a generator, which stays as it is."""
     bits: Any = generator.bit_generator
     state = bits.state
-    seed = take_seed(generator)
+    seed = np.array(bits.random_raw(2), np.uint64).view(np.int64)
     bits.state = state
     # After a 32-bit draw the words to come may be those that came before it.
     seed[0] ^= state.get("has_uint32", 0)
     return seed
-
-
-def take_seed(generator: np.random.Generator) -> np.ndarray:
-    """Return a seed from the next words of a generator: int64 ``[2]``."""
-    return np.array(generator.bit_generator.random_raw(2), np.uint64).view(np.int64)
 
 
 def skip_doubles(generator: np.random.Generator, count: int) -> None:

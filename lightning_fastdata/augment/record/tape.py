@@ -117,6 +117,7 @@ class Recorder:
         original = transform.apply_with_params
         op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
         run = functools.partial(self._run, transform, original)
+        hooked = None
         if op is not None:
             keys = [key for key in self._images_first if key in function_by_key(transform)]
             targets = tuple((key, self._roles[key] == "image") for key in keys)
@@ -131,10 +132,11 @@ class Recorder:
                 drawn_by = getattr(transform, name)
                 draw = functools.partial(self._draw_on_pixels, transform, drawn_by)
                 setattr(transform, name, draw)
-        elif op is not None and op.draw is not None:
+        elif hooked is not None and hooked.op.draw is not None:
             sampler = transform.get_params_dependent_on_data
-            draw = functools.partial(self._draw_small, sampler, transform, index, op)
-            transform.get_params_dependent_on_data = draw
+            transform.get_params_dependent_on_data = functools.partial(
+                self._draw_small, sampler, hooked
+            )
 
     def _target(self, key: str, value: Any) -> Target:
         target = self._targets.get(key)
@@ -164,23 +166,26 @@ class Recorder:
         return original(params=params, data=self._real(data, transform))
 
     def _draw_small(
-        self,
-        original: Callable[..., _Values],
-        transform: BasicTransform,
-        index: int,
-        op: DeviceOp,
-        params: _Values,
-        data: _Values,
+        self, original: Callable[..., _Values], hooked: _Hooked, params: _Values, data: _Values
     ) -> _Values:
+        transform, op = hooked.transform, hooked.op
         # What is computed here (boxes, lists of masks) or returned needs the whole field.
         given = {key for key in function_by_key(transform) if data.get(key) is not None}
         deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
         whole = not {"image"} <= given <= deferred or self._keeps_params
-        # Images and masks are of one size, unless a pipeline skips that check.
-        if whole or len({np.shape(data[key])[:2] for key in given}) > 1:
-            self._small[index] = peek_params(op, transform, params, data)
+        # So does an image that has to be computed here. Images and masks are of one size, unless a
+        # pipeline skips that check.
+        one_size = len({np.shape(data[key])[:2] for key in given}) == 1
+        if whole or not one_size or not self._fits(hooked, "image", data["image"]):
+            self._small[hooked.leaf] = peek_params(op, transform, params, data)
             return original(params=params, data=data)
         return draw_params(op, transform, original, params, data, whole=False)
+
+    def _fits(self, hooked: _Hooked, key: str, value: np.ndarray) -> bool:
+        """Return whether the device form takes images of this dtype, and of these values."""
+        if not takes_dtype(hooked.op, value.dtype):
+            return False
+        return hooked.any_range or self._target(key, value).in_unit_range()
 
     def _run(
         self,
@@ -245,9 +250,7 @@ class Recorder:
                 return None
             size = shape[:2]
             if is_image:
-                fits = takes_dtype(op, dtype)
-                if not hooked.any_range:
-                    fits = fits and self._target(key, value).in_unit_range()
+                fits = self._fits(hooked, key, value)
                 encoded = op.encode(transform, params, shape, dtype) if fits else None
                 if encoded is None:
                     return None

@@ -35,7 +35,7 @@ from lightning_fastdata.augment.ops.positions import warp
 from lightning_fastdata.augment.ops.positions.cells import on_cells
 from lightning_fastdata.augment.ops.positions.index import REPLICATE, fill_like
 from lightning_fastdata.augment.ops.positions.resize import CUBIC
-from lightning_fastdata.augment.ops.splitmix import normal, take_seed, uniform
+from lightning_fastdata.augment.ops.splitmix import normal, peek_seed, skip_doubles, uniform
 from lightning_fastdata.augment.ops.table import through_bytes
 
 Size: TypeAlias = tuple[int, int]
@@ -212,7 +212,16 @@ def _parts(length: int, device: torch.device) -> Tensor:
 def _draw_elastic(transform: Transform, params: Values, data: Values) -> Values | None:
     if warp.encode_sampling(transform, data["image"].shape, extends=False) is None:
         return None
-    return {"elastic_seed": take_seed(transform.random_generator)}
+    generator = transform.random_generator
+    seed = peek_seed(generator)
+    shape = (1 if transform.same_dxdy else 2, *map(int, params["shape"][:2]))
+    if transform.noise_distribution == "gaussian":
+        # How many words these take depends on the words, so that they have to be drawn. To smooth
+        # them and to move the image by them is what takes long.
+        generator.standard_normal(shape, dtype=np.float32)
+    else:
+        skip_doubles(generator, math.prod(shape))
+    return {"elastic_seed": seed}
 
 
 def _encode_elastic(
