@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from thoroughness import LONG, left_out, longest_first
+from thoroughness import left_out, longest_first
 from torch.utils.data import BatchSampler, DataLoader
 
 # A failure in CI has to come back on the next run; new examples are looked for on developers'
@@ -100,10 +100,10 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only a long run has, but never a test that was asked for by its name."""
+    """Leave out what this run does not have, but never a test that was asked for by its name."""
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items[:] = longest_first(items, config.rootpath)
-    if LONG or any("::" in asked for asked in config.args):
+    if any("::" in asked for asked in config.args):
         return
     left = left_out(items)
     config.hook.pytest_deselected(items=list(left))

@@ -1,7 +1,7 @@
 """How much the tests try: a part of the cases, or with ``make test-long`` all of them.
 
 Tests marked ``slow`` are left out of a short run, and of the cases of a test marked ``cases(n)``
-only ``n`` are in it, spread evenly over all.
+only ``n`` are in it, spread evenly over all. Tests marked ``mutant`` run in ``make test-mutants``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from hypothesis import settings
 
 LONG = os.environ.get("TEST_LONG") == "1"
+MUTANTS = os.environ.get("TEST_MUTANTS") == "1"
 
 LONGEST = (
     *("front_door/test_zero_code.py", "resilience/test_preemption.py"),
@@ -54,8 +55,11 @@ def longest_first(items: Iterable[Any], root: Path) -> list[Any]:
 
 
 def left_out(items: Iterable[Any]) -> set[Any]:
-    """Return which collected tests a short run leaves out; the same ones each time."""
-    left = set()
+    """Return which collected tests this run leaves out; the same ones each time."""
+    items = list(items)
+    left = set() if MUTANTS else {item for item in items if item.get_closest_marker("mutant")}
+    if LONG:
+        return left
     by_function = defaultdict(list)
     for item in items:
         few = item.get_closest_marker("cases")
