@@ -108,7 +108,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what other runs have, but never a test that was asked for by its name."""
+    """Leave out what this run does not have, but never a test that was asked for by its name."""
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items[:] = longest_first(items, config.rootpath)
     if any("::" in asked for asked in config.args):

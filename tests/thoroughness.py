@@ -2,7 +2,8 @@
 
 Tests marked ``slow`` are left out of a short run, and of the cases of a test marked ``cases(n)``
 only ``n`` are in it, spread evenly over all. Tests marked ``realtime`` run with
-``make test-realtime`` only, on a machine with nothing else to do.
+``make test-realtime`` only, on a machine with nothing else to do, and those marked ``mutant`` with
+``make test-mutants``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hypothesis import settings
 
 LONG = os.environ.get("TEST_LONG") == "1"
 REALTIME = os.environ.get("TEST_REALTIME") == "1"
+MUTANTS = os.environ.get("TEST_MUTANTS") == "1"
 
 LONGEST = (
     *("front_door/test_zero_code.py", "resilience/test_preemption.py"),
@@ -57,7 +59,9 @@ def longest_first(items: Iterable[Any], root: Path) -> list[Any]:
 
 def left_out(items: Iterable[Any]) -> set[Any]:
     """Return which collected tests this run leaves out; the same ones each time."""
-    left = set() if REALTIME else {i for i in items if i.get_closest_marker("realtime")}
+    items = list(items)
+    marks = {mark for mark, asked in (("realtime", REALTIME), ("mutant", MUTANTS)) if not asked}
+    left = {item for item in items if any(map(item.get_closest_marker, marks))}
     if LONG:
         return left
     by_function = defaultdict(list)
