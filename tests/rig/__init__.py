@@ -1,0 +1,1 @@
+"""Pretended machines that tests run the unchanged package on."""
