@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
+
 _THREAD_SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
@@ -42,6 +44,16 @@ class Clock:
         """Let the calling thread wait."""
         time.sleep(seconds)
 
+    def open_schedstat(self) -> int | None:
+        """Return a descriptor of the calling thread's ``schedstat``; None: the kernel has none.
+
+        A clock that needs no file returns a negative one, which is not closed.
+        """
+        try:
+            return os.open(_THREAD_SCHEDSTAT, os.O_RDONLY)
+        except OSError:
+            return None
+
     def queued_ns(self, schedstat: int) -> int:
         """Return how long a thread was ready to run without a CPU, in nanoseconds.
 
@@ -50,6 +62,18 @@ class Clock:
                 is: https://docs.kernel.org/scheduler/sched-stats.html
         """
         return int(os.pread(schedstat, 100, 0).split()[1])
+
+    def cpu_s_of(self, pid: int, *, with_children: bool) -> float:
+        """Return the CPU time of a process, and of those that it has started; 0 if it is gone."""
+        total_s = 0.0
+        try:
+            process = psutil.Process(pid)
+            for each in (process, *(process.children(recursive=True) if with_children else ())):
+                times = each.cpu_times()
+                total_s += times.user + times.system
+        except psutil.Error:
+            pass
+        return total_s
 
 
 _clock = Clock()
@@ -101,6 +125,11 @@ def unix_s() -> float:
     return _clock.unix_s()
 
 
+def cpu_s_of(pid: int, with_children: bool) -> float:
+    """Return the CPU time of a process, and of those that it has started; 0 if it is gone."""
+    return _clock.cpu_s_of(pid, with_children=with_children)
+
+
 def sleep(seconds: float) -> None:
     """Let the calling thread wait."""
     _clock.sleep(seconds)
@@ -110,12 +139,9 @@ class ThreadSchedule:
     """Tells what the kernel's scheduler gave the thread that makes this object."""
 
     def __init__(self) -> None:
-        self._schedstat: int | None = None
-        try:
-            self._schedstat = os.open(_THREAD_SCHEDSTAT, os.O_RDONLY)
+        self._schedstat = _clock.open_schedstat()
+        if self._schedstat is not None and self._schedstat >= 0:
             weakref.finalize(self, os.close, self._schedstat)
-        except OSError:
-            pass
 
     def read_ns(self) -> tuple[int, int] | None:
         """Return the time on a CPU and the time ready but without one; None: not reported.

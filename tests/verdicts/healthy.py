@@ -1,17 +1,12 @@
 """Trainings to which data is no matter: whoever calls one of them input-bound is wrong.
 
-Cheap data under a heavier step, with all executors, workers, batch sizes and kinds of data. Each is
-drawn from its number, so that the fiftieth is the same everywhere.
-
-To be handed over takes a batch some time, however cheap it is: 0.3 ms from this package's workers
-and 1.5 ms from torch's on a small virtual machine. That is 6 % of a step of 25 ms, and rightly told
-of. So steps are at least 80 ms over torch's workers.
+Cheap data under a heavier step, with several executors, workers, batch sizes and kinds of data, on
+a virtual machine. Each is drawn from its number, so that the fiftieth is the same everywhere.
 """
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
-from verdicts.workloads import CPUS, Samples, Training, spin
+from rig.machine import sleep, work
+from verdicts.workloads import CPUS, Samples, Training
 
 HEALTHY = 50
 INPUT_BOUND = frozenset(f"FD3{row:02}" for row in range(2, 10))
@@ -49,9 +45,9 @@ class Uneven(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index % 2:
-            time.sleep(self.seconds[index])
+            sleep(self.seconds[index])
         else:
-            spin(self.seconds[index])
+            work(self.seconds[index])
         return self.sample
 
 
@@ -75,13 +71,12 @@ def healthy(number: int) -> Training:
     """Return one training, whose data would suffice for a step half as long."""
     draw = random.Random(number)
     batch_size = draw.choice((4, 8, 16, 32, 64))
-    executor = draw.choice(("workers", "torch"))
-    step_s = draw.choice((0.08, 0.12) if executor == "torch" else (0.025, 0.04, 0.06))
+    step_s = draw.choice((0.025, 0.04, 0.06, 0.12))
     count = max(12, round(1.0 / step_s)) * batch_size
     workers = draw.choice((1, 1, 2))
     # What one worker needs for a batch is at most a third of the step.
     each_s = draw.uniform(0.05, 0.33) * step_s / batch_size
-    loader: dict[str, Any] = {"num_workers": workers, "executor": executor}
+    loader: dict[str, Any] = {"num_workers": workers}
     kind = number % 8
     dataset: Any
     if kind == 0:
@@ -93,15 +88,15 @@ def healthy(number: int) -> Training:
     elif kind == 3:
         dataset, loader = TensorDataset(torch.zeros(count, 32)), {"executor": "gather"}
     elif kind == 4:
-        dataset = Stream(count)
+        dataset, loader = Stream(count), {"executor": "inline"}
     elif kind == 5:
         dataset, loader = (
             Samples(count, floats=64),
-            {"executor": draw.choice(("inline", "torch"))},
-        )  # no workers
+            {"executor": "inline"},
+        )
     elif kind == 6:
         dataset = Samples(count, blocked_s=each_s)
-        loader = {"num_workers": 4, "executor": "workers"}
+        loader = {"num_workers": 4}
     else:
         dataset = Samples(count, cpu_s=each_s / 2, blocked_s=each_s / 2, floats=2000)
         loader["persistent_workers"] = True
@@ -112,9 +107,9 @@ def healthy(number: int) -> Training:
     def step(batch: Any, timeline: Any) -> None:
         length = step_s * uneven.uniform(1 - jitter, 1 + jitter)
         if CPUS > 1 and number % 5 == 0:
-            spin(length / 4)  # some of it on the host
+            work(length / 4)  # some of it on the host
             length *= 0.75
-        time.sleep(length)
+        sleep(length)
 
     epochs = 2 if loader.get("persistent_workers") else 1
     return Training(dataset=dataset, step=step, batch_size=batch_size, epochs=epochs, loader=loader)

@@ -1,42 +1,39 @@
-"""Causes of slow steps, planted for real: what is planted has to be the first finding.
+"""Causes of slow steps, planted on a virtual machine: what is planted has to be the first finding.
 
-Samples sleep, spin or read files, workers are processes, ranks are processes that reduce with gloo,
-neighbours are processes that spin. What needs a device is planted as far as a machine without one
-allows, and ``virtual`` says what is not real; see :mod:`verdicts.planted_costs`.
+Samples sleep, compute or share a lock, neighbours compute on the same CPUs. What they cost is
+modelled (:mod:`rig.machine`); loader, pool, stamps, timeline and verdicts are real.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
-import threading
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.stamps.batch_stamps import ReadRates
+from rig.machine import Machine, VirtualLock, machine, sleep, work
+from rig.virtual_crew import Costs
 from verdicts.workloads import (
     CPUS,
+    USUAL,
     Samples,
     SlowCollate,
     SlowStart,
     Stage,
     Training,
+    on_machine,
     sleep_for,
-    spin,
     train,
 )
 
 BATCH = 16
-RUN_S = 1.2
-"""About how long a run takes; the first steps of it are slower than the others."""
+RUN_S = 2.0
+"""About how long a run takes, on the machine; its first steps are slower than the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +47,21 @@ class Plant:
     magnitudes: tuple[Any, ...]
     """How much of it, from what just matters to what nobody overlooks."""
     run: Callable[[Any], Evidence]
-    """Plants one of them and returns what was measured."""
-    virtual: str = ""
-    """What is not real; empty: everything is."""
+    """Plants one of them, on a machine, and returns what was measured."""
+    costs: Callable[[Any], Costs] = lambda _: USUAL
+    """What workers cost there, with such a magnitude."""
+
+    def machine(self, magnitude: Any) -> AbstractContextManager[Machine]:
+        """Return the machine that one of them is to run on."""
+        return on_machine(self.costs(magnitude))
 
 
 def of_training(
-    code: str, what: str, magnitudes: tuple[Any, ...], training: Callable[[Any], Training]
+    code: str,
+    what: str,
+    magnitudes: tuple[Any, ...],
+    training: Callable[[Any], Training],
+    **how: Any,
 ) -> Plant:
     """Return a plant that is a training, and nothing else."""
     return Plant(
@@ -64,10 +69,11 @@ def of_training(
         what=what,
         magnitudes=magnitudes,
         run=lambda magnitude: train(training(magnitude)),
+        **how,
     )
 
 
-def _batches(batch_s: float, *, least: int = 16, most: int = 150) -> int:
+def _batches(batch_s: float, *, least: int = 24, most: int = 150) -> int:
     return min(most, max(least, round(RUN_S / batch_s)))
 
 
@@ -93,43 +99,30 @@ def _latency(blocked_s: float) -> Training:
     return Training(dataset=dataset, step=sleep_for(0.25 * BATCH * blocked_s))
 
 
-class SharedBandwidth(Dataset[torch.Tensor]):
-    """Real files of a storage that gives so many MB/s to all readers together."""
+class SharedLine(Dataset[torch.Tensor]):
+    """Samples of a storage that gives so many a second to all readers together."""
 
-    def __init__(self, folder: Path, count: int, kilobytes: int, mb_s: float) -> None:
-        self.paths = [folder / f"{number}.bin" for number in range(8)]
-        for path in self.paths:
-            path.write_bytes(bytes(kilobytes * 1000))
-        self.count = count
-        self.read_s = kilobytes / 1e3 / mb_s
-        self.turn = multiprocessing.get_context("fork").Lock()
+    def __init__(self, count: int, read_s: float) -> None:
+        self.count, self.read_s = count, read_s
+        self.turn = VirtualLock()
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> torch.Tensor:
         with self.turn:
-            began = time.monotonic()
-            data = self.paths[index % len(self.paths)].read_bytes()
-            time.sleep(max(0.0, began + self.read_s - time.monotonic()))
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            sleep(self.read_s)
+        return torch.zeros(10)
 
 
-def _bandwidth(magnitude: tuple[int, int]) -> Evidence:
-    """Read with one worker, then with more, and compare what they were given."""
-    mb_s, many = magnitude
-    kilobytes = mb_s * 3  # 3 ms a sample
-    rates = []
-    with tempfile.TemporaryDirectory() as folder:
-        dataset = SharedBandwidth(Path(folder), 20 * BATCH, kilobytes, mb_s)
-        for workers in (1, many):
-            training = Training(
-                dataset=dataset, step=sleep_for(0.01), loader={"num_workers": workers}
-            )
-            evidence = train(training)
-            assert evidence.step_ms is not None
-            rates += [workers, BATCH / evidence.step_ms]
-    return replace(evidence, read_rates=ReadRates(*rates))
+def _bandwidth(magnitude: tuple[float, int]) -> Training:
+    """Read for so long that half of the workers are tried alone, which read as much."""
+    read_s, workers = magnitude
+    return Training(
+        dataset=SharedLine(300 * BATCH, read_s),
+        step=sleep_for(0.3 * BATCH * read_s),
+        loader={"num_workers": workers},
+    )
 
 
 # FD305 and FD306: reading computes.
@@ -147,8 +140,7 @@ def _few_cpus(magnitude: tuple[int, float]) -> Training:
     batches = _batches(BATCH * cpu_s / CPUS, least=30)
     dataset = Samples(batches * BATCH, cpu_s=cpu_s)
     step = sleep_for(0.2 * BATCH * cpu_s / CPUS)
-    loader = {"num_workers": workers, "executor": "workers"}
-    return Training(dataset=dataset, step=step, loader=loader)
+    return Training(dataset=dataset, step=step, loader={"num_workers": workers})
 
 
 # FD307 to FD309: collation, hand-over, a bit of everything.
@@ -162,56 +154,13 @@ def _collation(collate_s: float) -> Training:
     )
 
 
-class Pickled:
-    """Collates to an object that has to be pickled, as arrays and lists of objects are."""
-
-    def __init__(self, megabytes: int, kind: str) -> None:
-        self.megabytes, self.kind = megabytes, kind
-        self.batch: Any = np.ones(megabytes * 125_000)
-        if kind == "objects":
-            self.batch = [{"name": str(n), "box": (n, n + 1)} for n in range(megabytes * 8_000)]
-
-    def __call__(self, samples: list[torch.Tensor]) -> Any:
-        return self.batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Pickled, (self.megabytes, self.kind)
+def _handover(magnitude: tuple[str, float]) -> Training:
+    return Training(dataset=Samples(60 * BATCH), step=sleep_for(0.002))
 
 
-class BusyThreads:
-    """Threads of the training process that hold the interpreter's lock."""
-
-    def __init__(self, count: int) -> None:
-        self.stop = threading.Event()
-        self.threads = [threading.Thread(target=self._spin, daemon=True) for _ in range(count)]
-
-    def _spin(self) -> None:
-        while not self.stop.is_set():
-            sum(range(1000))
-
-    def __enter__(self) -> None:
-        for thread in self.threads:
-            thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        for thread in self.threads:
-            thread.join()
-
-
-def _handover(magnitude: tuple[str, int]) -> Evidence:
-    kind, much = magnitude
-    if kind == "threads":
-        training = Training(dataset=Samples(60 * BATCH), step=sleep_for(0.002), step_cpus=1.0)
-        with BusyThreads(much):
-            return train(training)
-    return train(
-        Training(
-            dataset=Samples(40 * BATCH, floats=10),
-            step=sleep_for(0.002),
-            loader={"num_workers": 1, "executor": "torch", "collate_fn": Pickled(much, kind)},
-        )
-    )
+def _costs_of_handover(magnitude: tuple[str, float]) -> Costs:
+    part, seconds = magnitude
+    return replace(USUAL, **{f"{part}_s": lambda _: seconds})
 
 
 def _everything(batch_s: float) -> Training:
@@ -242,25 +191,11 @@ def _epoch_starts(start_s: float) -> Training:
 # FD315: neighbours.
 
 
-def _spin_for_ever() -> None:
-    while True:
-        spin(1.0)
-
-
 def _neighbours(each: int) -> Evidence:
-    """Have processes take the CPUs from work that would fit."""
-    context = multiprocessing.get_context("fork")
-    spinning = [context.Process(target=_spin_for_ever, daemon=True) for _ in range(each * CPUS)]
-    for process in spinning:
-        process.start()
-    try:
-        dataset = Samples(60 * BATCH, cpu_s=0.0006)
-        return train(Training(dataset=dataset, step=sleep_for(0.012)))
-    finally:
-        for process in spinning:
-            process.terminate()
-        for process in spinning:
-            process.join()
+    """Have other programs take the CPUs from work that would fit."""
+    machine().programs(each * CPUS)
+    dataset = Samples(60 * BATCH, cpu_s=0.0006)
+    return train(Training(dataset=dataset, step=sleep_for(0.012)))
 
 
 # FD318: validation has its own loader.
@@ -269,7 +204,7 @@ def _neighbours(each: int) -> Evidence:
 def _validation(blocked_s: float) -> Evidence:
     """Train with a loader that keeps up, and validate with one that does not."""
     training = Training(
-        dataset=Samples(20 * BATCH, blocked_s=blocked_s),
+        dataset=Samples(30 * BATCH, blocked_s=blocked_s),
         step=sleep_for(0.02),
         loader={"num_workers": max(2, round(3 * BATCH * blocked_s / 0.02))},
     ).with_options(persistent_workers=True)
@@ -291,45 +226,101 @@ def _cheap(step_s: float) -> Training:
     return Training(dataset=Samples(_batches(step_s, least=8) * BATCH), step=sleep_for(step_s))
 
 
+# FD323 and FD324: what the training process does by itself.
+
+
+class SlowSampler:
+    """Computes for each index."""
+
+    def __init__(self, count: int, each_s: float) -> None:
+        self.count, self.each_s = count, each_s
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        for number in range(self.count):
+            work(self.each_s)
+            yield number
+
+
+def _sampler(each_s: float) -> Training:
+    dataset = Samples(60 * BATCH)
+    sampler = SlowSampler(60 * BATCH, each_s)
+    return Training(
+        dataset=dataset, step=sleep_for(0.005), loader={"num_workers": 1, "sampler": sampler}
+    )
+
+
+class ManyObjects:
+    """A batch that takes some time to be put together from what was sent."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _put_together, (self.seconds,)
+
+
+def _put_together(seconds: float) -> ManyObjects:
+    work(seconds)
+    return ManyObjects(seconds)
+
+
+def _objects(seconds: float) -> Training:
+    return Training(
+        dataset=Samples(60 * BATCH),
+        step=sleep_for(0.003),
+        loader={"num_workers": 1, "collate_fn": partial(_only_objects, seconds)},
+    )
+
+
+def _only_objects(seconds: float, samples: list[torch.Tensor]) -> ManyObjects:
+    return ManyObjects(seconds)
+
+
 LOADING: tuple[Plant, ...] = (
     of_training(
         "FD302", "s that one sample in 160 sleeps", (0.1, 0.15, 0.25, 0.4, 0.6), _slow_samples
     ),
     of_training("FD303", "s that a sample sleeps", (0.0005, 0.001, 0.002, 0.005, 0.01), _latency),
-    Plant(
-        code="FD304",
-        what="MB/s that all readers share, and readers",
-        magnitudes=((2, 2), (5, 4), (20, 3), (50, 8), (100, 4)),
-        run=_bandwidth,
+    of_training(
+        "FD304",
+        "s that a sample takes of a line that all share, and readers",
+        ((0.0005, 2), (0.001, 4), (0.002, 3), (0.004, 8), (0.01, 4)),
+        _bandwidth,
     ),
     of_training(
-        "FD305", "s that a sample spins", (0.0005, 0.001, 0.002, 0.005, 0.01), _few_workers
+        "FD305", "s that a sample computes", (0.0005, 0.001, 0.002, 0.005, 0.01), _few_workers
     ),
     of_training(
         "FD306",
-        "processes that read, s that a sample spins",
-        (
-            (2 * CPUS, 0.001), (3 * CPUS, 0.002), (6 * CPUS, 0.001), (4 * CPUS, 0.001),
-            (4 * CPUS, 0.004),
-        ),
+        "processes that read, s that a sample computes",
+        ((2 * CPUS, 0.001), (3 * CPUS, 0.002), (6 * CPUS, 0.001), (2 * CPUS, 0.004),
+         (3 * CPUS, 0.01)),
         _few_cpus,
     ),
-    of_training("FD307", "s that collating spins", (0.005, 0.01, 0.02, 0.05, 0.1), _collation),
-    Plant(
-        code="FD308",
-        what="MB of one array, or of objects, that are pickled; threads that compute",
-        magnitudes=(("array", 8), ("array", 32), ("objects", 2), ("threads", 1), ("threads", 3)),
-        run=_handover,
+    of_training("FD307", "s that collating computes", (0.005, 0.01, 0.02, 0.05, 0.1), _collation),
+    of_training(
+        "FD308",
+        "s to send a batch, or to take it in",
+        (("send", 0.005), ("take", 0.005), ("send", 0.01), ("take", 0.02), ("send", 0.03)),
+        _handover,
+        costs=_costs_of_handover,
     ),
     of_training("FD309", "s of all parts of a batch", (0.01, 0.02, 0.03, 0.05, 0.08), _everything),
     of_training("FD310", "s that a worker starts", (0.05, 0.1, 0.2, 0.4, 0.8), _epoch_starts),
-    Plant(code="FD315", what="spinning processes for each CPU", magnitudes=(1, 2, 3, 4, 6),
+    Plant(code="FD315", what="computing programs for each CPU", magnitudes=(1, 2, 3, 4, 6),
           run=_neighbours),
     Plant(
         code="FD318",
         what="s that a sample sleeps, beside one worker in validation",
-        magnitudes=(0.001, 0.002, 0.003, 0.005, 0.008),
+        magnitudes=(0.001, 0.002, 0.003, 0.004, 0.006),
         run=_validation,
     ),
     of_training("FD319", "s of a step over cheap data", (0.05, 0.08, 0.12, 0.2, 0.3), _cheap),
+    of_training("FD323", "s that a sampler computes for an index",
+                (0.0005, 0.001, 0.002, 0.004, 0.01), _sampler),
+    of_training("FD324", "s that it takes to unpickle a batch",
+                (0.005, 0.008, 0.012, 0.02, 0.05), _objects),
 )  # fmt: skip

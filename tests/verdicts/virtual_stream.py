@@ -1,12 +1,12 @@
 """A device of one stream that exists in time alone: work is a duration, and nothing computes.
 
 As on a real one the host queues work and goes on; an event is stamped when the stream gets there.
-Durations are given, all waiting is real.
+Durations are given, and the host waits on the clock of the package.
 """
 
 from __future__ import annotations
 
-import time
+from lightning_fastdata.host import clock
 
 
 class VirtualStream:
@@ -21,15 +21,15 @@ class VirtualStream:
 
     def synchronize(self, left_s=0.0):
         """Wait until no more than so much is queued, as ``.item()`` or a full queue do."""
-        ahead = self._free_ns - time.perf_counter_ns() - left_s * 1e9
+        ahead = self._free_ns - clock.monotonic_ns() - left_s * 1e9
         if ahead > 0:
-            time.sleep(ahead / 1e9)
+            clock.sleep(ahead / 1e9)
 
     def mark(self):
-        return max(time.perf_counter_ns(), self._free_ns)
+        return max(clock.monotonic_ns(), self._free_ns)
 
     def ready(self, mark):
-        return time.perf_counter_ns() >= mark
+        return clock.monotonic_ns() >= mark
 
     def elapsed_ms(self, begin, end):
         return (end - begin) / 1e6

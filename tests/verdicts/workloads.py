@@ -1,32 +1,35 @@
-"""Trainings whose costs are known: what samples, collation and steps take is real and given."""
+"""Trainings whose costs are known: what samples, collation and steps take is given, to the bit.
+
+They run on a virtual machine (:mod:`rig.machine`): loader, workers, stamps, timeline and verdicts
+are real, and what takes time is modelled.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of
+from rig.machine import Machine, machine, sleep, work
+from rig.virtual_crew import Costs, virtual_workers
 
-CPUS = read_cpu_limit().usable_cpus
+CPUS = 2
+USUAL = Costs(
+    start_s=0.02, send_s=lambda _: 0.0001, way_s=0.00005, take_s=lambda _: 0.00005
+)
+"""To hand over a batch takes about 0.2 ms, as on a small machine."""
 SLEEPING = 0.05
 """CPUs that a training uses which sleeps while a device would compute."""
-
-
-def spin(seconds: float) -> None:
-    """Use a CPU for so long, however often it is taken away meanwhile."""
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -42,11 +45,11 @@ class Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, index):
         if self.slow_every and index % self.slow_every == self.slow_every // 2:
-            time.sleep(self.slow_s)
+            sleep(self.slow_s)
         if self.blocked_s:
-            time.sleep(self.blocked_s)
+            sleep(self.blocked_s)
         if self.cpu_s:
-            spin(self.cpu_s)
+            work(self.cpu_s)
         return self.sample
 
 
@@ -57,7 +60,7 @@ class SlowCollate:
         self.seconds = seconds
 
     def __call__(self, samples):
-        spin(self.seconds)
+        work(self.seconds)
         return default_collate(samples)
 
 
@@ -68,12 +71,12 @@ class SlowStart:
         self.seconds = seconds
 
     def __call__(self, worker):
-        time.sleep(self.seconds)
+        sleep(self.seconds)
 
 
 def sleep_for(seconds: float) -> Callable[[Any, StepTimeline], None]:
     """Return a step during which a device computes and the host sleeps."""
-    return lambda batch, timeline: time.sleep(seconds)
+    return lambda batch, timeline: sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ class Stage:
         records: deque[Any] = deque()
         loader.record_stamps(records)
         timeline = StepTimeline(device=training.device)
-        return cls(training, loader, timeline, records, time.perf_counter())
+        return cls(training, loader, timeline, records, clock.monotonic())
 
     def epoch(self) -> None:
         """Train for one epoch."""
@@ -140,16 +143,29 @@ class Stage:
         """Return where the steps went."""
         if self.training.device is not None:
             self.training.device.synchronize()
-        duration_s = time.perf_counter() - self.began_s
-        return self.timeline.history.summarize(name, duration_s=duration_s)
+        duration_s = clock.monotonic() - self.began_s
+        device = "cpu" if self.training.device is None else "cuda"
+        return self.timeline.history.summarize(name, duration_s=duration_s, device=device)
 
     def evidence(self, **measured: Any) -> Evidence:
         """Return what is known of the stage."""
-        setup = setup_of(self.loader, cpus=float(CPUS), step_cpus=self.training.step_cpus)
-        persistent = self.loader.persistent_workers
+        setup = setup_of(self.loader, cpus=float(machine().cpus), step_cpus=self.training.step_cpus)
+        rates = [stamps.rates for stamps in self.records if stamps.rates is not None]
         return stage_evidence(
-            self.summary(), list(self.records), setup, persistent_workers=persistent, **measured
+            self.summary(),
+            list(self.records),
+            setup,
+            persistent_workers=self.loader.persistent_workers,
+            read_rates=rates[-1] if rates else None,
+            **measured,
         )
+
+
+@contextmanager
+def on_machine(costs: Costs = USUAL) -> Iterator[Machine]:
+    """Have workers run on a machine of two CPUs while a block runs."""
+    with virtual_workers(Machine(CPUS), costs) as virtual:
+        yield virtual
 
 
 def train(training: Training, **measured: Any) -> Evidence:

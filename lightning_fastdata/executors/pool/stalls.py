@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import psutil
-
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool.process import ChildProcess, Hang
@@ -42,19 +40,6 @@ class _Noted:
     """For so long, as it counts."""
 
 
-def read_cpu_s(pid: int, with_its_own: bool) -> float:
-    """Return the CPU time of a process, and of the processes that it has started."""
-    total_s = 0.0
-    try:
-        process = psutil.Process(pid)
-        for each in (process, *(process.children(recursive=True) if with_its_own else ())):
-            times = each.cpu_times()
-            total_s += times.user + times.system
-    except psutil.Error:
-        pass
-    return total_s
-
-
 class StallWatch:
     """Notices that side processes get nowhere while the training process waits for them.
 
@@ -70,7 +55,7 @@ class StallWatch:
         self,
         limit_s: float | None,
         clock_s: Callable[[], float] = clock.monotonic,
-        cpu_s: Callable[[int, bool], float] = read_cpu_s,
+        cpu_s: Callable[[int, bool], float] = clock.cpu_s_of,
     ) -> None:
         self._given = limit_s
         self._clock, self._read_cpu_s = clock_s, cpu_s
