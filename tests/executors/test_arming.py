@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable
 
 import pytest
 import torch
+from processes import until
 from torch.utils.data import Dataset
 
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -52,9 +52,7 @@ def test_the_next_epoch_is_under_way_before_it_is_asked_for() -> None:
     epoch = [0]
     loader = make(dataset, lambda: epoch[0])
     list(loader)
-    until = time.monotonic() + 30
-    while dataset.reads.sum() <= len(dataset) + 1 and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: dataset.reads.sum() > len(dataset) + 1)
     ahead = int(dataset.reads.sum()) - len(dataset)
     assert ahead > 1
     epoch[0] = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import until
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
@@ -237,12 +237,8 @@ class FirstBatchFirst(Dataset):
         self.arrived = arrived
 
     def __getitem__(self, i: int) -> int:
-        if i == 1:
-            time.sleep(0.2)  # the other process knows by then what samples look like
-        give_up = time.monotonic() + 30
-        while i > 1 and not self.arrived.exists():
-            assert time.monotonic() < give_up, "the first batch waits for the second"
-            time.sleep(0.001)
+        if i > 1:
+            until(self.arrived.exists, 30)
         return i
 
     def __len__(self) -> int:
@@ -275,7 +271,7 @@ def test_processes_come_and_go_while_running() -> None:
 
 
 def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
-    executor = open_executor("workers", plan_of(Slow()), workers=3)
+    executor = open_executor("workers", plan_of(Numbers()), workers=3)
     executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
     seen = []
     for number, indices in enumerate(executor):
@@ -284,20 +280,16 @@ def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
             executor.resize(1)
             executor.resize(3)
     assert seen == list(range(600))
-    end = time.monotonic() + 30
-    while any(child.retiring for child in executor.children.values()) and time.monotonic() < end:
-        executor.ready()
-        time.sleep(0.01)
+    until(
+        lambda: executor.ready() and not any(child.retiring for child in executor.children.values())
+    )
     assert sorted(executor.children) == [0, 1, 2]
     assert not any(child.retiring for child in executor.children.values())
     executor.close()
 
 
-class Slow(Dataset):
-    """Takes a while to read."""
-
+class Numbers(Dataset):
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.004)
         return index
 
 

@@ -11,14 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import pytest
 import torch
+from processes import hang, runs, until
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
@@ -27,6 +28,8 @@ from lightning_fastdata.executors.pool.process import ChildProcess
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import read_packet
 from lightning_fastdata.executors.stream import StreamExecutor
+
+TESTS = str(Path(__file__).parents[1])
 
 
 def listed(samples: list[Any]) -> Any:
@@ -44,16 +47,13 @@ def pool(dataset: Any, collate: Any = listed, processes: int = 2, **how: Any):
     return PoolExecutor(plan, processes=processes)
 
 
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 40
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def kill(child: ChildProcess) -> None:
     child.process.kill()
     child.process.join()
+
+
+def sleeps(child: ChildProcess) -> bool:
+    return psutil.Process(child.process.pid).status() == psutil.STATUS_SLEEPING
 
 
 def halt(child: ChildProcess) -> None:
@@ -98,7 +98,8 @@ def test_a_task_that_woke_a_process_about_to_leave_wakes_another() -> None:
     executor.start_epoch([[index] for index in range(50)], 0)
     assert firsts(executor) == list(range(50))
     until(lambda: executor.ready() and executor.respawned)
-    time.sleep(0.5)  # they wait for tasks by now, process 1 the longer, which is woken first
+    # They wait for tasks, process 1 the longer, which is woken first.
+    until(lambda: all(sleeps(child) for child in executor.children.values()))
     allowed = os.sched_getaffinity(0)
     leaves = executor.children[1].process.pid
     try:
@@ -129,7 +130,6 @@ def test_workers_that_never_start_are_given_up_each_time() -> None:
 
 class Ragged(Dataset):
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
         if index == 33:
             return torch.zeros(3)
         if index == 60:
@@ -169,7 +169,6 @@ def test_a_process_that_starts_is_given_no_memory_that_was_given_up() -> None:
 
 class Leaves(Dataset):
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
         if index == 20:
             raise SystemExit(3)
         return torch.full((200,), index)
@@ -248,7 +247,7 @@ def test_indices_that_cannot_be_unpickled_are_an_error(length: int) -> None:
 
 
 class Told(Dataset):
-    """Counts how often it is told of an epoch, which takes it a while."""
+    """Counts how often it is told of an epoch."""
 
     def __init__(self) -> None:
         self.told = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -256,11 +255,9 @@ class Told(Dataset):
 
     def set_epoch(self, epoch: int) -> None:
         self.told += 1
-        time.sleep(0.3)
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.002)
         return torch.tensor([index, self.epoch])
 
 
@@ -284,8 +281,7 @@ class ForkProcess(multiprocessing.context.ForkProcess):
         super().start()
         bystander = os.fork()
         if bystander == 0:
-            time.sleep(120)
-            os._exit(0)
+            hang()
         self.bystanders.append(bystander)
 
 
@@ -366,7 +362,6 @@ class Epochs(Dataset):
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.002)
         return torch.tensor([index, self.epoch])
 
 
@@ -384,8 +379,10 @@ def test_a_process_that_starts_late_draws_for_the_epoch_that_is_under_way() -> N
 
 
 CROWD = """
-import ctypes, os, resource, socket, time
+import ctypes, os, resource, socket, sys
 import torch
+sys.path.append(sys.argv[1])
+from processes import until
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
@@ -402,8 +399,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 plan = FetchPlan(dataset=Rows(), collate_fn=listed, timeout_s=40)
 executor = PoolExecutor(plan, processes=2)
 executor.start_epoch([], 0)
-while not all(child.began for child in executor.children.values()):
-    time.sleep(0.01)
+until(lambda: all(child.began for child in executor.children.values()))
 ours, theirs = socket.socketpair()
 crowd = 0
 try:
@@ -415,7 +411,6 @@ except OSError as error:
 executor.start_epoch([[index] for index in range(90)], 1)
 executor.resize(4)
 executor.ready()
-time.sleep(0.5)
 for _ in range(crowd):
     os.close(socket.recv_fds(theirs, 1, 1)[1][0])
 print([int(samples[0][0]) for samples in executor] == list(range(90)), executor.respawned)
@@ -425,7 +420,11 @@ executor.close()
 
 def test_what_cannot_be_sent_for_now_is_sent_later() -> None:
     program = subprocess.run(
-        [sys.executable, "-c", CROWD], capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, "-c", CROWD, TESTS],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
     )
     assert program.stdout.splitlines() == [
         str(errno.ETOOMANYREFS),
@@ -456,17 +455,16 @@ def test_a_batch_without_memory_is_an_error_of_its_own(collate: Any) -> None:
 
 
 THREADED = """
-import threading, time, torch
+import signal, threading, torch
 from torch.utils.data import default_collate
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
-class Slow(torch.utils.data.Dataset):
+class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
-        time.sleep(0.01)
         return torch.full((1000,), index)
 
-plan = FetchPlan(dataset=Slow(), collate_fn=default_collate, default_collation=True)
+plan = FetchPlan(dataset=Rows(), collate_fn=default_collate, default_collation=True)
 running = []
 
 def start():
@@ -479,7 +477,7 @@ thread.start()
 thread.join()
 next(running[0]), next(running[1])
 print(*[each.process.pid for one in running for each in one.children.values()], flush=True)
-time.sleep(120)
+signal.pause()
 """
 
 
@@ -492,10 +490,3 @@ def test_processes_that_a_thread_started_end_with_the_program() -> None:
     program.kill()
     program.wait(40)
     until(lambda: not any(map(runs, pids)))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

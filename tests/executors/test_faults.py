@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from open_files import open_files
+from processes import hang, runs, until
 from thoroughness import LONG
 from torch.utils.data import Dataset, default_collate
 
@@ -32,9 +29,8 @@ def listed(samples: list[Any]) -> Any:
     return [sample.clone() for sample in samples], "kept beside"
 
 
-class Slow(Dataset):
+class Rows(Dataset):
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.002)
         return torch.full((4096,), index)
 
 
@@ -59,26 +55,9 @@ def pool(dataset: Any, collate: Any = default_collate, processes: int = 2, **how
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("collate", [default_collate, listed])
 def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate) -> None:
-    executor = pool(Slow(), collate, 3)
+    executor = pool(Rows(), collate, 3)
     rng = random.Random(0)
-    done = threading.Event()
     seen: list[int] = []
-
-    def kill() -> None:
-        while not done.is_set():
-            had = len(seen)
-            time.sleep(rng.uniform(0.01, 0.06))
-            # Where processes get nothing done between two kills, one sample seems to be the cause.
-            while len(seen) < had + 8 and not done.is_set():
-                time.sleep(0.005)
-            with contextlib.suppress(Exception):
-                child = executor.children[rng.randrange(3)]
-                # A process that was just forked is to get somewhere first.
-                if child.answers:
-                    child.process.kill()
-
-    killer = threading.Thread(target=kill)
-    killer.start()
     epochs = 0
     while executor.respawned < (30 if LONG else 12):
         executor.start_epoch([list(range(i, i + 4)) for i in range(0, 1200, 4)], epochs)
@@ -88,8 +67,11 @@ def test_no_sample_is_lost_or_doubled_while_processes_are_killed(collate) -> Non
             for row in rows:
                 assert row.eq(row[0]).all()
                 seen.append(int(row[0]))
-    done.set()
-    killer.join()
+            # Where processes get nothing done between two kills, one sample seems to be the cause;
+            # and one that was just forked is to get somewhere first.
+            child = executor.children.get(rng.randrange(24))
+            if child is not None and child.answers:
+                child.process.kill()
     assert seen == list(range(1200)) * epochs
     executor.close()
 
@@ -114,7 +96,7 @@ class Stuck(Dataset):
         return index
 
     def wait_for_a_server(self) -> None:
-        time.sleep(60)
+        hang()
 
 
 def test_a_timeout_names_the_sample_and_shows_where_it_is_stuck() -> None:
@@ -129,7 +111,7 @@ def test_a_timeout_names_the_sample_and_shows_where_it_is_stuck() -> None:
 
 @pytest.mark.slow
 def test_a_timeout_tells_that_a_process_is_stopped() -> None:
-    executor = pool(Slow(), processes=1, timeout_s=4)
+    executor = pool(Rows(), processes=1, timeout_s=4)
     executor.start_epoch([[i, i + 1] for i in range(0, 2000, 2)], 0)
     next(executor)
     os.kill(executor.children[0].process.pid, signal.SIGSTOP)
@@ -143,7 +125,7 @@ def broken(number: int) -> None:
 
 
 def test_an_error_at_the_start_of_a_worker_is_raised() -> None:
-    executor = pool(Slow(), worker_init_fn=broken)
+    executor = pool(Rows(), worker_init_fn=broken)
     executor.start_epoch([[1]], 0)
     with pytest.raises(ValueError, match="no licence for"):
         next(executor)
@@ -155,7 +137,7 @@ def dies_at_once(number: int) -> None:
 
 
 def test_workers_that_never_start_are_given_up() -> None:
-    executor = pool(Slow(), worker_init_fn=dies_at_once)
+    executor = pool(Rows(), worker_init_fn=dies_at_once)
     executor.start_epoch([[1]], 0)
     with pytest.raises(WorkerError, match="exit code 7 3 times"):
         next(executor)
@@ -163,7 +145,7 @@ def test_workers_that_never_start_are_given_up() -> None:
 
 
 SCRIPT = """
-import signal, sys, time, torch
+import signal, sys, torch
 # A shell that runs its tests in the background hands down a SIGINT that is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from torch.utils.data import default_collate
@@ -171,10 +153,9 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 class Slow(torch.utils.data.Dataset):
     def __getitem__(self, index):
-        time.sleep(0.01)
         return torch.full((100000,), index)
 if __name__ == "__main__":
-    plan = FetchPlan(dataset=Slow(), collate_fn=default_collate, default_collation=True,
+    plan = FetchPlan(dataset=Rows(), collate_fn=default_collate, default_collation=True,
                      context=sys.argv[1])
     executor = PoolExecutor(plan, processes=2)
     executor.start_epoch([[i] for i in range(10**6)], 0)
@@ -205,18 +186,8 @@ def test_nothing_is_left_of_a_program_that_ends(tmp_path: Path, context, ending)
     assert len(pids) == 2
     program.send_signal(ending)
     program.wait(60)
-    until = time.monotonic() + 60  # one that was just spawned is importing still
-    while any(map(_runs, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(_runs, pids))
+    until(lambda: not any(map(runs, pids)))  # one that was just spawned is importing still
     assert not {f for f in set(os.listdir("/dev/shm")) - files if "fastdata" in f}
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Quick(Dataset):
@@ -224,32 +195,34 @@ class Quick(Dataset):
         return torch.full((20000,), index)
 
 
-def late(index: int) -> int:
-    time.sleep(0.3)
+def late(index: int, folder: Path) -> int:
+    (folder / f"{os.getpid()}-{index}").touch()
+    until((folder / "go").exists)
     return index
 
 
 class LateIndex:
     """An index that keeps the process that takes it busy before it can note what it took."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, folder: Path) -> None:
+        self.index, self.folder = index, folder
 
     def __reduce__(self) -> Any:
-        return late, (self.index,)
+        return late, (self.index, self.folder)
 
 
-def test_a_task_that_another_has_noted_meanwhile_is_not_done_again() -> None:
+def test_a_task_that_another_has_noted_meanwhile_is_not_done_again(tmp_path: Path) -> None:
     executor = pool(Quick(), listed)
-    executor.start_epoch([[LateIndex(index)] for index in range(8)], 0)
-    time.sleep(0.2)
-    killed = executor.children[1].process
+    executor.start_epoch([[LateIndex(index, tmp_path)] for index in range(8)], 0)
+    until(lambda: len(list(tmp_path.iterdir())) == 2)
+    stays, killed = (executor.children[number].process for number in (0, 1))
     killed.kill()
     killed.join()
     # What both had taken is in doubt now. The other notes it, says so, and does it and the next,
     # before anything of that is read.
     executor.ready()
-    time.sleep(1)
+    (tmp_path / "go").touch()
+    until(lambda: len(list(tmp_path.glob(f"{stays.pid}-*"))) >= 3)
     assert [int(batch[0][0][0]) for batch in executor] == list(range(8))
     assert executor.respawned == 1
     executor.close()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from processes import runs, until
 from thoroughness import LONG
 from torch.utils.data import Dataset
 
@@ -32,13 +29,12 @@ ROW = 22_000
 
 
 class Rows(Dataset):
-    """Cheap, and slow enough that a kill finds something under way."""
+    """Of a size that takes long to write, so that a kill finds something under way."""
 
     def __len__(self) -> int:
         return LENGTH
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.0005)
         return torch.full((ROW,), index), torch.rand(3), f"row {index}"
 
 
@@ -58,36 +54,27 @@ def same(ours: list[Any], theirs: list[Any]) -> bool:
     )
 
 
-class Killer(threading.Thread):
-    """Kills random side processes of an executor until it is told to stop.
+class Killer:
+    """Kills random side processes of an executor while its batches are taken.
 
-    Where processes get nothing done between two kills, one sample seems to be the cause. So it
-    waits for two batches that come through :meth:`watched` after each kill.
+    Where processes get nothing done between two kills, one sample seems to be the cause. So two
+    batches come through at least after each kill.
     """
 
     def __init__(self, executor: Any, seed: int) -> None:
-        super().__init__(daemon=True)
         self.executor = executor
         self.rng = random.Random(seed)
-        self.done = threading.Event()
-        self.batches = 0
+        self.next_kill = 2
 
     def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            self.batches += 1
+            self.next_kill -= 1
             yield batch
-
-    def run(self) -> None:
-        while not self.done.is_set():
-            had = self.batches
-            time.sleep(self.rng.uniform(0.005, 0.025))
-            while self.batches < had + 2 and not self.done.is_set():
-                time.sleep(0.005)
-            # The executor replaces its processes meanwhile: one may be gone, or half made.
-            with contextlib.suppress(RuntimeError, IndexError, AttributeError, ValueError):
+            if self.next_kill <= 0:
                 child = self.rng.choice(list(self.executor.children.values()))
                 if child.answers:  # one that was just made is to get somewhere first
                     child.process.kill()
+                    self.next_kill = self.rng.randint(2, 6)
 
 
 @pytest.mark.cases(1)
@@ -100,14 +87,11 @@ def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(coll
     epoch = 0
     iter(loader)
     killer = Killer(loader._iterator, 7)
-    killer.start()
     # Deaths that were seen and made good are counted, not signals that were sent.
     while loader._iterator.respawned < kills:
         seen = [(x, r) for x, r, *_ in killer.watched(loader)]
         assert same(seen, expected[epoch % 4])
         epoch += 1
-    killer.done.set()
-    killer.join()
     assert len([*loader]) == LENGTH // 6
     loader.close()
 
@@ -116,17 +100,14 @@ def test_out_of_order_nothing_is_lost_or_doubled_while_processes_are_killed() ->
     loader = loader_of("workers", None, in_order=False)
     iter(loader)
     killer = Killer(loader._iterator, 8)
-    killer.start()
     while loader._iterator.respawned < 12:
         seen = sorted(x[:, 0].tolist() for x, *_ in killer.watched(loader))
         assert seen == [list(range(i, i + 6)) for i in range(0, LENGTH, 6)]
-    killer.done.set()
-    killer.join()
     loader.close()
 
 
 SCRIPT = """
-import signal, sys, time, torch
+import signal, sys, torch
 # A shell that runs its tests in the background hands down a SIGINT that is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from torch.utils.data import Dataset, IterableDataset
@@ -136,13 +117,11 @@ class Rows(Dataset):
     def __len__(self):
         return 10**6
     def __getitem__(self, index):
-        time.sleep(0.001)
         return torch.full((100000,), index)
 
 class Stream(IterableDataset):
     def __iter__(self):
         for index in range(10**6):
-            time.sleep(0.001)
             yield torch.full((100000,), index)
 
 if __name__ == "__main__":
@@ -156,13 +135,6 @@ if __name__ == "__main__":
     for batch in running:
         pass
 """
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.cases(1)
@@ -196,10 +168,7 @@ def test_a_program_that_ends_leaves_no_process_and_no_file(
     said = program.stderr.read()
     assert ("KeyboardInterrupt" in said) == (ending == signal.SIGINT)
     assert said.count("Traceback") <= 1  # side processes add none of their own
-    until = time.monotonic() + 60  # one that was just spawned is importing still
-    while any(map(runs, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(runs, pids))
+    until(lambda: not any(map(runs, pids)))  # one that was just spawned is importing still
 
 
 def shared_files_of(pid: int) -> list[str]:

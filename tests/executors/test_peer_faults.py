@@ -7,13 +7,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from open_files import open_files
+from processes import until
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -183,17 +183,24 @@ def test_iterators_made_again_leave_nothing_behind(executor, finished) -> None:
 
 
 class Uneven(Plain):
+    """Each seventh sample takes until one of the next batch was begun, by another process."""
+
+    def __init__(self, length: int, folder: Path) -> None:
+        super().__init__(length)
+        self.folder = folder
+
     def __getitem__(self, index: int) -> Any:
-        if index % 7 == 0:
-            time.sleep(0.03)
+        (self.folder / str(index)).touch()
+        if index % 7 == 0 and index + 6 < len(self):
+            until((self.folder / str(index + 6 - index % 6)).exists)
         return super().__getitem__(index)
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("executor", SIDE)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_slow_samples_change_neither_the_order_nor_the_batches(executor, workers) -> None:
-    loader = loader_of(Uneven(100), executor, num_workers=workers, batch_size=6)
+def test_slow_samples_change_neither_the_order_nor_the_batches(tmp_path, executor, workers) -> None:
+    loader = loader_of(Uneven(100, tmp_path), executor, num_workers=workers, batch_size=6)
     labels = [batch.tolist() for _, batch in loader]
     assert labels == [list(range(i, min(100, i + 6))) for i in range(0, 100, 6)]
 
@@ -257,14 +264,10 @@ class Meeting(Dataset):
         return 8
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.005)  # cheap samples may share a task
         if index == 7:
             self.sign.touch()
-        until = time.monotonic() + 20
-        while index == 4 and not self.sign.exists():
-            if time.monotonic() > until:
-                raise TimeoutError("sample 7 was not begun while sample 4 was under way")
-            time.sleep(0.001)
+        if index == 4:
+            until(self.sign.exists)  # sample 7 is begun while this one is under way
         return index
 
 

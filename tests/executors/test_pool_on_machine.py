@@ -10,18 +10,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 from insight.cut_waits import Cutter
+from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
+from rig.virtual_crew import Costs, VirtualExecutor
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.insight.waits.attribution import WaitCutter
-from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
-from rig.virtual_crew import Costs, VirtualExecutor
 
 MS = 1_000_000
-SOME = Costs(
-    start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001
-)
+SOME = Costs(start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001)
 
 
 class Numbers(Dataset):

@@ -7,7 +7,6 @@ import os
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import until
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
@@ -221,8 +221,8 @@ class Waiting(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         worker, _ = share()
         yield worker * 100
-        while worker == 0 and not os.path.exists(self.path):
-            time.sleep(0.01)
+        if worker == 0:
+            until(lambda: os.path.exists(self.path))
         yield from range(worker * 100 + 1, worker * 100 + 12)
 
 

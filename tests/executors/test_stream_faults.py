@@ -7,12 +7,12 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from processes import hang, until
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lightning_fastdata.errors import WorkerError
@@ -33,17 +33,10 @@ class Lengths(IterableDataset):
             yield {"x": torch.full((3, 50), worker * 1000 + at)}
 
 
-class Slow(Lengths):
-    def __iter__(self) -> Iterator[Any]:
-        for sample in super().__iter__():
-            time.sleep(0.0003)
-            yield sample
-
-
 class Stuck(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         yield 0
-        time.sleep(60)
+        hang()
 
 
 def pool(dataset: Any, processes: int = 2, **how: Any) -> StreamExecutor:
@@ -66,12 +59,6 @@ def test_a_timeout_tells_that_a_process_is_stopped() -> None:
     with pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT"):
         list(executor)
     executor.close()
-
-
-def until(condition: Any) -> None:
-    end = time.monotonic() + 30
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -130,7 +117,7 @@ def test_a_process_that_never_starts_is_named() -> None:
 
 
 def test_kills_at_random_never_lose_a_batch_unsaid() -> None:
-    executor = pool(Slow([60]), 2)
+    executor = pool(Lengths([60]), 2)
     expected = [[w * 1000 + at for at in range(60)] for w in range(2)]
     rng = random.Random(0)
     broken = 0
