@@ -102,7 +102,7 @@ def module(augment, *, dataset=None, batch_size=6, **arguments):
         dataset if dataset is not None else Images(12),
         batch_size=batch_size,
         augment=augment,
-        augment_on="gpu",
+        augment_on="auto" if augment is None else "gpu",
         options=LoaderOptions(num_workers=0),
         **arguments,
     )

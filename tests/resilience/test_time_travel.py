@@ -129,11 +129,9 @@ def test_every_batch_is_made_again(executor, augment_on) -> None:
     check(fresh, seen[::5], RunRecord.from_dict(data.run_record().as_dict()))
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
 @pytest.mark.parametrize("executor", ["inline", "workers"])
-def test_a_pipeline_that_the_dataset_calls_is_drawn_again(executor, augment_on) -> None:
-    data = Data(5, options=options(executor), augment_on=augment_on, seed=1, drop_last=True)
+def test_a_pipeline_that_the_dataset_calls_is_drawn_again(executor) -> None:
+    data = Data(5, options=options(executor), seed=1, drop_last=True)
     data.pipeline = augmentation()
     seen = fit(data, limit_train_batches=3)
     assert len(seen) == 6
