@@ -51,7 +51,7 @@ class LoaderSetup:
     """A loader as the model knows it."""
 
     workers: int
-    """Side processes or threads that read; 0: the training process does."""
+    """Side processes that read; 0: the training process does."""
     look_ahead: int
     """Batches under way at once; torch: ``workers * prefetch_factor``."""
     scheduling: Scheduling = "sample"
