@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from thoroughness import left_out, longest_first
 from torch.utils.data import BatchSampler, DataLoader
-from virtual_time import virtual_time
+from virtual_time import PatientClock, virtual_time
 
 # A failure in CI has to come back on the next run; new examples are looked for on developers'
 # machines.
@@ -58,6 +58,13 @@ def torchs_own_loaders():
             delattr(kind, name)
         else:
             setattr(kind, name, method)
+
+
+@pytest.fixture
+def patient():
+    """Live in a time that the test drives, and in which waits for other processes are real."""
+    with virtual_time(PatientClock) as clock:
+        yield clock
 
 
 @pytest.fixture

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
-from virtual_time import VirtualClock
 
 from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.host import clock
 from lightning_fastdata.insight.report.recorded import read_report
 
 ROWS, BATCH, EPOCHS, READ_S = 16, 4, 3, 0.75
 
 
-class PatientClock(VirtualClock):
-    """Moves on by what the test reads; what waits for another rank waits until that is here."""
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-
-
 class Rows(Dataset):
     """Rows that take a while, of two ranks on the second one."""
 
-    def __init__(self, virtual):
-        self.virtual = virtual
+    def __init__(self, patient):
+        self.patient = patient
 
     def __len__(self):
         return ROWS
 
     def __getitem__(self, index):
         ranks = torch.distributed.is_initialized()
-        self.virtual.advance(round(READ_S * 1e9) * (torch.distributed.get_rank() if ranks else 1))
+        self.patient.advance(round(READ_S * 1e9) * (torch.distributed.get_rank() if ranks else 1))
         return torch.full((4,), float(index))
 
 
@@ -55,34 +45,27 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-@pytest.fixture
-def virtual():
-    virtual = PatientClock()
-    with clock.installed(virtual):
-        yield virtual
-
-
-def fit(tmp_path, virtual, *, validates=False, **options):
+def fit(tmp_path, patient, *, validates=False, **options):
     trainer = Trainer(
         accelerator="cpu", max_epochs=EPOCHS, logger=False, default_root_dir=tmp_path,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, callbacks=[DataThroughputCallback()], **options,
     )  # fmt: skip
-    loader = DataLoader(Rows(virtual), BATCH)
+    loader = DataLoader(Rows(patient), BATCH)
     trainer.fit(Model(), loader, loader if validates else None)
     return read_report(Path(tmp_path) / "report.json")
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_all_waits_count_but_for_the_start_of_the_first_epoch(tmp_path, virtual, capsys, validates):
-    report = fit(tmp_path, virtual, validates=validates)
+def test_all_waits_count_but_for_the_start_of_the_first_epoch(tmp_path, patient, capsys, validates):
+    report = fit(tmp_path, patient, validates=validates)
     read = EPOCHS * ROWS * (1 + validates) - BATCH
     assert report["device_minutes_waited"] == pytest.approx(read * READ_S / 60)
     assert "minutes waited" not in capsys.readouterr().out  # a CPU may be what loads
 
 
-def test_all_ranks_wait_for_the_slow_one(tmp_path, virtual):
-    report = fit(tmp_path, virtual, strategy="ddp_fork", devices=2)
+def test_all_ranks_wait_for_the_slow_one(tmp_path, patient):
+    report = fit(tmp_path, patient, strategy="ddp_fork", devices=2)
     mine, slow = report["ranks"]
     assert (mine["stall_ms"], slow["stall_ms"]) == (0, pytest.approx(BATCH * READ_S * 1e3))
     # Each rank reads half of the rows: one first batch and one warm one in an epoch.

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import re
-import signal
 import stat
-import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 import torch
 from conformance.pieces import make_trainer
 from lightning.pytorch import Callback, LightningModule
 from programs import run_program
-from torch.utils.data import DataLoader
+from rich.console import Console
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_fastdata import DataThroughputCallback, FastDataLoader, StepTimer
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+    StepTimer,
+)
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.insight.live.page import as_rich, live_page
 from lightning_fastdata.insight.live.status import read_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing is told there")
-PROGRAM = Path(__file__).with_name("watched_training.py")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers need Linux")
 PATIENCE_S = 150
+LONG_S = 31.0
+"""For which a training hangs."""
+SLOW = 61
 
 
 def shown(live, *arguments):
@@ -39,110 +50,169 @@ def shown(live, *arguments):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    """Two trainings that run until the last test has seen them; where they tell of themselves."""
-    folder = tmp_path_factory.mktemp("watched")
-    live = folder / "live"
-    environ = {
-        **os.environ,
-        "LIGHTNING_FASTDATA_LIVE": str(live),
-        "LIGHTNING_FASTDATA_CACHE": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), *sys.path]),
-    }
-    with (folder / "output.txt").open("w") as log:
-        program = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder)],
-            env=environ,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    yield live
-    os.killpg(program.pid, signal.SIGKILL)
-    program.wait()
+def told(live):
+    """Return the status of all processes, as of when the last of them was written."""
+    now_s = max((each.written_s for each in read_all(live, 0.0)), default=0.0)
+    return read_all(live, now_s), now_s
 
 
 def until(live, holds):
     """Return the status of all processes as soon as something holds for them."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
-        found = read_all(live, time.time())
+        found, _ = told(live)
         if holds(found):
             return found
-        time.sleep(0.2)
-    text = (live.parent / "output.txt").read_text()
-    raise AssertionError(f"in vain: {read_all(live, time.time())}\n{text}")
+        time.sleep(0.02)
+    raise AssertionError(f"in vain: {told(live)}")
 
 
-def of(found, where):
-    return [each for each in found if f"logs-{where}" in each.log_dir]
+def page(live, run=None):
+    """Return the page of what is told, as a terminal shows it."""
+    out = io.StringIO()
+    found, now_s = told(live)
+    Console(file=out, width=300, highlight=False).print(as_rich(live_page(found, run, now_s)))
+    return out.getvalue()
 
 
-def test_trainings_are_listed_with_all_their_ranks(live):
-    def all_step(found):
-        return len(found) == 3 and all(each.step > 0 for each in found)
-
-    found = until(live, all_step)
-    assert [each.rank for each in of(found, "step")] == [0, 1]
-    page = shown(live)
-    assert "2 trainings" in page
-    assert "2 of 2" in page
-    assert all(str(of(found, where)[0].pid) in page for where in ("worker", "step"))
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_FASTDATA_LIVE", str(tmp_path / "live"))
+    return tmp_path / "live"
 
 
-def test_one_training_is_shown_by_its_process_or_log_folder(live):
-    found = until(live, lambda found: of(found, "worker") and of(found, "worker")[0].steps_per_s)
-    status = of(found, "worker")[0]
-    assert status.readers == ("Slow: 2 workers, executor 'workers'",)
-    page = shown(live, "logs-worker")
-    assert f"pid {status.pid}" in page
-    assert "steps/s" in page
-    assert "logs-step" not in page
-    assert {worker.worker for worker in status.workers} == {0, 1}
-    assert shown(live, "no such run").count("watched_training.py") == 2
+@contextmanager
+def watched_by(look):
+    """Look at what the block does from another thread, which is waited for."""
+    found = []
 
+    def run():
+        try:
+            look()
+        except BaseException as error:
+            found.append(error)
 
-def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(live):
-    def seen(found):
-        return any(worker.lines for each in of(found, "worker") for worker in each.workers)
-
-    status = of(until(live, seen), "worker")[0]
-    assert status.hangs
-    hung = next(worker for worker in status.workers if worker.lines)
-    assert (hung.state, hung.index) == ("reading", "61")
-    assert hung.for_s >= 10
-    assert re.fullmatch(r".*watched_training\.py:\d+ ask_a_server", hung.lines[0])
-    page = shown(live, str(status.pid))
-    assert re.search(r"no step for \d+ s: waiting for a batch", page)
-    assert "sample 61" in page
-    assert "ask_a_server" in page
-
-
-def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(live):
-    def seen(found):
-        return len(of(found, "step")) == 2 and all(each.stack for each in of(found, "step"))
-
-    first, last = of(until(live, seen), "step")
-    assert re.fullmatch(r".*watched_training\.py:\d+ wait_for_ever", last.stack[0])
-    # Each waits within its step: one for itself, the other for its gradients.
-    assert {first.activity, last.activity} == {"computing a step"}
-    page = shown(live, str(last.pid))
-    assert "2 of 2 ranks" in page
-    assert "wait_for_ever" in page
-    assert "backward" in page
-    assert re.search(r"rank [01]: no step for \d+ s: computing a step", page)
-
-
-def test_a_stopped_process_is_said_to_be_silent(live):
-    (status,) = of(until(live, lambda found: of(found, "worker")), "worker")
-    os.kill(status.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=run)
+    thread.start()
     try:
-        until(live, lambda found: any(each.silent_s(time.time()) for each in found))
-        assert re.search(r"nothing heard for \d\S* s, last it was", shown(live, str(status.pid)))
+        yield
     finally:
-        os.kill(status.pid, signal.SIGCONT)
+        thread.join()
+    if found:
+        raise found[0]
+
+
+class Hangs(Dataset):
+    """Samples of which one waits until a file is gone."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        if index == SLOW:
+            self.ask_a_server()
+        return torch.full((4,), float(index))
+
+    def ask_a_server(self):
+        while self.file.exists():
+            time.sleep(0.01)
+
+
+@linux
+def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(tmp_path, own, patient):
+    file = tmp_path / "hangs"
+    file.touch()
+
+    def look():
+        def reads(found):
+            return any(worker.index == str(SLOW) for each in found for worker in each.workers)
+
+        try:
+            until(own, lambda found: reads(found) and found[0].step == SLOW // 2)
+            patient.advance(round(LONG_S * 1e9))
+            (status,) = until(own, lambda found: any(each.lines for each in found[0].workers))
+            text = page(own, "logs-worker")
+        finally:
+            file.unlink()
+        assert status.hangs
+        assert status.readers == ("Hangs: 2 workers, executor 'workers'",)
+        assert {worker.worker for worker in status.workers} == {0, 1}
+        (hung,) = (worker for worker in status.workers if worker.lines)
+        assert (hung.state, hung.index, hung.for_s) == ("reading", str(SLOW), LONG_S)
+        assert re.fullmatch(r".*test_top\.py:\d+ ask_a_server", hung.lines[0])
+        assert f"pid {status.pid}" in text
+        assert "no step for 31 s: waiting for a batch" in text
+        assert f"sample {SLOW}" in text
+        assert "ask_a_server" in text
+
+    data = FastDataModule.from_datasets(
+        Hangs(file), batch_size=2, shuffle=False,
+        options=LoaderOptions(num_workers=2, executor="workers", tune="off", stall_timeout_s=0),
+    )  # fmt: skip
+    callback = DataThroughputCallback(summary=False, report=False)
+    trainer = make_trainer(tmp_path / "logs-worker", callbacks=[callback])
+    with watched_by(look):
+        trainer.fit(Model(), data)
+    assert trainer.global_step == 80
+
+
+class HangsOnOneRank(LightningModule):
+    """The steps of the second of two ranks hang until a file is gone."""
+
+    def __init__(self, patient, file):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.patient, self.file = patient, file
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            # The clock of this rank: the one waits here, the other one for its gradients.
+            self.patient.advance(round(LONG_S * 1e9))
+            if self.global_rank == 1:
+                self.wait_for_ever()
+        return self.layer(batch).mean()
+
+    def wait_for_ever(self):
+        while self.file.exists():
+            time.sleep(0.01)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@linux
+def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(tmp_path, own, patient):
+    file = tmp_path / "hangs"
+    file.touch()
+
+    def look():
+        def seen(found):
+            # The first rank is where its gradients are made by now.
+            return (
+                len(found) == 2 and all(each.stack for each in found) and ("backward" in page(own))
+            )
+
+        try:
+            first, last = until(own, seen)
+            text, listed = page(own, str(last.pid)), page(own)
+        finally:
+            file.unlink()
+        assert (first.rank, last.rank) == (0, 1)
+        assert re.fullmatch(r".*test_top\.py:\d+ wait_for_ever", last.stack[0])
+        assert {first.activity, last.activity} == {"computing a step"}
+        assert "2 of 2 ranks" in text
+        assert "wait_for_ever" in text
+        assert "backward" in text
+        assert re.search(r"rank [01]: no step for 31 s: computing a step", text)
+        assert text == listed  # there is no other training
+
+    callback = DataThroughputCallback(summary=False, report=False)
+    trainer = make_trainer(tmp_path, callbacks=[callback], strategy="ddp_fork", devices=2)
+    with watched_by(look):
+        trainer.fit(HangsOnOneRank(patient, file), DataLoader(torch.zeros(16, 4), 2))
 
 
 class Model(LightningModule):
@@ -186,12 +256,6 @@ def fitted(tmp_path, *callbacks, method="fit"):
     return trainer
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_FASTDATA_LIVE", str(tmp_path / "live"))
-    return tmp_path / "live"
-
-
 @pytest.mark.parametrize("error", [None, ZeroDivisionError("by a callback"), KeyboardInterrupt()])
 def test_what_is_told_is_private_and_ends_with_the_run(tmp_path, own, error):
     looks = Looks(own, error)
@@ -205,23 +269,13 @@ def test_what_is_told_is_private_and_ends_with_the_run(tmp_path, own, error):
     assert list(own.iterdir()) == []
 
 
-def looked(live, holds):
-    """Return what is told of this process as soon as it holds for that."""
-    end_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end_s:
-        found = read_all(live, time.time())
-        if holds(found):
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"in vain: {found}")
-
-
 def test_a_loop_without_a_trainer_is_shown_while_it_reads(own):
     loader = FastDataLoader(list(range(64)), 4, num_workers=1, executor="workers")
     timer = StepTimer("cpu")
     for number, _ in enumerate(timer.batches(loader)):
         if number == 3:
-            (status,) = looked(own, lambda found: found and found[0].step == 3)
+            (status,) = until(own, lambda found: found and found[0].step == 3)
+            text = shown(own)
     assert (status.pid, status.method, status.rank, status.world_size) == (
         os.getpid(),
         "train",
@@ -231,9 +285,10 @@ def test_a_loop_without_a_trainer_is_shown_while_it_reads(own):
     assert (status.epoch, status.activity) == (0, "computing a step")
     assert status.readers == ("list: 1 worker, executor 'workers'",)
     assert len(status.workers) == 1
-    assert looked(own, lambda found: not found) == []
+    assert f"pid {os.getpid()}" in text
+    assert until(own, lambda found: not found) == []
     for _ in timer.batches(iter([1]), "val"):
-        (status,) = looked(own, len)
+        (status,) = until(own, len)
     assert status.method == "val"
     del timer
     gc.collect()

@@ -132,6 +132,24 @@ def test_a_page_says_what_hangs_for_how_long_and_where():
     assert "hang" not in printed(live_page([status()], None, NOW_S))
 
 
+def test_a_process_that_tells_nothing_is_said_to_be_silent():
+    silent = "nothing heard for 7.0 s, last it was computing a step"
+    assert silent in printed(live_page([status()], None, NOW_S + 7))
+    assert silent not in printed(live_page([status()], None, NOW_S + 4))
+
+
+def test_trainings_are_listed_with_all_their_ranks():
+    ranks = [status(rank=rank, pid=20 + rank, world_size=2, group="b") for rank in range(2)]
+    text = printed(live_page([status(), *ranks], None, NOW_S))
+    assert "2 trainings" in text
+    assert "2 of 2" in text
+    assert "1 of 1" in text
+    assert all(str(pid) in text for pid in (11, 20))
+    other = printed(live_page([status(), *ranks], "no such run", NOW_S))
+    assert "No training is 'no such run'" in other
+    assert other.count("train.py") == 2
+
+
 def test_a_run_is_meant_by_a_process_of_any_rank_or_a_part_of_a_name():
     ranks = [status(), status(pid=12, rank=1)]
     other = status(pid=13, group="b", log_dir="/logs/version_4", script="tune.py")
@@ -218,18 +236,14 @@ def test_what_each_worker_reads_is_seen_from_outside(tmp_path, executor):
     for _ in range(3 if streams else 1):  # more of the stream is asked for as it is taken
         next(batches)
     look = partial(watch.look, [loader], hangs=False)
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s:
-        workers = look()["workers"]
-        reading = [each for each in workers if each.state == "reading"]
-        if len(reading) == (2 if streams else 1) and all(each.for_s > 0.5 for each in reading):
-            break
-        time.sleep(0.1)
-    told = look()
+    expected = [None, None] if streams else ["17"]
+
+    def read(told):
+        return [each.index for each in told["workers"] if each.state == "reading"]
+
+    while read(told := look()) != expected:
+        time.sleep(0.01)
     assert len(told["workers"]) == 2
-    assert {each.index for each in told["workers"] if each.state == "reading"} == {
-        None if streams else "17"
-    }
     assert told["batches_under_way"] >= 1
     assert "2 workers" in told["readers"][0]
     file.unlink()
