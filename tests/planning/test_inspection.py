@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ from open_files import open_files
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.host import clock
+from lightning_fastdata.planning.facts import probe_process
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
@@ -83,6 +85,32 @@ def fail():
     raise OSError("disk on fire")
 
 
+WAITS = multiprocessing.get_context("fork").Value("b", 0)
+
+
+def wait_for_ever():
+    WAITS.value = 1
+    while True:
+        signal.pause()
+
+
+class StandsUntilItWaits(clock.Clock):
+    """A clock that stands until the other process waits, and was looked at three times since."""
+
+    looks = 0
+
+    def monotonic_ns(self):
+        self.looks += WAITS.value
+        return 10**12 * (self.looks > 3)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A process that waits for locks is given up soon, and its stacks are waited for."""
+    monkeypatch.setattr(probe_process, "_STUCK_S", 0.3)
+    monkeypatch.setattr(probe_process, "_STACK_S", 60)
+
+
 # The process
 
 
@@ -102,11 +130,14 @@ def test_findings_come_from_another_process_however_it_is_started(method):
         (stuck, "stuck", "locks"),
         (fail, "raised", "OSError: disk on fire"),
         (leave, "raised", "SystemExit"),
-        (lambda: time.sleep(60), "late", "0.5 s"),
+        (wait_for_ever, "late", "took more than 20 s"),
     ],
 )
+@pytest.mark.usefixtures("impatient")
 def test_what_was_found_before_a_failure_is_kept(act, kind, words):
-    found = try_apart(send_then, act, start_method="fork", deadline_s=0.5 if kind == "late" else 20)
+    WAITS.value = 0
+    with clock.installed(StandsUntilItWaits() if kind == "late" else clock.Clock()):
+        found = try_apart(send_then, act, start_method="fork", deadline_s=20)
     assert found.values == {"before": 1}
     assert found.failure is not None
     assert found.failure.kind == kind
@@ -124,11 +155,12 @@ def test_what_cannot_be_pickled_is_no_finding():
     assert failure.kind == "not started"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_waiting_for_something_that_comes_is_not_being_stuck():
     def wait():
         done = threading.Event()
-        threading.Timer(3.5, done.set).start()  # it waits for a clock, and we for it
-        assert done.wait(20)
+        threading.Timer(0.9, done.set).start()  # it waits for a clock, and we for it
+        assert done.wait(200)
 
     assert try_apart(send_then, wait, start_method="fork").failure is None
 
@@ -178,13 +210,13 @@ def test_a_dataset_that_ends_its_process_is_decided_without():
     assert "SIGKILL" in facts.warnings[0]
 
 
-def test_a_stream_is_not_read():
+def test_no_sample_of_a_stream_is_looked_at():
     class Stream(IterableDataset):
         def __iter__(self):
-            raise AssertionError("it is read")
+            return iter([1, 2, 3])
 
     facts = inspect(Stream())
-    assert (facts.sample, facts.cost) == (None, None)
+    assert (facts.sampled, facts.sample, facts.cost) == (False, None, None)
 
 
 def test_nothing_is_read_where_nothing_is_asked():
@@ -226,6 +258,7 @@ class WithClient(Rows):
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("client", [Forked, HangingClient])
+@pytest.mark.usefixtures("impatient")
 def test_workers_are_started_otherwise_where_a_client_does_not_survive_a_fork(client):
     facts = inspect(WithClient(client()))
     assert facts.start_method == "forkserver"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import random
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.host.usage import Clocks, queued_s
@@ -60,7 +60,6 @@ from lightning_fastdata.planning.worker_count import (
 )
 from lightning_fastdata.randomness.global_generators import DrawWatch
 
-BLOCK = bytes(400_000)
 GIB = 2**30
 
 
@@ -80,21 +79,6 @@ class Planted(Dataset):
         return torch.full((4,), float(i)), i
 
 
-def sleep():
-    time.sleep(0.01)
-
-
-def compute():
-    until = time.thread_time() + 0.004
-    while time.thread_time() < until:
-        pass
-
-
-def compute_in_c():
-    for _ in range(10):
-        hashlib.sha256(BLOCK).digest()
-
-
 def nothing():
     pass
 
@@ -103,17 +87,31 @@ def zero():
     return 0.0
 
 
-class Times:
-    """A clock that stands until it is told how long something took."""
+class Times(clock.Clock):
+    """A clock that stands until it is told how long something took, on a CPU or off it."""
 
     def __init__(self):
-        self.s = 0.0
+        self.s = self.cpu_s = 0.0
 
     def now(self):
         return self.s
 
     def advance(self, s):
         self.s += s
+
+    def compute(self, s):
+        self.s += s
+        self.cpu_s += s
+
+    def monotonic_ns(self):
+        return round(self.s * 1e9)
+
+    def thread_time_ns(self):
+        return round(self.cpu_s * 1e9)
+
+    @property
+    def clocks(self):
+        return Clocks(self.now, lambda: self.cpu_s, zero)
 
 
 def draw():
@@ -145,32 +143,34 @@ def memory(ram=64 * GIB, soft=65536):
 # What is measured
 
 
-def test_a_sample_that_sleeps_waits_and_ones_that_compute_do_not():
-    assert waits(measure_samples(Planted(sleep)))
-    for work in (compute, compute_in_c, nothing):
-        assert not waits(measure_samples(Planted(work)))
+def test_a_sample_that_waits_does_and_ones_that_compute_do_not():
+    for work, answer in (("advance", True), ("compute", False)):
+        times = Times()
+        data = Planted(partial(getattr(times, work), 0.01))
+        assert waits(measure_samples(data, clocks=times.clocks)) == answer
+    assert not waits(measure_samples(Planted(nothing), clocks=Times().clocks))
 
 
 def test_time_spent_queueing_for_a_cpu_is_no_waiting():
-    clock = Times()
-    data = Planted(lambda: clock.advance(0.01))
-    measured = measure_samples(data, clocks=Clocks(clock.now, zero, clock.now))
+    times = Times()
+    data = Planted(lambda: times.advance(0.01))
+    measured = measure_samples(data, clocks=Clocks(times.now, zero, times.now))
     assert measured is not None
     assert (measured.wall_ms, measured.wait_ms) == pytest.approx((0, 0), abs=1e-6)
 
 
 def test_no_sample_is_begun_after_the_budget():
-    data = Planted(lambda: clock.advance(0.1), length=1000)
-    clock = Times()
+    data = Planted(lambda: times.advance(0.1), length=1000)
+    times = Times()
     measured = measure_samples(
-        data, batch_size=8, budget_s=0.45, clocks=Clocks(clock.now, zero, zero)
+        data, batch_size=8, budget_s=0.45, clocks=Clocks(times.now, zero, zero)
     )
     # The first one is left out.
     assert len(data.read) == 5
     assert measured is not None
     assert (measured.samples, measured.wall_ms) == (4, pytest.approx(100))
-    slow = Planted(lambda: clock.advance(9), length=1000)
-    once = measure_samples(slow, batch_size=8, clocks=Clocks(clock.now, zero, zero))
+    slow = Planted(lambda: times.advance(9), length=1000)
+    once = measure_samples(slow, batch_size=8, clocks=Clocks(times.now, zero, zero))
     assert len(slow.read) == 1
     assert once is not None
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
@@ -201,10 +201,10 @@ def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers()
 
 
 def test_a_few_samples_that_take_long_count_for_as_long_as_they_take():
-    clock, count = Times(), iter(range(10_000))
-    data = Planted(lambda: clock.advance(1 if next(count) % 50 == 49 else 0.001), length=2000)
+    times, count = Times(), iter(range(10_000))
+    data = Planted(lambda: times.advance(1 if next(count) % 50 == 49 else 0.001), length=2000)
     measured = measure_samples(
-        data, batch_size=16, budget_s=5, clocks=Clocks(clock.now, zero, zero)
+        data, batch_size=16, budget_s=5, clocks=Clocks(times.now, zero, zero)
     )
     assert measured is not None
     assert measured.wall_ms == pytest.approx(21, rel=0.5)
@@ -212,13 +212,13 @@ def test_a_few_samples_that_take_long_count_for_as_long_as_they_take():
 
 
 def test_collation_is_measured_in_whole_batches():
-    clock, sizes = Times(), []
+    times, sizes = Times(), []
 
     def collate(samples):
         sizes.append(len(samples))
-        clock.advance(0.016 + 0.001 * len(samples))
+        times.advance(0.016 + 0.001 * len(samples))
 
-    about = {"batch_size": 16, "budget_s": 60, "clocks": Clocks(clock.now, clock.now, zero)}
+    about = {"batch_size": 16, "budget_s": 60, "clocks": Clocks(times.now, times.now, zero)}
     measured = measure_samples(Planted(nothing, length=500), collate=collate, **about)
     assert sizes[:7] == [1, 2, 4, 8, 16, 16, 16]
     assert measured is not None
@@ -227,17 +227,17 @@ def test_collation_is_measured_in_whole_batches():
 
 
 def test_a_dataset_that_reads_whole_batches_is_asked_for_them():
-    clock, asked = Times(), []
+    times, asked = Times(), []
 
     class Batched(Planted):
         def __getitems__(self, indices):
             asked.append(len(indices))
-            clock.advance(0.032 + 0.001 * len(indices))
+            times.advance(0.032 + 0.001 * len(indices))
             return [(torch.zeros(4), i) for i in indices]
 
     data = Batched(nothing, length=500)
     measured = measure_samples(
-        data, batch_size=32, budget_s=60, clocks=Clocks(clock.now, clock.now, zero)
+        data, batch_size=32, budget_s=60, clocks=Clocks(times.now, times.now, zero)
     )
     assert data.read == []
     assert asked[:7] == [1, 2, 4, 8, 16, 32, 32]
@@ -356,7 +356,7 @@ def test_queueing_is_read_from_the_kernel_or_is_nothing(tmp_path):
     assert queued_s(file) == queued_s(tmp_path / "absent") == 0
 
 
-@pytest.mark.parametrize("work", [sleep, compute, nothing, draw])
+@pytest.mark.parametrize("work", [nothing, draw])
 def test_looking_leaves_the_random_state_as_it_was(work):
     watch = DrawWatch()
     spec = LoaderSpec(dataset=Planted(work), name="planted", options=LoaderOptions(), batch_size=1)
@@ -624,16 +624,18 @@ def test_where_the_training_process_reads_for_itself_there_are_no_workers():
 
 
 def test_a_loader_finds_by_itself_that_its_samples_wait():
-    data = Planted(sleep)
-    loader = FastDataLoader(data, batch_size=4, executor="auto")
+    times = Times()
+    data = Planted(partial(times.advance, 1), length=6)
+    with clock.installed(times):  # in the process that tries it, too
+        loader = FastDataLoader(data, batch_size=2, executor="auto", multiprocessing_context="fork")
     assert loader.executor == "workers"
-    computing = workers_for("train", read_limit(), on_cpu=True, batches=10)[0]
-    assert loader.num_workers > computing
+    computing = workers_for("train", read_limit(), on_cpu=True, batches=3)[0]
+    assert loader.num_workers == 6 > computing
     assert loader.plan is not None
     assert "waits" in loader.plan.explain()
     try:
         for _ in range(2):
-            assert torch.cat([index for _, index in loader]).tolist() == list(range(40))
+            assert torch.cat([index for _, index in loader]).tolist() == list(range(6))
     finally:
         loader.close()
 
@@ -646,7 +648,7 @@ def read_limit() -> CpuLimit:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_workers_given_to_a_loader_always_win(workers):
-    loader = FastDataLoader(Planted(sleep), batch_size=4, executor="auto", num_workers=workers)
+    loader = FastDataLoader(Planted(nothing), batch_size=4, executor="auto", num_workers=workers)
     assert loader.num_workers == workers
     assert loader.executor == ("workers" if workers else "torch")
     assert loader.persistent_workers == bool(workers)
@@ -665,11 +667,13 @@ def test_the_workers_given_to_a_loader_always_win(workers):
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("work", [nothing, sleep])
-def test_a_loader_chooses_around_whatever_else_is_set(settings, work):
+@pytest.mark.parametrize("waits_s", [0, 1])
+def test_a_loader_chooses_around_whatever_else_is_set(settings, waits_s):
     settings = {"batch_size": 2, **settings}
-    data = Planted(work, length=3)
-    loader = FastDataLoader(data, executor="auto", **settings)
+    times = Times()
+    data = Planted(partial(times.advance, waits_s), length=3)
+    with clock.installed(times):
+        loader = FastDataLoader(data, executor="auto", **settings)
     plain = {name: value for name, value in settings.items() if "batch" in name or "coll" in name}
     expected = [repr(batch) for batch in torch.utils.data.DataLoader(data, **plain)]
     try:
@@ -682,9 +686,9 @@ def test_without_a_choice_a_loader_is_automatic_but_keeps_no_workers():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
     assert (loader.num_workers, loader.persistent_workers, loader.executor) == (1, False, "gather")
     assert loader.plan is not None
-    four = FastDataLoader(Keeping(keeps=False), 4, num_workers=4)
+    four = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
-    none = FastDataLoader(Keeping(keeps=False), 4, num_workers=0)
+    none = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers=0)
     assert (none.num_workers, KINDS[none.executor].side_processes) == (0, False)
 
 
@@ -693,7 +697,7 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     script.write_text("loader = ...")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
-    loader = FastDataLoader(Keeping(keeps=False), 4)
+    loader = FastDataLoader(Keeping(Times(), keeps=False), 4)
     assert (loader.executor, loader.num_workers) == ("torch", 0)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()
@@ -702,36 +706,32 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
 class Keeping(Dataset):
     """Samples that take long to make, once in each process if they are kept."""
 
-    def __init__(self, *, keeps: bool, slow_every: int = 1) -> None:
-        self.keeps, self.slow_every = keeps, slow_every
+    def __init__(self, times: Times, *, keeps: bool, slow_every: int = 1) -> None:
+        self.times, self.keeps, self.slow_every = times, keeps, slow_every
         self.kept: set[int] = set()
 
     def __len__(self) -> int:
         return 4000
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        self.times.compute(0.00001)
         if index not in self.kept and index % self.slow_every == 0:
-            work(2.0)
+            self.times.compute(0.002)
         if self.keeps:
             self.kept.add(index)
         return torch.zeros(4)
 
 
-def work(ms: float) -> None:
-    """Compute for so many milliseconds of CPU time."""
-    until = time.thread_time() + ms / 1000
-    while time.thread_time() < until:
-        pass
-
-
 @pytest.mark.parametrize("slow_every", [1, 50])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_dataset_that_keeps_what_it_has_read_is_seen_to_do_so(keeps, slow_every) -> None:
-    cost = measure_samples(Keeping(keeps=keeps, slow_every=slow_every), batch_size=8)
+    times = Times()
+    data = Keeping(times, keeps=keeps, slow_every=slow_every)
+    cost = measure_samples(data, batch_size=8, clocks=times.clocks)
     assert cost is not None
     if slow_every == 1:
-        assert (cost.again_ms is not None) == keeps
-        assert cost.cpu_ms > 1.5
+        assert cost.again_ms == (pytest.approx(0.01) if keeps else None)
+        assert cost.cpu_ms == pytest.approx(2.01)
     elif not keeps:
         assert cost.again_ms is None
 
