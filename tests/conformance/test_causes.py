@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
+from rig.machine import sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -26,26 +27,27 @@ from lightning_fastdata.insight.waits.causes import cause_lines
 KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}
 
 
-def spin(seconds):
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
+@pytest.fixture(autouse=True)
+def machine():
+    """Trainings live on a virtual machine; torch's workers each in a time of their own."""
+    with on_machine() as virtual:
+        yield virtual
 
 
 class Waits(Rows):
     """Every sample waits, and then is transformed."""
 
-    def __init__(self, length=32, sleep_s=0.003, spin_s=0.0, slow=-1):
+    def __init__(self, length=32, sleep_s=0.003, work_s=0.0, slow=-1):
         super().__init__(length)
-        self.each_s, self.spin_s, self.slow = sleep_s, spin_s, slow
+        self.each_s, self.work_s, self.slow = sleep_s, work_s, slow
         self.transform = v2.Compose([v2.Identity(), self.costly])
 
     def costly(self, x):
-        spin(self.spin_s)
+        work(self.work_s)
         return x
 
     def __getitem__(self, i):
-        time.sleep(0.3 if i == self.slow else self.each_s)
+        sleep(0.3 if i == self.slow else self.each_s)
         x, i = super().__getitem__(i)
         return self.transform(x), i
 
@@ -64,7 +66,6 @@ def fit(tmp_path, data, *, model=None, **arguments):
     return callback.report, read_csv(logger.log_dir)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("executor", "workers"), [("torch", 0), ("torch", 1), ("inline", 0), ("workers", 1)]
 )
@@ -76,8 +77,8 @@ def test_the_parts_of_the_wait_are_logged_and_reported_for_every_executor(
     )
     times = report.stages[0].causes.sample_times
     assert times.samples % 4 == 0
-    assert 3 <= times.p50_ms < 50
-    assert times.p50_ms <= times.p95_ms <= times.p99_ms
+    # Sample times are kept in steps of a fifth.
+    assert times.p50_ms == times.p99_ms == pytest.approx(3, rel=0.2)
     for prefix, steps in (("data", [1, 3, 5, 7]), ("data_val", [7])):
         names = ours(rows, f"{prefix}_wait/")
         told = {n.removeprefix(f"{prefix}_wait/").removesuffix("_ms") for n in names}
@@ -86,46 +87,38 @@ def test_the_parts_of_the_wait_are_logged_and_reported_for_every_executor(
     train, val = report.stages
     for stage, batches in ((train, 7), (val, 3)):
         assert stage.causes.batches == batches
-        shares = stage.causes.wait.shares()
-        if not workers:
-            # On a busy machine reading that has waited waits again, for a CPU.
-            assert shares["read_blocked"] > 0
-            assert shares["read_blocked"] + shares["read_runqueue"] + shares["slow_sample"] > 0.4
-        assert stage.causes.wait.total_ms <= stage.wait.mean_ms
+        if executor != "torch" or not workers:
+            assert stage.causes.wait.shares()["read_blocked"] > (0.95 if workers else 0.999)
+            assert stage.causes.wait.total_ms == pytest.approx(stage.wait.mean_ms)
     assert not [note for note in report.notes if "not known" in note]
 
 
-@pytest.mark.parametrize("executor", ["torch", "workers"])
-def test_planted_causes_are_found_and_told(tmp_path, executor):
-    data = module(Waits(128, sleep_s=0.0, spin_s=0.01), executor=executor)
+@pytest.mark.parametrize(("executor", "workers"), [("torch", 0), ("workers", 1)])
+def test_planted_causes_are_found_and_told(tmp_path, executor, workers):
+    data = module(Waits(128, sleep_s=0.0, work_s=0.01), None, executor, workers)
     report, _ = fit(tmp_path, data, limit_val_batches=0)
     causes = report.stages[0].causes
-    shares = causes.wait.shares()
-    # A worker that computes in Python is slow to hand over, too: torch needs its GIL for that.
-    assert shares["read_cpu"] + shares["read_runqueue"] + shares["handover"] > 0.5
-    assert shares["read_cpu"] > 0
-    assert causes.operations[0].name == "costly"
-    assert causes.operations[0].share > 0.5
+    assert causes.wait.shares()["read_cpu"] > 0.98
+    assert (causes.operations[0].name, causes.operations[0].share) == ("costly", 1.0)
     text = "\n".join(cause_lines(causes))
     assert "of the wait" in text
     assert "of the time to read a sample: costly" in text
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["torch", "workers"])
-def test_a_slow_file_is_named(tmp_path, executor):
+@pytest.mark.parametrize(("executor", "workers"), [("torch", 0), ("workers", 1)])
+def test_a_slow_file_is_named(tmp_path, executor, workers):
     folder = tmp_path / "images" / "class"
     folder.mkdir(parents=True)
     for number in range(32):
         Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(folder / f"{number:03}.png")
 
     def load(path):
-        time.sleep(0.4 if path.endswith("021.png") else 0.001)
+        sleep(0.4 if path.endswith("021.png") else 0.001)
         return torch.zeros(4)
 
     images = ImageFolder(str(tmp_path / "images"), loader=load)
     subset = Subset(images, list(range(31, -1, -1)))
-    report, _ = fit(tmp_path, module(subset, executor=executor), limit_val_batches=0)
+    report, _ = fit(tmp_path, module(subset, None, executor, workers), limit_val_batches=0)
     slow = report.stages[0].causes.slow_samples[0]
     assert slow.path.endswith("021.png")
     assert sample_path(subset, slow.index) == slow.path
@@ -198,7 +191,6 @@ class PlainSum(Linear):
         return self._step("train", batch[0])
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_loaders_that_lightning_makes_anew_go_on_recording(tmp_path, executor):
     with pytest.warns(UserWarning, match="overfit"):
@@ -214,16 +206,16 @@ def test_loaders_that_lightning_makes_anew_go_on_recording(tmp_path, executor):
 class Stream(IterableDataset):
     def __iter__(self):
         for i in range(24):
-            time.sleep(0.002)
+            sleep(0.002)
             yield torch.full((4,), float(i)), i
 
 
 def test_iterable_datasets_and_several_epochs_are_counted(tmp_path):
-    report, _ = fit(tmp_path, module(Stream(), Stream()), max_epochs=2)
+    report, _ = fit(tmp_path, module(Stream(), Stream(), "inline", 0), max_epochs=2)
     train, val = report.stages
     assert train.causes.batches in (10, 11)  # the first one may be fetched before the start
     assert val.causes.batches == 10
-    assert train.causes.wait.read_blocked_ms > 0
+    assert train.causes.wait.read_blocked_ms == pytest.approx(8)
 
 
 def test_what_a_sanity_check_read_is_not_counted(tmp_path):

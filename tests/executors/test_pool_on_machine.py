@@ -311,7 +311,7 @@ def test_a_trial_with_half_of_the_workers_shows_whether_they_share_what_they_wai
     (rates,) = [stamps.rates for stamps in records if stamps.rates is not None]
     assert (rates.few, rates.many) == (2, 4)
     assert rates.few_per_s == pytest.approx(500 if shared else 1000, rel=0.05)
-    assert rates.many_per_s == pytest.approx(500 if shared else 2000, rel=0.05)
+    assert rates.many_per_s == pytest.approx(500 if shared else 2000, rel=0.1)
     assert [stamps.number for stamps in records] == list(range(1, 601))
 
 

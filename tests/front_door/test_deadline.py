@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from rig.machine import sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
+from lightning_fastdata.host import clock
 
 
 def wait_for_an_answer() -> None:
-    time.sleep(600)
+    clock.sleep(600)
 
 
 class Stuck(Dataset):
@@ -42,7 +44,7 @@ class Slow(Dataset):
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.4)
+        sleep(0.9)
         return torch.full((1,), float(index))
 
 
@@ -53,9 +55,7 @@ class Busy(Dataset):
         return 2
 
     def __getitem__(self, index: int) -> Any:
-        began = time.process_time()
-        while index == 0 and time.process_time() - began < 1.7:
-            sum(range(1000))
+        work(7.0 if index == 0 else 0.0)
         return torch.full((1,), float(index))
 
 
@@ -91,42 +91,57 @@ def fit(data: Any) -> None:
     ).fit(Model(), data)
 
 
-def quiet_loader(dataset: Any, **how: Any) -> FastDataLoader:
-    return FastDataLoader(dataset, 8, num_workers=1, executor="workers", **how)
+def quiet_loader(dataset: Any, executor: str, **how: Any) -> FastDataLoader:
+    return FastDataLoader(dataset, 8, num_workers=1, executor=executor, **how)
 
 
 @pytest.mark.filterwarnings("ignore:.*training batches", "ignore:.*does not have many workers")
-@pytest.mark.parametrize("dataset", [Stuck(), StuckStream()])
-def test_a_training_that_is_stuck_warns_and_then_ends_with_the_sample_and_the_stack(dataset):
-    loader = quiet_loader(dataset, stall_timeout=1)
-    stream = isinstance(dataset, StuckStream)
-    when = r"for 0\.5 s" if stream else "for 1 s with a sample, and is replaced"
+def test_a_training_that_is_stuck_warns_and_then_ends_with_the_sample_and_the_stack():
     with (
-        pytest.warns(FastDataWarning, match=rf"{when}[\s\S]*wait_for_an_answer"),
+        on_machine() as machine,
+        pytest.warns(FastDataWarning, match=r"for 60 s with a sample, and is[\s\S]*wait_for_an_a"),
         pytest.raises(WorkerError, match=r"stall_timeout[\s\S]*wait_for_an_answer") as told,
     ):
-        fit(loader)
-    assert stream or str(told.value).startswith("Sample 37 of the dataset was read twice")
+        fit(quiet_loader(Stuck(), "workers"))
+    assert str(told.value).startswith("Sample 37 of the dataset was read twice")
+    assert 120 < machine.now_ns / 1e9 < 130
+
+
+@pytest.mark.realtime
+@pytest.mark.filterwarnings("ignore:.*training batches", "ignore:.*does not have many workers")
+def test_a_stream_that_is_stuck_warns_and_then_ends_with_the_stack():
+    """Its workers are no crew of the pool, and are real."""
+    with (
+        pytest.warns(FastDataWarning, match=r"for 0\.5 s[\s\S]*wait_for_an_answer"),
+        pytest.raises(WorkerError, match=r"stall_timeout[\s\S]*wait_for_an_answer"),
+    ):
+        fit(quiet_loader(StuckStream(), "workers", stall_timeout=1))
 
 
 @pytest.mark.filterwarnings("ignore:.*training batches", "ignore:.*does not have many workers")
 def test_the_option_of_a_data_module_sets_the_deadline():
     options = LoaderOptions(num_workers=1, executor="workers", stall_timeout_s=1)
-    with pytest.warns(FastDataWarning, match="is replaced"), pytest.raises(WorkerError):
+    with (
+        on_machine() as machine,
+        pytest.warns(FastDataWarning, match="is replaced"),
+        pytest.raises(WorkerError),
+    ):
         fit(Data(Stuck(), options))
+    assert machine.now_ns / 1e9 < 5  # and not 120
 
 
 @pytest.mark.filterwarnings("ignore:.*training batches", "ignore:.*does not have many workers")
 @pytest.mark.parametrize("dataset", [Slow(), Busy()])
 def test_a_slow_training_goes_on(dataset):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), on_machine():
         warnings.simplefilter("error", FastDataWarning)
-        fit(quiet_loader(dataset, stall_timeout=3))
+        fit(quiet_loader(dataset, "workers", stall_timeout=1))
 
 
 def test_the_timeout_of_torch_takes_its_place():
-    with pytest.raises(WorkerError, match=r"No batch within timeout=1 s"):
-        list(quiet_loader(Stuck(), timeout=1, stall_timeout=0.1))
+    with on_machine() as machine, pytest.raises(WorkerError, match=r"No batch within timeout=1 s"):
+        list(quiet_loader(Stuck(), "workers", timeout=1, stall_timeout=0.1))
+    assert 2 <= machine.now_ns / 1e9 < 2.1
 
 
 def test_there_is_a_deadline_by_default_and_it_can_be_turned_off():

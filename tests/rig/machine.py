@@ -11,6 +11,7 @@ slice, which is the shorter the nicer its process is. Code that asks for no CPU 
 from __future__ import annotations
 
 import heapq
+import os
 import sys
 import threading
 import time
@@ -291,6 +292,15 @@ class Machine(clock.Clock):
                 _installed.remove(self)
                 self._end_all()
 
+    def forget_others(self) -> None:
+        """Have nothing on the machine but the calling thread."""
+        self._events.clear()
+        self._ready.clear()
+        self._queue.clear()
+        self._free = self.cpus
+        mine = threading.get_ident()
+        self._by_ident = {mine: self._by_ident.get(mine, self._first)}
+
     def _end_all(self) -> None:
         self._broken = None
         self._events.clear()
@@ -377,6 +387,15 @@ class Machine(clock.Clock):
         thread.wants_ns -= had_ns
         thread.on_cpu = False
         self._free += 1
+
+
+def _forked() -> None:
+    """Leave a process that was forked with the thread that forked it: others do not exist there."""
+    for each in _installed:
+        each.forget_others()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class VirtualLock:

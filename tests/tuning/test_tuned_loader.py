@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import multiprocessing
 import pickle
 import random
 import sqlite3
@@ -14,14 +13,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from rig.machine import VirtualLock, sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, LoaderOptions
 from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.tuning.tuner import Phase, Pressure, Tuner
-
-# What is told of real times is wrong now and then where other programs take the CPUs meanwhile.
-in_real_time = pytest.mark.flaky(reruns=2)
 
 
 class Drawn(Dataset):
@@ -38,24 +36,26 @@ class Drawn(Dataset):
         return torch.cat([torch.full((3,), float(index)), *drawn])
 
 
-class Waiting(Dataset):
-    """Each sample waits, alone or for the others of all processes."""
+class Costly(Dataset):
+    """Each sample costs what is said of its index, by sleeping, computing or waiting for others."""
 
-    def __init__(self, length, wait_s, *, lock=None, later_s=None):
-        self.length, self.wait_s, self.lock, self.later_s = length, wait_s, lock, later_s
+    def __init__(self, length, cost):
+        self.length, self.cost = length, cost
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        late = self.later_s is not None and index >= self.length // 2
-        wait_s = self.later_s if late else self.wait_s
-        if self.lock is None:
-            time.sleep(wait_s)
-        else:
-            with self.lock:
-                time.sleep(wait_s)
+        self.cost(index)
         return torch.tensor(index)
+
+
+def waits(seconds):
+    return lambda index: sleep(seconds)
+
+
+def computes(seconds):
+    return lambda index: work(seconds)
 
 
 def tuner(**how):
@@ -63,13 +63,26 @@ def tuner(**how):
     return Tuner(**how)
 
 
-def run(loader, epochs, step_s=0.002):
+def run(dataset, epochs=1, step_s=0.002, *, workers=1, tune=None, programs=0, batch=8, **how):
+    """Train on a machine of two CPUs; return the loader, its tuner and what was read."""
     seen = []
-    for _ in range(epochs):
-        for batch in loader:
-            seen.append(batch)
-            time.sleep(step_s)
-    return seen
+    with on_machine() as machine:
+        machine.programs(programs)
+        mine = tuner() if tune is None else tune()
+        loader = how.pop("kind", FastDataLoader)(
+            dataset, batch, executor="workers", num_workers=workers, tune=mine, **how
+        )
+        for _ in range(epochs):
+            for each in loader:
+                seen.append(each)
+                step_s(len(seen)) if callable(step_s) else sleep(step_s)
+        loader.close()
+    assert torch.cat(seen).tolist() == list(range(len(dataset))) * epochs
+    return loader, mine
+
+
+def moves_of(mine):
+    return [(move.batch, move.before, move.after, move.outcome) for move in mine.moves]
 
 
 @pytest.mark.cases(2)
@@ -115,15 +128,26 @@ def test_a_position_is_that_of_the_batches_whoever_reads_them():
     assert all(torch.equal(one, other) for one, other in zip(got, rest, strict=True))
 
 
-@in_real_time
+SCENARIOS = {
+    "samples that come to wait later": (
+        lambda index: sleep(0.0002 if index < 2800 else 0.006), {"workers": 2}
+    ),
+    "latency": (waits(0.006), {"workers": 2}),
+    "computing": (computes(0.003), {"workers": 1}),
+    "fast enough": (waits(0.0002), {"workers": 2}),
+    "other programs": (computes(0.0004), {"workers": 1, "programs": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_training_moves_the_same_way_twice(name):
+    cost, how = SCENARIOS[name]
+    one, other = (run(Costly(8 * 700, cost), step_s=0.006, **how)[1] for _ in range(2))
+    assert one.moves == other.moves
+
+
 def test_late_batches_get_more_workers_within_the_epoch():
-    mine = tuner()
-    loader = FastDataLoader(
-        Waiting(8 * 200, 0.004), 8, executor="workers", num_workers=1, tune=mine
-    )
-    seen = run(loader, 1)
-    loader.close()
-    assert torch.cat(seen).tolist() == list(range(1600))
+    loader, mine = run(Costly(8 * 200, waits(0.004)))
     first = mine.moves[0]
     assert first.before == 1
     assert 45 <= first.batch <= 60
@@ -133,101 +157,85 @@ def test_late_batches_get_more_workers_within_the_epoch():
     assert loader.num_workers == mine.workers > 3
 
 
-@in_real_time
+def test_latency_gets_workers_until_no_batch_is_late():
+    loader, mine = run(Costly(8 * 700, waits(0.006)), step_s=0.006, workers=2)
+    assert {move.outcome for move in mine.moves} == {"kept"}
+    assert loader.num_workers >= 8  # 48 ms of reading in steps of 6
+    assert mine.moves[-1].step_seen_ms < 6.5
+
+
+def test_computing_gets_no_more_workers_than_there_are_cpus():
+    loader, mine = run(Costly(8 * 700, computes(0.003)), step_s=0.006, workers=1)
+    assert moves_of(mine)[0][1:3] == (1, 2)
+    assert loader.num_workers == 2
+    assert mine.moves[0].step_seen_ms == pytest.approx(12.0, rel=0.1)  # of 24
+
+
+def test_who_is_fast_enough_is_left_alone():
+    loader, mine = run(Costly(8 * 700, waits(0.0002)), step_s=0.006, workers=1)
+    assert moves_of(mine) == []
+    assert loader.num_workers == 1
+
+
+def test_workers_whose_cpus_other_programs_take_do_not_become_many():
+    loader, _ = run(Costly(8 * 700, computes(0.0004)), step_s=0.006, programs=4)
+    assert loader.num_workers <= 4
+
+
 def test_epochs_of_a_few_batches_add_up():
-    mine = tuner()
-    loader = FastDataLoader(
-        Waiting(8 * 16, 0.006), 8,
-        executor="workers", num_workers=1, persistent_workers=True, tune=mine,
-    )  # fmt: skip
-    run(loader, 14)
-    loader.close()
-    assert mine.moves
+    loader, mine = run(Costly(8 * 16, waits(0.006)), epochs=14, persistent_workers=True)
     assert mine.moves[0].outcome == "kept"
     assert loader.num_workers >= 3
 
 
-@in_real_time
 def test_batches_that_were_made_in_a_pause_are_no_reason_for_fewer_workers():
-    mine = tuner()
     # Four workers make a batch in 8 ms, which is what a step takes: fewer would be too few.
-    loader = FastDataLoader(
-        Waiting(8 * 240, 0.004), 8, executor="workers", num_workers=4, tune=mine
-    )
-    for number, _ in enumerate(loader):
-        time.sleep(0.4 if number % 30 == 29 else 0.008)
-    loader.close()
+    def step(number):
+        sleep(0.4 if number % 30 == 0 else 0.008)
+
+    loader, mine = run(Costly(8 * 240, waits(0.004)), step_s=step, workers=4)
     assert loader.num_workers >= 4
     assert not [move for move in mine.moves if move.after < 4 and move.outcome == "kept"]
 
 
-@in_real_time
 def test_samples_that_come_to_wait_later_are_noticed_within_the_epoch():
-    mine = tuner()
-    dataset = Waiting(8 * 700, 0.0002, later_s=0.006)
-    loader = FastDataLoader(dataset, 8, executor="workers", num_workers=2, tune=mine)
-    run(loader, 1, step_s=0.006)
-    loader.close()
+    cost, how = SCENARIOS["samples that come to wait later"]
+    loader, mine = run(Costly(8 * 700, cost), step_s=0.006, **how)
     later = [move for move in mine.moves if move.batch > 350]
-    assert later
     assert later[0].after > later[0].before
     assert later[0].batch < 350 + 120
     assert loader.num_workers >= 6
 
 
-@in_real_time
 def test_workers_that_wait_for_each_other_are_taken_back():
-    mine = tuner(most_workers=4)
-    lock = multiprocessing.get_context("fork").Lock()
-    loader = FastDataLoader(
-        Waiting(4 * 400, 0.003, lock=lock), 4,
-        executor="workers", num_workers=1, tune=mine, multiprocessing_context="fork",
-    )  # fmt: skip
-    run(loader, 1)
-    loader.close()
+    lock = VirtualLock()
+
+    def cost(index):
+        with lock:
+            sleep(0.003)
+
+    loader, mine = run(Costly(4 * 400, cost), batch=4, tune=lambda: tuner(most_workers=4))
     assert {move.outcome for move in mine.moves} == {"taken back"}
     tried = [move.after for move in mine.moves]
-    # If steps became longer, fewer may do. Noise tells that so too; none is tried again.
+    # If steps became longer, fewer may do. None is tried again.
     assert all(later < earlier for earlier, later in itertools.pairwise(tried))
     assert loader.num_workers == mine.workers == 1
 
 
-class Large(Dataset):
-    """Samples of 1 MiB that take nothing but to be copied."""
-
-    block = torch.zeros(2**20, dtype=torch.uint8)
-
-    def __len__(self):
-        return 16 * 64
-
-    def __getitem__(self, index):
-        return self.block
-
-
-@in_real_time
 def test_workers_that_only_copy_are_not_taken_for_such_that_wait():
-    mine = tuner()
-    loader = FastDataLoader(Large(), 16, executor="workers", num_workers=2, tune=mine)
-    for _ in range(4):
-        for _batch in loader:
-            pass
-    loader.close()
+    _, mine = run(Costly(16 * 256, computes(0.0003)), step_s=0.0, workers=2, batch=16)
     assert all(move.after <= 2 for move in mine.moves)
 
 
-@in_real_time
 def test_no_worker_is_forked_from_a_process_that_has_opened_what_it_must_not_share():
     told = []
-    mine = tuner(tell=told.append)
-    dataset = Waiting(8 * 80, 0.006)
-    loader = FastDataLoader(dataset, 8, executor="workers", num_workers=1, tune=mine)
-    seen = []
-    for batch in loader:
-        seen.append(batch)
+    dataset = Costly(8 * 80, waits(0.006))
+
+    def step(number):
         dataset.connection = sqlite3.connect(":memory:")
-        time.sleep(0.004)
-    loader.close()
-    assert torch.cat(seen).tolist() == list(range(640))
+        sleep(0.004)
+
+    loader, _ = run(dataset, step_s=step, tune=lambda: tuner(tell=told.append))
     assert loader.num_workers == 1
     assert any("stays 1" in line and "an open sqlite3.Connection" in line for line in told)
 
@@ -254,14 +262,14 @@ def test_workers_that_do_not_come_and_go_are_refused(how, workers):
     loader.close()
 
 
-@in_real_time
 def test_short_memory_halves_the_workers_at_once_and_for_good():
-    mine = tuner(pressure=lambda: Pressure(memory=True))
-    loader = FastDataLoader(
-        Waiting(2 * 500, 0.015), 2, executor="workers", num_workers=8, tune=mine
+    loader, mine = run(
+        Costly(2 * 500, waits(0.015)),
+        step_s=0.004,
+        workers=8,
+        batch=2,
+        tune=lambda: tuner(pressure=lambda: Pressure(memory=True)),
     )
-    run(loader, 1, step_s=0.004)
-    loader.close()
     relieved = [move for move in mine.moves if move.why == "memory is short"]
     assert relieved
     assert all(move.after == move.before // 2 for move in relieved)
@@ -281,7 +289,6 @@ class Refused(FastDataLoader):
             raise self.error
 
 
-@in_real_time
 @pytest.mark.parametrize(
     "error",
     [
@@ -292,12 +299,14 @@ class Refused(FastDataLoader):
 )
 def test_workers_that_cannot_be_had_leave_the_training_as_it_was(error):
     told = []
-    mine = tuner(tell=told.append)
-    loader = Refused(Waiting(8 * 80, 0.006), 8, executor="workers", num_workers=1, tune=mine)
-    loader.error = error
-    seen = run(loader, 1)
-    loader.close()
-    assert torch.cat(seen).tolist() == list(range(640))
+
+    class Fails(Refused):
+        pass
+
+    Fails.error = error
+    loader, mine = run(
+        Costly(8 * 80, waits(0.006)), kind=Fails, tune=lambda: tuner(tell=told.append)
+    )
     assert any("num_workers stays 1" in line and "no memory" in line for line in told)
     assert loader.num_workers == mine.most_workers == 1
 
@@ -357,7 +366,8 @@ def test_what_is_not_tuned_says_why(dataset, how, why):
 
 
 def test_what_is_tuned_says_so():
-    loader = FastDataLoader(Waiting(64, 0.004), 4, executor="auto")
+    dataset = Costly(64, lambda index: time.sleep(0.004))  # it is probed in a process of its own
+    loader = FastDataLoader(dataset, 4, executor="auto")
     assert isinstance(loader.tune, Tuner)
     assert "tune" in loader.plan.explain()
     assert loader.tune.phase is Phase.MEASURING

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from rig.machine import VirtualBarrier, machine, sleep, work
 
 from lightning_fastdata.insight.model.evidence import Evidence
-from rig.machine import VirtualBarrier, machine, sleep, work
 from verdicts.planted import BATCH, Plant, of_training
 from verdicts.virtual_stream import VirtualStream
 from verdicts.workloads import Samples, Stage, Training, sleep_for, train

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from rig.virtual_crew import on_machine
 
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from verdicts.healthy import HEALTHY, blames_data, healthy
 from verdicts.planted import LOADING
 from verdicts.planted_costs import COSTS
-from verdicts.workloads import on_machine, train
+from verdicts.workloads import train
 
 PLANTS = sorted(LOADING + COSTS, key=lambda plant: plant.code)
 NOTHING_TO_DO = ("FD301", "FD319")

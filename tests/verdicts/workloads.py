@@ -7,12 +7,12 @@ are real, and what takes time is modelled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from rig.machine import machine, sleep, work
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.host import clock
@@ -20,14 +20,8 @@ from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of
-from rig.machine import Machine, machine, sleep, work
-from rig.virtual_crew import Costs, virtual_workers
 
 CPUS = 2
-USUAL = Costs(
-    start_s=0.02, send_s=lambda _: 0.0001, way_s=0.00005, take_s=lambda _: 0.00005
-)
-"""To hand over a batch takes about 0.2 ms, as on a small machine."""
 SLEEPING = 0.05
 """CPUs that a training uses which sleeps while a device would compute."""
 
@@ -159,13 +153,6 @@ class Stage:
             read_rates=rates[-1] if rates else None,
             **measured,
         )
-
-
-@contextmanager
-def on_machine(costs: Costs = USUAL) -> Iterator[Machine]:
-    """Have workers run on a machine of two CPUs while a block runs."""
-    with virtual_workers(Machine(CPUS), costs) as virtual:
-        yield virtual
 
 
 def train(training: Training, **measured: Any) -> Evidence:
