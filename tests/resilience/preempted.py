@@ -25,6 +25,7 @@ import psutil
 import torch
 from conformance.forked_ranks import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from processes import runs, until
 from resilience.cells import LOADERS, Augmented, Draws, Module
 from resilience.runs import Recorder, digest, train
 
@@ -111,40 +112,32 @@ def started(ranks: int, act) -> list[int]:
     return running
 
 
-def lives_on(process: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def left_of(leader: int) -> list[int]:
-    """Processes that live on in a group, a while after its ranks have ended."""
-    until = time.monotonic() + 10
-    while True:
-        members = []
-        for process in psutil.pids():
-            with suppress(ProcessLookupError):
-                if os.getpgid(process) == leader and lives_on(process):
-                    members.append(process)
-        if not members or time.monotonic() > until:
-            return members
-        time.sleep(0.05)
+    """Processes that live on in a group."""
+    members = []
+    for process in psutil.pids():
+        with suppress(ProcessLookupError):
+            if os.getpgid(process) == leader and runs(process):
+                members.append(process)
+    return members
 
 
 def ended(running: list[int], *, patient: bool) -> list[int]:
     """Exit codes of ranks; where one was killed, a launcher kills the others."""
     codes: dict[int, int] = {}
-    until = time.monotonic() + GRACE_S[len(running)]
-    while len(codes) < len(running):
+    late = time.monotonic() + GRACE_S[len(running)]
+
+    def all_ended() -> bool:
         for process in set(running) - codes.keys():
             found, status = os.waitpid(process, os.WNOHANG)
             if found:
                 codes[process] = os.waitstatus_to_exitcode(status)
-        late = time.monotonic() > until
-        if (codes and not patient) or late:
+        if (codes and not patient) or time.monotonic() > late:
             for process in set(running) - codes.keys():
                 os.kill(process, signal.SIGKILL)
-        time.sleep(0.005)
+        return len(codes) == len(running)
+
+    until(all_ended)
     return [codes[process] for process in running]
 
 
@@ -153,6 +146,16 @@ def last_step(folder: Path, name: str) -> int:
     file = folder / f"{name}-0"
     lines = file.read_text().splitlines() if file.exists() else []
     return int(lines[-1].split(" ")[0]) if lines else -1
+
+
+def wait_for_step(aim: int, folder: Path, life: str, running: list[int]) -> None:
+    """Wait until a life has taken a step, or has ended."""
+    until(lambda: last_step(folder, life) >= aim or not all(map(runs, running)))
+
+
+def wait_for_file(file: Path, running: list[int]) -> None:
+    """Wait until a life has written a file, or has ended."""
+    until(lambda: file.exists() or not all(map(runs, running)))
 
 
 def preempt(folder: Path, seed: int, signals: int, length: int) -> list[dict]:
@@ -169,9 +172,7 @@ def preempt(folder: Path, seed: int, signals: int, length: int) -> list[dict]:
         aim = begun + draws.randrange(-1, STEPS_OF_SIGNAL)
         running = started(ranks, partial(live, folder, life, ranks, reader, length, file))
         if name != "none":
-            while last_step(folder, life) < aim and all(map(lives_on, running)):
-                time.sleep(0.005)
-            time.sleep(draws.random() * 0.04)
+            wait_for_step(aim, folder, life, running)
             if whom == "group":
                 os.killpg(running[0], SIGNALS[name])
             else:
@@ -180,8 +181,17 @@ def preempt(folder: Path, seed: int, signals: int, length: int) -> list[dict]:
         codes = ended(running, patient=name != "KILL")
         about = {"ranks": ranks, "signal": name, "whom": whom, "reader": reader, "begun": begun}
         about |= {"took": last_step(folder, life) - begun + 1, "codes": codes}
-        told.append({**about, "left": len(left_of(running[0]))})
+        told.append({**about, "left": left_after(running[0])})
     return told
+
+
+def left_after(leader: int) -> int:
+    """Number of processes that never end of a group whose ranks have ended."""
+    try:
+        until(lambda: not left_of(leader))
+    except AssertionError:
+        return len(left_of(leader))
+    return 0
 
 
 def requeue(folder: Path, length: int) -> list[dict]:
@@ -196,15 +206,13 @@ def requeue(folder: Path, length: int) -> list[dict]:
         life = f"life-{number}"
         running = started(1, partial(live, folder, life, 1, "workers-2", length, None))
         if number < 2:
-            while last_step(folder, life) < 4 * (number + 1) and lives_on(running[0]):
-                time.sleep(0.005)
+            wait_for_step(4 * (number + 1), folder, life, running)
             os.kill(running[0], signal.SIGUSR1)
-            while not (folder / f"hpc_ckpt_{number + 1}.ckpt").exists() and lives_on(running[0]):
-                time.sleep(0.005)
-            time.sleep(0.1)  # in which it goes on
+            wait_for_file(folder / f"hpc_ckpt_{number + 1}.ckpt", running)
+            wait_for_step(last_step(folder, life) + 1, folder, life, running)  # it goes on
             os.kill(running[0], signal.SIGKILL)
         codes = ended(running, patient=False)
-        told.append({"codes": codes, "left": len(left_of(running[0]))})
+        told.append({"codes": codes, "left": left_after(running[0])})
     return told
 
 

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import hang, until
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader
@@ -23,10 +24,6 @@ from lightning_fastdata.executors.pool.stalls import StallWatch
 LOCK = threading.Lock()
 SAMPLES = 160
 BAD = 37
-
-
-def sleep() -> None:
-    time.sleep(600)
 
 
 def stop_oneself() -> None:
@@ -55,7 +52,6 @@ class Stuck(Dataset):
             if self.once is not None:
                 self.once.touch()
             self.hang()
-        time.sleep(0.001)
         return torch.tensor([index, torch.randint(2**40, ()).item()])
 
 
@@ -71,12 +67,12 @@ def batches_of(loader: FastDataLoader) -> list[Any]:
     return batches
 
 
-@pytest.mark.parametrize("hang", [sleep, stop_oneself, wait_for_a_program])
+@pytest.mark.parametrize("how", [hang, stop_oneself, wait_for_a_program])
 @pytest.mark.cases(4)
-def test_what_hangs_once_is_delivered_as_if_it_had_not(tmp_path, hang):
-    calm = batches_of(loader_of(Stuck(hang, Path("/")), "workers"))
+def test_what_hangs_once_is_delivered_as_if_it_had_not(tmp_path, how):
+    calm = batches_of(loader_of(Stuck(how, Path("/")), "workers"))
     with pytest.warns(FastDataWarning, match=rf"got nowhere for 1 s[\s\S]*reading sample.* {BAD}"):
-        got = batches_of(loader_of(Stuck(hang, tmp_path / "hung"), "workers"))
+        got = batches_of(loader_of(Stuck(how, tmp_path / "hung"), "workers"))
     assert got == calm
 
 
@@ -92,28 +88,28 @@ def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack(
 
 @pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
 def test_what_hangs_twice_goes_the_way_of_bad_samples():
-    loader = loader_of(Stuck(sleep, None), "workers", on_bad_sample="replace")
+    loader = loader_of(Stuck(hang, None), "workers", on_bad_sample="replace")
     got = [row[0] for batch in batches_of(loader) for row in batch]
     assert [at for at in range(SAMPLES) if got[at] != at] == [BAD]
 
 
 def test_while_others_go_on_it_is_found_too():
     """Order does not matter, so that the training gets batches all the time."""
-    loader = loader_of(Stuck(sleep, None), "workers", in_order=False, num_workers=3)
+    loader = loader_of(Stuck(hang, None), "workers", in_order=False, num_workers=3)
     with pytest.warns(FastDataWarning), pytest.raises(WorkerError, match=f"Sample {BAD} "):
         batches_of(loader)
 
 
 def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
-    class Late(Stuck):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if index == BAD:
-                time.sleep(2)
-            return torch.tensor(index)
-
+    go_on = tmp_path / "go on"
+    loader = loader_of(Stuck(partial(until, go_on.exists), None), "workers", stall_timeout=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FastDataWarning)
-        got = batches_of(loader_of(Late(sleep, None), "workers", stall_timeout=0))
+        batches = iter(loader)
+        got = [next(batches) for _ in range(BAD // 8)]
+        threading.Timer(2, go_on.touch).start()
+        got += batches
+    loader.close()
     assert sum(map(len, got)) == SAMPLES
 
 

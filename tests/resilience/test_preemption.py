@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from conformance.forked_ranks import launched_anew
+from processes import until
 from resilience.runs import lines
 from thoroughness import LONG
 
@@ -23,11 +23,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preempted")
     names = shared_memory()
     launched_anew(PROGRAM, str(folder), "4", str(SIGNALS))
-    until = time.monotonic() + 20
     # Other programs have names there too, for as long as they open what they share.
-    while (left := shared_memory() - names) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not left
+    until(lambda: not shared_memory() - names)
     return folder
 
 

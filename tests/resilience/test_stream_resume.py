@@ -15,6 +15,7 @@ import pytest
 import torch
 from thoroughness import LONG, some
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from virtual_time import virtual_time
 
 from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
@@ -326,13 +327,13 @@ def test_reading_again_is_said_once_with_its_samples() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_state_makes_reading_again_needless(workers: int) -> None:
-    executor = opened(plan_of(WithState(40)), workers)
-    executor.start_epoch([2], 0)
-    for _ in range(9):
-        next(executor)
-        time.sleep(0.02)  # a state is taken once its cost is 1 % of the time since
-    position = saved(executor.position(9))
-    executor.close()
+    with virtual_time():  # in which taking a state costs nothing, so that one is taken each time
+        executor = opened(plan_of(WithState(40)), workers)
+        executor.start_epoch([2], 0)
+        for _ in range(9):
+            next(executor)
+        position = saved(executor.position(9))
+        executor.close()
     assert position.lanes[0].state is not None
     assert position.lanes[0].skip < 9
     with warnings.catch_warnings():
@@ -350,6 +351,7 @@ class Slow(Numbers):
 
 
 @SILENT
+@pytest.mark.realtime
 def test_a_timeout_is_that_of_a_batch_and_not_of_reading_again() -> None:
     executor = opened(plan_of(Numbers(24)), 1)
     executor.start_epoch([1], 0)
