@@ -15,7 +15,6 @@ import torchvision.transforms as T
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
-from programs import run_program
 from torchvision.datasets import ImageFolder
 
 import lightning_fastdata as ld
@@ -134,31 +133,16 @@ def test_a_training_resumes_with_a_cache_or_without(tmp_path, photos):
         assert rest.seen == whole.seen[9:]
 
 
-def test_a_cache_is_filled_before_a_training(tmp_path, photos):
+def test_a_training_finds_what_was_filled_before(tmp_path, photos):
     log = tmp_path / "log"
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import lightning_fastdata as ld\n"
-        "from test_cached_training import Counted, DRAWN, FIXED\n"
-        "class Data(ld.FastDataModule):\n"
-        "    def train_dataset(self):\n"
-        f"        return Counted({str(photos)!r}, {str(log)!r}, DRAWN)\n"
-        "    def val_dataset(self):\n"
-        f"        return Counted({str(photos)!r}, {str(log)!r}, FIXED)\n"
-    )
-    command = ("-m", "lightning_fastdata", "cache", f"{script}:Data")
-    done = run_program(*command, "--folder", tmp_path / "cache")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("32 of 32") == 2
-    assert "RandomCrop, RandomHorizontalFlip, PILToTensor are done each time" in done.stdout
-
-
-def test_what_is_in_memory_is_not_filled_before(tmp_path):
-    done = run_program("-m", "lightning_fastdata", "cache", "x:Y", "--folder", "ram")
-    assert done.returncode == 1
-    assert "ends with this command" in done.stderr
+    for steps in (DRAWN, FIXED):
+        ld.CachedDataset(Counted(photos, log, steps), tmp_path / "cache").fill()
+    decoded(log)
+    _, data = fit(photos, log, tmp_path / "cache", steps=DRAWN, workers=0)
+    assert data.explain().count("32 of 32") == 2
+    assert "RandomCrop, RandomHorizontalFlip, PILToTensor are done each time" in data.explain()
+    # Eight of training and of validation are compared, and some are read to plan the loaders.
+    assert decoded(log) <= 48
 
 
 class Computes(torch.utils.data.Dataset):
