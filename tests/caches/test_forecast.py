@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -17,31 +16,51 @@ import lightning_fastdata as ld
 from lightning_fastdata import cli
 from lightning_fastdata.caches.forecast import Forecast, forecast_caches, forecast_time, why_not
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.host import clock
+
+
+class Planned(clock.Clock):
+    """A clock that stands until it is told how long something took, on a CPU or off it."""
+
+    now_ns = cpu_ns = 0
+
+    def monotonic_ns(self):
+        return self.now_ns
+
+    def process_time_ns(self):
+        return self.cpu_ns
+
+
+@pytest.fixture
+def planned():
+    times = Planned()
+    with clock.installed(times):
+        yield times
 
 
 class Slow(Dataset):
     """Samples of 400 bytes, each of which takes 2 ms of CPU time."""
 
-    def __init__(self, count=50):
+    def __init__(self, count=50, times=None):
         self.count = count
+        self.times = Planned() if times is None else times
+
+    def recognised_by(self):
+        return (self.count,)
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
-        ends = time.thread_time() + 0.002
-        while time.thread_time() < ends:
-            pass
+        self.times.cpu_ns += 2_000_000
         return torch.full((100,), float(index))
 
 
-def test_costs_and_gains_are_those_of_the_cache():
-    (found,) = forecast_caches(Slow())
+def test_costs_and_gains_are_those_of_the_cache(planned):
+    (found,) = forecast_caches(Slow(times=planned))
     assert found.kept == "samples as the dataset returns them"
     assert found.total_bytes == 50 * 400
-    assert found.made_ms >= 2.0
-    assert found.first_ms >= 2.0
-    assert found.later_ms < found.made_ms
+    assert (found.made_ms, found.first_ms, found.later_ms) == pytest.approx((2, 2, 0))
 
 
 ms = st.floats(0.01, 100)
@@ -58,14 +77,14 @@ def test_it_is_paid_back_when_it_has_cost_less_than_it_saved(made, first, later)
     assert with_cache <= without * (1 + 1e-9) + 1e-6
 
 
-def test_waits_count_as_time(tmp_path):
+def test_waits_count_as_time(planned, tmp_path):
     class Waits(Slow):
         def __getitem__(self, index):
-            time.sleep(0.004)
+            self.times.now_ns += 4_000_000
             return torch.full((100,), float(index))
 
-    found = forecast_time(Waits(), str(tmp_path), budget_s=0.2)
-    assert found.made_ms >= 4 > found.later_ms
+    found = forecast_time(Waits(times=planned), str(tmp_path), budget_s=0.2)
+    assert (found.made_ms, found.later_ms) == pytest.approx((4, 0))
     assert found.total_bytes == 50 * 400
     assert "ms of time a sample" in str(found)
 
