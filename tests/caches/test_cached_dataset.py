@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -10,7 +12,6 @@ import random
 import shutil
 import signal
 import textwrap
-import time
 from pathlib import Path
 
 import albumentations as A
@@ -179,6 +180,7 @@ class Draws(Dataset):
     def __init__(self, how):
         self.how = how
         self.own = np.random.default_rng(3)
+        self.numbers = itertools.count()
         self.compose = A.Compose([A.RandomBrightnessContrast(p=0.01)])
 
     def __len__(self):
@@ -197,11 +199,11 @@ class Draws(Dataset):
             return self.own.random(3)
         if self.how == "pipeline":
             return self.compose(image=np.zeros((8, 8, 3), np.uint8))["image"]
-        return time.perf_counter_ns()
+        return next(self.numbers)
 
 
 @pytest.mark.parametrize(
-    "how", ["torch", "numpy", "random", "rarely", "own generator", "pipeline", "clock"]
+    "how", ["torch", "numpy", "random", "rarely", "own generator", "pipeline", "counts"]
 )
 def test_random_samples_are_refused(tmp_path, how):
     with pytest.raises(DatasetError, match=r"Draws draws at random.*transform="):
@@ -302,10 +304,11 @@ def test_processes_that_begin_at_once_make_one_cache(tmp_path, folder, varies):
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def _read_for_ever(cached):
-    while True:
-        for index in range(len(cached)):
-            cached[index]
+def _read_for_ever(cached, count, end):
+    for number in itertools.count():
+        cached[number % len(cached)]
+        if number == count:
+            end.send_bytes(b"read")
 
 
 @pytest.mark.parametrize("varies", [False, True])
@@ -314,10 +317,11 @@ def test_a_killed_process_leaves_a_cache_that_is_right(tmp_path, folder, varies)
     context = multiprocessing.get_context("fork")
     for number in range(10):
         cached = ld.CachedDataset(data, tmp_path / "cache")
-        process = context.Process(target=_read_for_ever, args=(cached,))
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_read_for_ever, args=(cached, 31 * number, theirs))
         process.start()
-        time.sleep(0.004 * number)
-        os.kill(process.pid, signal.SIGKILL)
+        ours.recv_bytes()
+        os.kill(process.pid, signal.SIGKILL)  # whatever it does now
         process.join()
     cached = ld.CachedDataset(data, tmp_path / "cache")
     assert all(equal(cached[index], data[index]) for index in range(len(data)))
@@ -436,12 +440,13 @@ def test_a_cache_in_memory_ends_with_its_processes(tmp_path, folder, killed):
     assert killed or done.returncode == 0, done.stderr
     (own,) = memory.iterdir()
     if killed:
-        assert [path.is_dir() for path in own.iterdir() if path.name != "lock"] == [True]
+        (left,) = (path for path in own.iterdir() if path.name != "lock")
+        with (left / "users").open() as users:
+            fcntl.flock(users, fcntl.LOCK_EX)  # until its last worker is gone
         (folder / "more").mkdir()
         run(killed=False)
     else:
         assert done.stdout.split() == ["True", "40"]
-    time.sleep(0.1)
     assert [path.name for path in own.iterdir()] == ["lock"]
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -247,9 +246,8 @@ def test_a_training_asks_the_server_for_each_object_once(tmp_path):
     try:
         for most in (COUNT, 0):  # a second run finds what the first one kept
             server.requests = 0
-            began_s = time.monotonic()
             run = run_program(tmp_path / "train.py", server.url, tmp_path / "cache")
-            assert run.stdout.strip().endswith("True"), (run.stderr, time.monotonic() - began_s)
+            assert run.stdout.strip().endswith("True"), run.stderr
             # Each process compares eight; those that are late may be asked for twice.
             assert server.requests <= most + 16 + 3
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ import lightning_fastdata as ld
 from lightning_fastdata.caches import folders, image_cache
 from lightning_fastdata.caches.image_cache import Room, cache_of, choose_form
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.images.stored import FORMS, StoredPicture
 
 
@@ -226,7 +226,7 @@ def test_caches_that_nobody_has_used_for_a_month_are_removed(root, tmp_path):
     foreign.mkdir()
     for folder in (used.folder, old, foreign):
         (folder / "users").touch()
-        os.utime(folder / "users", (1, time.time() - 31 * 86_400))
+        os.utime(folder / "users", (1, clock.unix_s() - 31 * 86_400))
     folders.remove_forgotten(kept)
     assert not old.exists()
     assert used.folder.exists()  # this process holds it

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import resource
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -44,12 +44,14 @@ def reopened(folder, count=COUNT):
     return SampleFile.open(folder, count, SharedFlags(count))
 
 
-def _write_for_ever(folder, varies, seed):
+def _write_for_ever(folder, varies, seed, count, end):
     file = reopened(folder)
     order = np.random.default_rng(seed)
-    while True:
+    for number in itertools.count():
         index = int(order.integers(COUNT))
         file.write(index, sample_of(index, varies=varies))
+        if number == count:
+            end.send_bytes(b"written")
 
 
 @pytest.mark.parametrize("varies", [False, True], ids=["columns", "any form"])
@@ -57,15 +59,16 @@ def test_killed_writers_leave_whole_samples(tmp_path, varies):
     create(tmp_path / "c", varies=varies).close()
     context = multiprocessing.get_context("fork")
     for number in range(12):
-        writers = [
-            context.Process(target=_write_for_ever, args=(tmp_path / "c", varies, 2 * number + one))
-            for one in range(2)
-        ]
-        for writer in writers:
-            writer.start()
-        time.sleep(0.02 + 0.005 * number)
-        for writer in writers:
-            os.kill(writer.pid, signal.SIGKILL)
+        writers = []
+        for seed in (2 * number, 2 * number + 1):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = tmp_path / "c", varies, seed, 5 * number, theirs
+            writers.append((context.Process(target=_write_for_ever, args=arguments), ours))
+            writers[-1][0].start()
+        for _, ours in writers:
+            ours.recv_bytes()
+        for writer, _ in writers:
+            os.kill(writer.pid, signal.SIGKILL)  # whatever they do now
             writer.join()
         file = reopened(tmp_path / "c")
         for index in range(COUNT):

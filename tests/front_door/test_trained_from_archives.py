@@ -62,7 +62,7 @@ def source(request, tmp_path):
         return
     pytest.importorskip("obstore")
     server = ObjectServer({f"{index:03}": record(index) for index in range(COUNT)})
-    server.delay_s, server.fail_share = 0.003, 0.05
+    server.fail_share = 0.05
     keys = [f"{index:03}" for index in range(COUNT)]
     objects = sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
     kept = request.param == "kept objects"

@@ -1,33 +1,34 @@
-"""A server for objects on this machine, with latency, errors and changes as a test wants them."""
+"""A server for objects on this machine that answers late or with errors as a test wants."""
 
 from __future__ import annotations
 
 import http.server
 import random
 import threading
-import time
 
 
 class ObjectServer:
     """Serves objects over HTTP from a process of its own thread.
 
-    ``delay_s``, ``fail_share``, ``slow_share`` and ``slow_s`` may be changed while it runs. With
-    ``most_allowed`` it refuses what comes while so many others are answered.
+    ``fail_share``, ``slow_share``, ``needs_at_once`` and ``most_allowed`` may be changed while it
+    runs. No answer comes before ``needs_at_once`` requests were there at the same time. A share of
+    the answers, ``slow_share``, comes only after eight other requests, or when nothing else is left
+    to answer. With ``most_allowed`` it refuses what comes while so many others are answered.
     """
 
     def __init__(self, objects):
         self.objects = dict(objects)
-        self.delay_s = 0.0
         self.fail_share = 0.0
         self.slow_share = 0.0
-        self.slow_s = 0.0
+        self.needs_at_once = 0
         self.most_allowed = None
         self.throttle_status = 503
         self.throttled = 0
         self.requests = 0
         self.at_once = 0
         self.most_at_once = 0
-        self._lock = threading.Lock()
+        self.slow_now = 0
+        self._lock = threading.Condition()
         self._random = random.Random(0)
         handler = type("Handler", (_Handler,), {"owner": self})
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -57,15 +58,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         owner = self.owner
         with owner._lock:
             owner.requests += 1
+            until = owner.requests + 8
             owner.at_once += 1
+            owner._lock.notify_all()
             owner.most_at_once = max(owner.most_at_once, owner.at_once)
             fails = owner._random.random() < owner.fail_share
             slow = owner._random.random() < owner.slow_share
             throttled = owner.most_allowed is not None and owner.at_once > owner.most_allowed
             owner.throttled += throttled
         try:
-            if not throttled:
-                time.sleep(owner.delay_s + (owner.slow_s if slow else 0.0))
+            with owner._lock:
+                if not throttled:
+                    owner._lock.wait_for(lambda: owner.most_at_once >= owner.needs_at_once, 100)
+                if slow and not throttled:
+                    owner.slow_now += 1
+                    owner._lock.wait_for(
+                        lambda: owner.requests >= until or owner.slow_now == owner.at_once, 100
+                    )
+                    owner.slow_now -= 1
             data = owner.objects.get(self.path.lstrip("/"))
             status = 503 if fails else 404 if data is None else 200
             status = owner.throttle_status if throttled else status
@@ -79,3 +89,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         finally:
             with owner._lock:
                 owner.at_once -= 1
+                owner._lock.notify_all()

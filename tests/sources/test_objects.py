@@ -16,6 +16,7 @@ from conformance.pieces import Linear, make_trainer
 import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host import clock
 from tests.sources.object_server import ObjectServer
 
 obstore = pytest.importorskip("obstore")
@@ -59,7 +60,7 @@ def in_workers(source, workers=2, **options):
 
 
 def test_workers_read_objects_many_at_once(server):
-    server.delay_s = 0.1
+    server.needs_at_once = 7
     assert in_workers(source_of(server)) == list(range(COUNT))
     assert server.most_at_once > 6
 
@@ -83,13 +84,13 @@ def _numbers_to_durations(retry):
 
 @pytest.mark.parametrize("status", [503, 429])
 def test_a_server_that_refuses_too_many_at_once_is_asked_again(server, status):
-    server.delay_s, server.most_allowed, server.throttle_status = 0.02, 6, status
+    server.needs_at_once, server.most_allowed, server.throttle_status = 7, 6, status
     assert in_workers(source_of(server)) == list(range(COUNT))
     assert server.throttled > 0
 
 
 def test_slow_answers_do_not_hold_up_an_epoch(server):
-    server.delay_s, server.slow_share, server.slow_s = 0.005, 0.01, 0.5
+    server.slow_share = 0.1
     for _ in range(2):
         assert in_workers(source_of(server)) == list(range(COUNT))
 
@@ -143,12 +144,36 @@ def test_a_forked_process_does_not_use_its_parents_client(server):
     process.join()
 
 
+class Far(clock.Clock):
+    """The same objects, whose answers take a second of this clock, which else stands."""
+
+    parallel_reads = 8
+
+    def __init__(self, source):
+        self.source, self.now_ns = source, 0
+
+    def monotonic_ns(self):
+        return self.now_ns
+
+    def thread_time_ns(self):
+        return 0
+
+    def __len__(self):
+        return len(self.source)
+
+    def get_bytes(self, indices):
+        self.now_ns += 1_000_000_000
+        return self.source.get_bytes(indices)
+
+    def name_of(self, index):
+        return self.source.name_of(index)
+
+
 def test_a_training_without_settings_hides_the_latency(server):
-    server.delay_s = 0.08
-    module = ld.FastDataModule.from_datasets(
-        sources.SourceDataset(source_of(server), decode), batch_size=4
-    )
-    loader = module.train_dataloader()
+    far = Far(source_of(server))
+    module = ld.FastDataModule.from_datasets(sources.SourceDataset(far, decode), batch_size=4)
+    with clock.installed(far):  # in the process that tries it, too
+        loader = module.train_dataloader()
     assert sorted(torch.cat(list(loader))[:, 0].tolist()) == list(range(COUNT))
     assert loader.num_workers > 2
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 import zipfile
 
 import h5py
@@ -29,6 +28,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 
 COUNT = 48
@@ -180,11 +180,10 @@ def test_wrapped_datasets_read_ahead_too(source, tmp_path):
 
 
 class Slow:
-    """A source whose answers take their time, and which counts them."""
+    """A source that counts what it is asked for, and may keep one answer back."""
 
-    def __init__(self, *, parallel_reads=8, wait_s=0.01, fails=(), late=None):
+    def __init__(self, *, parallel_reads=8, fails=(), late=None):
         self.parallel_reads = parallel_reads
-        self.wait_s = wait_s
         self.fails = fails
         self.late = late
         self.other = threading.Event()
@@ -201,7 +200,6 @@ class Slow:
         known = [number for asked in self.asked for number in asked]
         if self.late in indices and known.count(self.late) == 1:
             assert self.other.wait(60), "it was not asked for again"
-        time.sleep(self.wait_s)
         return [record(index) for index in indices]
 
     def name_of(self, index):
@@ -233,14 +231,27 @@ def test_records_that_need_no_waiting_are_asked_for_in_one_call():
     assert source.asked == [[4, 2, COUNT - 1]]
 
 
+class Known(Slow, clock.Clock):
+    """Each answer takes a fifth of a second of this clock, which else stands."""
+
+    now_ns = 0
+
+    def monotonic_ns(self):
+        return self.now_ns
+
+    def get_bytes(self, indices):
+        self.now_ns += 200_000_000
+        return super().get_bytes(indices)
+
+
 def test_a_late_record_is_asked_for_again():
-    # So long that a machine with other work makes hardly any other read late.
-    source = Slow(late=40, wait_s=0.05)
+    source = Known(late=40, parallel_reads=2)
     dataset = sources.SourceDataset(source, decode)
-    dataset.read_ahead(range(24))
-    for index in range(24):
-        dataset[index]
-    assert dataset[40][2] == 40
+    with clock.installed(source):  # by which no other record is late
+        dataset.read_ahead(range(24))
+        for index in range(24):
+            dataset[index]
+        assert dataset[40][2] == 40
     assert source.asked.count([40]) == 2
     source.other.set()
 
@@ -294,34 +305,53 @@ def test_killed_workers_lose_no_record():
     assert torch.cat(rows)[:, 2].tolist() == list(range(COUNT))
 
 
-def test_a_worker_reads_the_next_batch_while_it_decodes_one(tmp_path):
-    class Told(Slow):
-        def get_bytes(self, indices):
-            found = super().get_bytes(indices)
-            with (tmp_path / "log").open("a") as log:
-                log.writelines(f"read {index} {time.monotonic()}\n" for index in indices)
-            return found
+def test_a_worker_asks_for_the_next_batch_before_it_decodes_one(tmp_path):
+    handed_out = multiprocessing.get_context("fork").Event()
 
-    def slow_decode(raw, index):
-        with (tmp_path / "log").open("a") as log:
-            log.write(f"decode {index} {time.monotonic()}\n")
-        time.sleep(0.02)
+    def log(what, indices):
+        with (tmp_path / "log").open("a") as file:
+            file.writelines(f"{what} {index}\n" for index in indices)
+
+    class Told(sources.SourceDataset):
+        def read_ahead(self, indices):
+            log("ask", indices)
+            super().read_ahead(indices)
+
+    def decode_when_all_is_handed_out(raw, index):
+        assert handed_out.wait(60)
+        log("decode", [index])
         return decode(raw, index)
 
-    dataset = sources.SourceDataset(Told(), slow_decode)
-    loader = ld.FastDataLoader(dataset, 6, num_workers=1, executor="workers", prefetch_factor=4)
+    def batches():
+        for first in range(0, COUNT, 6):
+            if first + 6 == COUNT:
+                handed_out.set()
+            yield list(range(first, first + 6))
+
+    class Batches:
+        def __iter__(self):
+            return batches()
+
+        def __len__(self):
+            return COUNT // 6
+
+    loader = ld.FastDataLoader(
+        Told(Slow(), decode_when_all_is_handed_out),
+        batch_sampler=Batches(),
+        num_workers=1,
+        executor="workers",
+        multiprocessing_context="fork",
+        prefetch_factor=8,
+    )
     assert torch.cat(list(loader))[:, 2].tolist() == list(range(COUNT))
-    at = {}
-    for line in (tmp_path / "log").read_text().splitlines():
-        what, index, when = line.split()
-        at[what, int(index)] = float(when)
-    # Of all but the first batches the last record was there before the batch before was decoded.
-    early = [at["read", first + 5] < at["decode", first - 1] for first in range(12, COUNT, 6)]
+    said = (tmp_path / "log").read_text().splitlines()
+    at = {line: place for place, line in reversed(list(enumerate(said)))}
+    early = [at[f"ask {first + 5}"] < at[f"decode {first - 1}"] for first in range(12, COUNT, 6)]
     assert sum(early) > len(early) / 2
 
 
 def test_threads_of_one_process_keep_their_reads_apart():
-    dataset = sources.SourceDataset(Slow(wait_s=0.001), decode)
+    dataset = sources.SourceDataset(Slow(), decode)
     wrong = []
 
     def read(numbers):
