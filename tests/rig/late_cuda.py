@@ -195,10 +195,14 @@ class LateCuda:
         self.copies: Counter[str] = Counter()
         """Copies from the host, by the kind of memory: ``"locked"``, ``"pinned"``, ``"ordinary"``.
         Locked is what ``cudaHostRegister`` got, pinned what ``Tensor.pin_memory`` gave."""
+        self.copied = 0
+        """Copies from the host that were carried out."""
         self.torn: list[str] = []
         """Page-locked memory that was written, or unlocked, while a queued copy read from it."""
         self.locked: dict[int, int] = {}
         """Bytes by address, of memory that is locked now."""
+        self.refusal = 0
+        """The error that ``cudaHostRegister`` gives; 0: it locks the memory."""
         self._pinned: dict[int, int] = {}
         self.live_bytes = self.peak_bytes = 0
         self.notes = 0
@@ -403,13 +407,19 @@ class LateCuda:
             self.live_bytes -= storage.nbytes()
             _bytes_of(storage).fill_(POISON)
 
+        streams = {stream: None, **used_by}
+        left = len(streams)
+
+        def passed() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                overwrite()
+
+        # No stream waits for another: the allocator only keeps the memory back.
         with self._lock:
-            for other in used_by:
-                if other is not stream:
-                    mark = Mark(other)
-                    other.queue.append(mark)
-                    stream.queue.append(Wait(mark))
-            stream.queue.append(overwrite)
+            for each in streams:
+                each.queue.append(passed)
 
     # Memory of the host
 
@@ -447,7 +457,12 @@ class LateCuda:
             self.host_waits("copy from ordinary memory", stream)
         at_launch = source.clone()
         if kind == "ordinary":
-            self.push(stream, lambda: target.copy_(at_launch))
+
+            def copy() -> None:
+                self.copied += 1
+                target.copy_(at_launch)
+
+            self.push(stream, copy)
         else:
             # Nobody keeps locked memory for a copy; torch keeps what it has pinned.
             read = _reader(source) if kind == "locked" else lambda: source
@@ -457,7 +472,8 @@ class LateCuda:
                 begin = source.data_ptr()
                 self._queued_reads[number] = (begin, begin + source.nbytes, mark)
 
-            def copy() -> None:
+            def copy_late() -> None:
+                self.copied += 1
                 self._queued_reads.pop(number, None)
                 now = read()
                 if not torch.equal(_as_bytes(now), _as_bytes(at_launch)):
@@ -465,13 +481,15 @@ class LateCuda:
                 target.copy_(now)
 
             with self._lock:
-                stream.queue.append(copy)
+                stream.queue.append(copy_late)
                 self.push(stream, mark)
         if not non_blocking:
             self.host_waits("copy that blocks", stream)
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert address not in self.locked, "CUDA locks memory once only"
+        if self.refusal:
+            return self.refusal
         self.locked[address] = size
         return 0
 

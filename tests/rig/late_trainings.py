@@ -10,8 +10,9 @@ import functools
 import itertools
 import logging
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest import mock
@@ -32,10 +33,13 @@ from lightning_fastdata import (
     prefetch,
 )
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.batches.streams import cuda_page_locks
+from lightning_fastdata.batches.staged import move
+from lightning_fastdata.batches.streams import DeviceStreams, cuda_page_locks
+from lightning_fastdata.device.lookahead import SideLane
 from lightning_fastdata.loading.kept_executor import KeptExecutor
 
 torch.set_num_threads(1)
+GARBAGE = -12345
 SAMPLES, BATCH, EPOCHS = 24, 4, 2
 STEPS_AHEAD = 2
 """Batches that the host may send ahead of the device: it waits for the device only beyond them."""
@@ -104,7 +108,9 @@ class Step:
     last: torch.Tensor
     """As its last kernel does."""
     held: int
-    """Batches on the device at its beginning that the device was not through with."""
+    """Batches sent by its beginning that the device was not through with."""
+    crossed: int
+    """Batches that had been copied by its beginning."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,18 @@ def check_limit(case: Case, seen: Seen) -> None:
     most = max(step.held for step in seen.steps)
     # Beside those that were sent before, the one to be used and the one behind it.
     assert case.way == "off" or most <= STEPS_AHEAD + 2, f"{case}: {most} batches on the device"
+
+
+def check_overlap(case: Case, seen: Seen) -> None:
+    """A batch is copied and transformed beside the steps before it, with steps that are late."""
+    assert any(step.held > STEPS_AHEAD for step in seen.steps)
+    for number, step in enumerate(seen.steps):
+        assert step.crossed > number, f"{case}: step {number} began before its batch had crossed"
+
+
+def overlaps(case: Case) -> bool:
+    """Return whether nothing that a batch has to wait for keeps it from crossing early."""
+    return case.memory != "ordinary" and case.way in ("prefetch", "stream")
 
 
 # The trainings
@@ -256,19 +274,25 @@ def train(case: Case, schedule: str, seed: int = 0) -> Seen:
         waits = run(case, cuda, record)
         # By now nothing of the training is left but what its steps have computed.
         steps = [
-            Step(labels.read().tolist(), first.read(), last.read(), copies // case.copies - notes)
-            for labels, first, last, copies, notes in record
+            Step(
+                labels.read().tolist(),
+                first.read(),
+                last.read(),
+                held=sent // case.copies - passed,
+                crossed=copied // case.copies,
+            )
+            for labels, first, last, sent, copied, passed in record
         ]
     return Seen(steps, cuda.torn, waits, cuda.copies, cuda.order, len(cuda.locked))
 
 
 def _step(batch: Any, cuda: LateCuda, record: list[tuple[Any, ...]]) -> None:
     images, labels = batch.values() if isinstance(batch, dict) else batch
-    held = cuda.copies.total(), cuda.notes
+    counts = cuda.copies.total(), cuda.copied, cuda.notes
     first = images + 0
     # Something in between, which takes memory and lets go of it.
     images.float().mul(0).sub(1)
-    record.append((labels + 0, first, images + 0, *held))
+    record.append((labels + 0, first, images + 0, *counts))
     cuda.note(images.device)
 
 
@@ -314,6 +338,7 @@ class Module(pl.LightningModule):
     def on_train_start(self) -> None:
         # Lightning has copied numbers of its own until now.
         self.cuda.copies.clear()
+        self.cuda.copied = 0
         self.before = len(self.cuda.waits)
 
     def training_step(self, batch: Any, index: int) -> None:
@@ -352,3 +377,58 @@ def _fit(case: Case, cuda: LateCuda, record: list[tuple[Any, ...]]) -> list[Host
     )
     trainer.fit(module, datamodule=data)
     return module.waits
+
+
+# Batches without a loader
+
+
+def reused_batches(cuda: LateCuda, count: int, rows: int = 8) -> Iterator[list[torch.Tensor]]:
+    """Yield batches in locked memory that the host writes again when it has let go of them.
+
+    All numbers of batch ``n`` are ``n``.
+    """
+    for number in range(count):
+        kept = np.full(rows, number)
+        weakref.finalize(cuda, lambda memory: None, kept).atexit = False
+        cuda.cudaHostRegister(kept.ctypes.data, kept.nbytes, 1)
+        view = kept[:]
+        weakref.finalize(view, kept.fill, GARBAGE).atexit = False
+        yield [torch.from_numpy(view)]
+
+
+def consume(batches: Iterable[Any], reads: int = 3) -> list[list[Any]]:
+    """Train on batches: read each tensor several times; return what is read in the end."""
+    seen = []
+    for batch in batches:
+        seen.append([tensor + 0 for tensor in batch for _ in range(reads)])
+        del batch
+    return seen
+
+
+def read(seen: list[list[Any]]) -> list[list[list[int]]]:
+    """Return what :func:`consume` has seen, as numbers."""
+    return [[one.read().tolist() for one in each] for each in seen]
+
+
+def check_lane(schedule: str, seed: int = 0) -> None:
+    """Batches whose host memory is written again at once cross whole, beside the steps."""
+    with late_cuda(schedule, seed) as cuda:
+        lane = SideLane(DeviceStreams(torch.device("cuda", 0)))
+        crossings = (
+            lane.send(batch, moved_and_doubled, after_consumer=False)
+            for batch in reused_batches(cuda, 8)
+        )
+        seen = read(consume(crossing.land() for crossing in crossings))
+        assert seen == [[[2 * number] * 8] * 3 for number in range(8)]
+        assert not cuda.torn
+
+
+def moved_and_doubled(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Have a batch cross, with memory of its own in between."""
+    return doubled(move(batch, torch.device("cuda", 0), non_blocking=True))
+
+
+def doubled(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Transform a batch, with memory of its own in between."""
+    halfway = [tensor * 4 for tensor in batch]
+    return [tensor // 2 for tensor in halfway]
