@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.pieces import Linear, make_trainer
-from device.virtual_device import HostStreams
+from device.host_streams import HostStreams
 from hypothesis import example, given
 from hypothesis import strategies as st
 from thoroughness import max_examples

@@ -191,7 +191,7 @@ class LateCuda:
         self.waits: list[HostWait] = []
         """Each time that the host had to wait, in order."""
         self.calls: Counter[str] = Counter()
-        """How often the host asked to wait, had it to or not."""
+        """How often the host asked to wait, had it to or not, and to lock memory."""
         self.copies: Counter[str] = Counter()
         """Copies from the host, by the kind of memory: ``"locked"``, ``"pinned"``, ``"ordinary"``.
         Locked is what ``cudaHostRegister`` got, pinned what ``Tensor.pin_memory`` gave."""
@@ -250,6 +250,11 @@ class LateCuda:
         device = self.device(device)
         streams: dict[int, Stream] = getattr(self._here, "streams", {})
         return streams.get(device.index) or self.default_stream(device)
+
+    @property
+    def side_streams(self) -> list[Stream]:
+        """The streams that the program has made."""
+        return [stream for stream in self._streams if not stream.is_default]
 
     @contextlib.contextmanager
     def current(self, stream: Stream | None) -> Iterator[None]:
@@ -488,6 +493,7 @@ class LateCuda:
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert address not in self.locked, "CUDA locks memory once only"
+        self.calls["cudaHostRegister"] += 1
         if self.refusal:
             return self.refusal
         self.locked[address] = size
