@@ -7,7 +7,7 @@ import pytest
 import torch
 from augment.mixed_samples import CLASSES, PIPELINE, Photos
 from augment.trainers import Keeps, quiet_trainer
-from device.virtual_device import HostStreams
+from device.host_streams import HostStreams
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataModule, LoaderOptions, prefetch

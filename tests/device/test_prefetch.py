@@ -20,17 +20,12 @@ import numpy as np
 import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
-from device.virtual_device import (
-    HostStreams,
-    VirtualDevice,
-    VirtualStreams,
-    VirtualTensor,
-    consume,
-    host_batches,
-)
+from device.host_streams import HostStreams
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
+from rig.late_cuda import late_cuda
+from rig.late_trainings import check_lane, consume, doubled, read, reused_batches
 from thoroughness import max_examples
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -38,11 +33,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
+from lightning_fastdata.batches.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
 from lightning_fastdata.errors import OptionsError, TransformError
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Pair = namedtuple("Pair", "left right")
 
 
@@ -65,161 +61,113 @@ class HasTo:
         return HasTo(self.value.to(device))
 
 
-def doubled(batch):
-    """A transform with memory of its own in between."""
-    halfway = [tensor.map(lambda numbers: numbers * 4) for tensor in batch]
-    return [tensor.map(lambda numbers: numbers // 2) for tensor in halfway]
-
-
-def moved_and_doubled(batch):
-    return doubled(move(batch, CPU, non_blocking=True))
-
-
-def ahead(device, batches, transform=None, without=()):
-    return prefetch(
-        batches, CPU, transform, streams=lambda _: VirtualStreams(device, without=without)
-    )
-
-
 # The device
 
 
 @max_examples(60)
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 9), transformed=st.booleans())
 def test_every_batch_is_read_unharmed_in_any_order_of_the_devices_work(seed, count, transformed):
-    device = VirtualDevice(seed, lazy=seed % 5 == 0)
-    batches = ahead(device, host_batches(device, count), doubled if transformed else None)
-    seen = consume(device, batches)
-    device.drain()
+    with late_cuda("late" if seed % 5 == 0 else "random", seed) as cuda:
+        batches = prefetch(reused_batches(cuda, count), "cuda", doubled if transformed else None)
+        seen = read(consume(batches))
+        assert not cuda.torn
     factor = 2 if transformed else 1
     assert seen == [[[factor * number] * 8] * 3 for number in range(count)]
 
 
-@pytest.mark.parametrize("missing", ["wait", "keep", "source"])
-def test_each_precaution_counts(missing):
-    harmed = []
-    for seed in range(40):
-        device = VirtualDevice(seed)
-        lane = SideLane(VirtualStreams(device, without=[missing]))
-        # One ahead, the side stream waits for all that the consumer had read before.
-        beside = missing == "keep"
-        crossings = (
-            lane.send(batch, moved_and_doubled, after_consumer=not beside)
-            for batch in host_batches(device, 8)
-        )
-        seen = consume(device, (crossing.land() for crossing in crossings))
-        device.drain()
-        harmed.append(seen != [[[2 * number] * 8] * 3 for number in range(8)])
-    assert any(harmed)
+@max_examples(15)
+@given(seed=st.integers(0, 2**32))
+def test_batches_cross_a_lane_unharmed_in_any_order_of_the_devices_work(seed):
+    check_lane("random", seed)
 
 
-def on_device_already(device, count):
-    """Batches that the consumer's stream makes."""
-    for batch in host_batches(device, count):
-        yield [batch[0].to(None, non_blocking=True)]
+def made_on_device(count):
+    """Yield batches that the consumer's stream makes."""
+    for number in range(count):
+        yield [torch.full((8,), number).pin_memory().to("cuda", non_blocking=True)]
 
 
 @max_examples(30)
 @given(seed=st.integers(0, 2**32), waits=st.booleans())
 def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed, waits):
-    device = VirtualDevice(seed)
-    lane = SideLane(VirtualStreams(device))
-    kept = []
-
-    def made():
-        for batch in host_batches(device, 6):
-            kept.append(batch)  # a loader that moves batches itself keeps their source
-            yield [batch[0].to(None, non_blocking=True)]
-
-    batches = (lane.send(batch, doubled, after_consumer=waits).land() for batch in made())
-    seen = consume(device, batches)
-    device.drain()
+    with late_cuda("random", seed):
+        lane = SideLane(DeviceStreams(CUDA))
+        crossings = (
+            lane.send(batch, doubled, after_consumer=waits) for batch in made_on_device(6)
+        )
+        seen = read(consume(crossing.land() for crossing in crossings))
     assert seen == [[[2 * number] * 8] * 3 for number in range(6)]
 
 
-def run_side_only(device):
-    while device.queues["side"]:
-        kind, what = device.queues["side"].popleft()
-        assert kind != "wait" or what.passed
-        if kind == "record":
-            what.passed = True
-        if kind == "work":
-            what()
-
-
-def test_a_batch_crosses_while_the_step_before_it_computes():
-    device = VirtualDevice(lazy=True)
-    batches = iter(ahead(device, host_batches(device, 4)))
-    reads: list[Any] = []
-    next(batches)
-    second = next(batches)
-    device.drain()
-    device.launch(lambda: reads.append("step 1"))
-    third = batches._next[0]
-    run_side_only(device)
-    assert third.land()[0].memory.tolist() == [2] * 8
-    assert not reads
-    assert second[0].memory.tolist() == [1] * 8
-
-
-def test_without_looking_ahead_the_copy_still_runs_beside_the_steps_before():
-    device = VirtualDevice(lazy=True)
-    lane = SideLane(VirtualStreams(device))
-    device.launch(lambda: pytest.fail("the step before was waited for"))
-    batch = next(host_batches(device, 1))
-    landed = lane.send(
-        batch, lambda b: move(b, CPU, non_blocking=True), after_consumer=False
-    ).land()
-    run_side_only(device)
-    assert landed[0].memory.tolist() == [0] * 8
-    device.queues.clear()
+def test_a_transform_runs_while_the_step_before_its_batch_computes():
+    with late_cuda("late") as cuda:
+        batches = iter(prefetch(reused_batches(cuda, 4), "cuda", doubled))
+        next(batches)
+        next(batches)
+        cuda.note(CUDA)  # the step with the second batch
+        (side,) = cuda.side_streams
+        side.synchronize()
+        assert cuda.copied == 3
+        assert cuda.notes == 0
 
 
 @pytest.mark.parametrize("look_ahead", [True, False])
 def test_a_host_that_runs_ahead_takes_no_more_than_a_few_batches_of_memory(look_ahead):
-    taken = []
+    peaks_bytes = []
     for count in (10, 40):
-        device = VirtualDevice(lazy=True)
-        batches: Any = ahead(device, host_batches(device, count))
-        if not look_ahead:
-            lane = SideLane(VirtualStreams(device))
-            work = lambda b: move(b, CPU, non_blocking=True)  # noqa: E731
-            batches = (
-                lane.send(b, work, after_consumer=False).land() for b in host_batches(device, count)
-            )
-        consume(device, batches, steps=1)
-        device.drain()
-        taken.append(device.blocks)
-    assert taken[0] == taken[1] <= 8
+        with late_cuda("late") as cuda:
+            lane = SideLane(DeviceStreams(CUDA))
+            sources = reused_batches(cuda, count, rows=1000)
+            if look_ahead:
+                batches = prefetch(sources, "cuda")
+            else:
+                crossings = (
+                    lane.send(batch, moved, after_consumer=False) for batch in sources
+                )
+                batches = (crossing.land() for crossing in crossings)
+            for (tensor,) in batches:
+                tensor + 0
+                del tensor
+            peaks_bytes.append(cuda.peak_bytes)
+    assert peaks_bytes[0] == peaks_bytes[1] <= 10 * 8000
+
+
+def moved(batch):
+    return move(batch, CUDA, non_blocking=True)
 
 
 def test_batches_whose_memory_cannot_be_seen_take_the_straight_way():
-    device = VirtualDevice(lazy=True)
-    lane = SideLane(VirtualStreams(device))
-    batch = [HasTo(torch.ones(2)), torch.eye(2).to_sparse()]
-    landed = lane.send(batch, lambda b: move(b, CPU), after_consumer=True).land()
-    assert not device.queues["side"]
-    assert torch.equal(landed[0].value, torch.ones(2))
+    with late_cuda("late") as cuda:
+        lane = SideLane(DeviceStreams(CUDA))
+        batch = [HasTo(torch.ones(2).pin_memory())]
+        landed = lane.send(batch, moved, after_consumer=True).land()
+        (side,) = cuda.side_streams
+        assert not side.queue
+        assert landed[0].value.read().tolist() == [1, 1]
+        sparse = [torch.eye(2).to_sparse()]
+        assert lane.send(sparse, list, after_consumer=True).land() == sparse
+        assert not side.queue
 
 
 def test_what_is_dropped_early_leaves_no_source_and_no_work_behind():
-    device = VirtualDevice(lazy=True)
-    sources = []
+    with late_cuda("late") as cuda:
+        sources = []
 
-    def watched():
-        for batch in host_batches(device, 5):
-            sources.append(weakref.ref(batch[0]))
-            yield batch
+        def watched():
+            for batch in reused_batches(cuda, 5):
+                sources.append(weakref.ref(batch[0]))
+                yield batch
 
-    batches = ahead(device, watched())
-    iterator = iter(batches)
-    next(iterator)
-    next(iterator)
-    del iterator, batches
-    gc.collect()
-    assert len(sources) == 3
-    assert all(source() is None for source in sources)
-    assert not any(kind == "work" for kind, _ in device.queues["side"])
+        batches = prefetch(watched(), "cuda")
+        iterator = iter(batches)
+        next(iterator)
+        next(iterator)
+        del iterator, batches
+        gc.collect()
+        assert len(sources) == 3
+        assert all(source() is None for source in sources)
+        assert cuda.copied == 3
+        assert not cuda.torn
 
 
 # The order of things
@@ -595,11 +543,3 @@ def test_bad_arguments_are_refused():
         prefetch(3, "cpu")
     with pytest.raises(TransformError):
         prefetch([], "cpu", "flip")
-
-
-def test_the_simulated_host_memory_is_overwritten_when_it_is_let_go():
-    device = VirtualDevice()
-    memory = np.full(3, 7)
-    tensor = VirtualTensor(device, memory)
-    del tensor
-    assert memory.tolist() == [-12345] * 3

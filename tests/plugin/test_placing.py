@@ -19,7 +19,7 @@ import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
-from device.virtual_device import HostStreams
+from device.host_streams import HostStreams
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset

@@ -13,7 +13,7 @@ import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images, Linear, Rows, make_trainer
-from device.virtual_device import HostStreams
+from device.host_streams import HostStreams
 from lightning.fabric import Fabric
 from lightning.pytorch import seed_everything
 from torch import nn

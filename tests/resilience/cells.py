@@ -12,7 +12,7 @@ from itertools import combinations
 import albumentations as A
 import numpy as np
 import torch
-from device.virtual_device import HostStreams
+from device.host_streams import HostStreams
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,

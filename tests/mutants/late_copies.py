@@ -1,0 +1,180 @@
+"""Precautions of copies to the device, taken out: the laws of ``device/test_late_copies.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+from rig.late_trainings import (
+    Case,
+    Seen,
+    check_bytes,
+    check_lane,
+    check_limit,
+    check_overlap,
+    check_sources,
+    check_waits,
+    train,
+)
+
+from lightning_fastdata.augment.replay.program import Draws
+from lightning_fastdata.batches.streams import CudaLockDriver, DeviceStreams, Fence, PageLocks
+from lightning_fastdata.device import prefetch
+from lightning_fastdata.device.lookahead import Crossing, SideLane
+from lightning_fastdata.insight.measure.timeline import CudaClock
+from mutants.mutant import Mutant
+
+
+@cache
+def law(check: Callable[[Case, Seen], None], case: Case, schedule: str) -> Callable[[], None]:
+    """Return a law of one training under one schedule."""
+    return lambda: check(case, train(case, schedule))
+
+
+def lane_law() -> None:
+    for schedule in ("late", "late-side", "late-main"):
+        check_lane(schedule)
+
+
+PREFETCHED = Case("inline", "pinned", "prefetch", augmented=True)
+STREAMED = Case("inline", "pinned", "stream", augmented=True, measured=True)
+AHEAD = Case("inline", "pinned", "lookahead", augmented=True)
+STRAIGHT = Case("gather", "locked", "off")
+
+
+def nothing(right):
+    return lambda *_: None
+
+
+def no_fence(right):
+    return lambda locks: Fence([])
+
+
+def unlocked_at_once(right):
+    return lambda driver, address: driver._runtime.cudaHostUnregister(address)
+
+
+def passed_at_once(right):
+    def wrong(streams):
+        event = right(streams)
+        event.query = lambda: True
+        return event
+
+    return wrong
+
+
+def waits_for_the_device(right):
+    def wrong(*args, **kwargs):
+        torch.cuda.synchronize()
+        return right(*args, **kwargs)
+
+    return wrong
+
+
+def waits_for_the_mark(right):
+    def wrong(clock, mark):
+        clock._event(mark).synchronize()
+        return True
+
+    return wrong
+
+
+def blocks(right):
+    return lambda batch, device, *, non_blocking=False: right(batch, device)
+
+
+def sends_from_ordinary_memory(right):
+    return lambda draws, device, non_blocking=False: draws._with(
+        draws.blob.clone().to(device, non_blocking=non_blocking)
+    )
+
+
+def no_limit(right):
+    return lambda lane, streams, *, steps_ahead=2: right(lane, streams, steps_ahead=10**9)
+
+
+def on_the_same_stream(right):
+    return lambda streams: nullcontext()
+
+
+def mutants_of_streams():
+    """Yield those of ``record_stream``, of events that streams wait for, and of sources."""
+    yield Mutant(
+        "memory that two streams use is free when the first is done",
+        law(check_bytes, STREAMED, "late-main"),
+        *(DeviceStreams, "keep", nothing),
+    )
+    yield Mutant("the same in a lane", lane_law, DeviceStreams, "keep", nothing)
+    yield Mutant("a source is let go of at once", lane_law, DeviceStreams, "mark", passed_at_once)
+    for case in (PREFETCHED, STREAMED, AHEAD):
+        yield Mutant(
+            f"the step does not wait for its batch, {case}",
+            law(check_bytes, case, "late-side"),
+            *(DeviceStreams, "wait", nothing),
+        )
+
+
+def mutants_of_page_locks():
+    """Yield those of slots that CUDA has locked."""
+    for check in (check_sources, check_bytes):
+        yield Mutant(
+            f"slots are free when the host is done with them, {check.__name__}",
+            law(check, STRAIGHT, "late"),
+            *(PageLocks, "fence", no_fence),
+        )
+    yield Mutant(
+        "the consumer's stream is not fenced",
+        law(check_sources, STRAIGHT, "late-main"),
+        *(CudaLockDriver, "note_consumer", nothing),
+    )
+    yield Mutant(
+        "memory is unlocked while it is copied",
+        law(check_sources, STRAIGHT, "late"),
+        *(CudaLockDriver, "unlock", unlocked_at_once),
+    )
+
+
+def mutants_that_wait():
+    """Yield those that hold up the host, or do not hold it up where they must."""
+    for case in (PREFETCHED, STREAMED, AHEAD):
+        yield Mutant(
+            f"the host waits before it sends a batch, {case}",
+            law(check_waits, case, "late-main"),
+            *(SideLane, "send", waits_for_the_device),
+        )
+        yield Mutant(
+            f"the host runs ahead without end, {case}",
+            law(check_limit, case, "late"),
+            *(SideLane, "__init__", no_limit),
+        )
+    yield Mutant(
+        "the host waits for a batch to arrive",
+        law(check_waits, PREFETCHED, "late"),
+        *(Crossing, "land", waits_for_the_device),
+    )
+    yield Mutant(
+        "copies block the host",
+        law(check_waits, PREFETCHED, "late"),
+        *(prefetch, "move", blocks),
+    )
+    yield Mutant(
+        "draws come from ordinary memory",
+        law(check_waits, STREAMED, "late"),
+        *(Draws, "to", sends_from_ordinary_memory),
+    )
+    yield Mutant(
+        "measuring waits for the device",
+        law(check_waits, STREAMED, "late"),
+        *(CudaClock, "ready", waits_for_the_mark),
+    )
+    for case in (PREFETCHED, STREAMED):
+        yield Mutant(
+            f"batches cross on the stream of the steps, {case}",
+            law(check_overlap, case, "late-main"),
+            *(DeviceStreams, "aside", on_the_same_stream),
+        )
+
+
+MUTANTS = (*mutants_of_streams(), *mutants_of_page_locks(), *mutants_that_wait())
