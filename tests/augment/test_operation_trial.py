@@ -7,7 +7,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import numpy as np
-import pytest
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
@@ -37,7 +37,7 @@ def faults(found):
     return {one.name for one in found if one.fault is not None}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "transform", "allowed"),
     [
         ("RandomGamma", lambda: A.RandomGamma(p=0.01), 0),

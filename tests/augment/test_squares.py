@@ -8,6 +8,7 @@ import albumentations as A
 import numpy as np
 import pytest
 from augment.test_dataset_styles import Reading, assert_left_over_and_the_same
+from misses import each
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -39,13 +40,13 @@ def of(images, turns, *, mask=False):
 
 
 @pytest.mark.cases(8)
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("turns", TURNS)
+@each("mask", [False, True])
+@each("turns", TURNS)
 def test_squares_are_turned_on_the_device(turns, mask):
     assert_left_over_and_the_same(of(SQUARE, TURNS[turns], mask=mask))
 
 
-@pytest.mark.parametrize("turns", TURNS)
+@each("turns", TURNS)
 def test_other_images_are_right_too(turns):
     assert_left_over_and_the_same(of(WIDE, TURNS[turns]), batch_size=1)
 
@@ -71,7 +72,7 @@ def _plan(turns):
     return as_batch_transform(A.Compose([*turns, A.Normalize(), A.ToTensorV2()])).plan.placements
 
 
-@pytest.mark.parametrize(("images", "left"), [(SQUARE, True), (WIDE, False)])
+@each(("images", "left"), [(SQUARE, True), (WIDE, False)])
 def test_a_pipeline_of_the_loader_leaves_over_what_keeps_the_shape(images, left):
     compose = A.Compose([A.Transpose(p=1), A.Normalize(), A.ToTensorV2()])
     transform = as_batch_transform(compose)
