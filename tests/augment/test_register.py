@@ -186,7 +186,7 @@ class Images(Dataset):
 
 
 @pytest.mark.cases(1)
-@each(("workers", "context"), [(0, None), (2, "fork"), (2, "spawn"), (1, "forkserver")])
+@each(("workers", "context"), [(0, None), (2, "spawn"), (2, "fork"), (1, "forkserver")])
 def test_a_registered_form_reaches_the_workers_however_they_start(
     registered, workers, context
 ) -> None:
