@@ -10,16 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from thoroughness import left_out, longest_first
+from thoroughness import choose_examples, left_out, longest_first
 from torch.utils.data import BatchSampler, DataLoader
 from virtual_time import PatientClock, virtual_time
 
-# A failure in CI has to come back on the next run; new examples are looked for on developers'
-# machines.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+choose_examples()
 
 # Albumentations asks the network for its newest version at import unless this is set.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -31,8 +26,10 @@ multiprocessing.set_forkserver_preload(
 
 # Without a GPU the Triton kernels are tested in Triton's interpreter, which has to be asked for
 # before anybody imports Triton.
+collect_ignore = []
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    collect_ignore = ["gpu"]
 
 
 @pytest.fixture(autouse=True)

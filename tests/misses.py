@@ -11,7 +11,7 @@ import itertools
 import linecache
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ class Misses:
     def __init__(self) -> None:
         self.cases = 0
         self._told: list[tuple[str, str]] = []
+        self._skipped: list[str] = []
 
     @contextmanager
     def case(self, *what: object) -> Iterator[None]:
@@ -34,6 +35,8 @@ class Misses:
         self.cases += 1
         try:
             yield
+        except pytest.skip.Exception as reason:
+            self._skipped.append(str(reason))
         except (Exception, pytest.fail.Exception) as error:
             self._told.append((" ".join(str(one) for one in what), _told(error)))
 
@@ -47,9 +50,13 @@ class Misses:
         return self
 
     def __exit__(self, kind: object, error: object, where: object) -> None:
-        if error is None and not self.cases:
+        if error is not None:
+            return
+        if not self.cases:
             pytest.fail("There was no case.")
-        if error is None and self._told:
+        if len(self._skipped) == self.cases:
+            pytest.skip(self._skipped[0])
+        if self._told:
             shown = [f"{what or 'a case'}: {told}" for what, told in self._told[:SHOWN]]
             shown += [what for what, _ in self._told[SHOWN:]]
             pytest.fail(
@@ -64,9 +71,13 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Any],
     run takes only ``n`` of them, spread evenly. Fixtures are set up once, for all cases.
     """
     found = tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
-    rows = [
-        dict(zip(found, value if len(found) > 1 else (value,), strict=True)) for value in values
-    ]
+    rows = []
+    for value in values:
+        parts = value if len(found) > 1 else (value,)
+        if isinstance(value, type(pytest.param())):
+            assert not value.marks, f"{value}: mark the test itself"
+            parts = value.values
+        rows.append(dict(zip(found, parts, strict=True)))
 
     def decorate(function: Any) -> Any:
         inner, grid = getattr(function, "grid", (function, ()))
@@ -76,10 +87,11 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Any],
         def loop(**fixtures: Any) -> None:
             cases = list(itertools.product(*grid))
             with Misses() as misses:
-                for parts in _spread(cases, None if LONG else _most(loop)):
+                for number, parts in enumerate(_spread(cases, None if LONG else _most(loop))):
                     case = {name: value for part in parts for name, value in part.items()}
-                    with misses.case(*(f"{name}={_word(one)}" for name, one in case.items())):
-                        inner(**case, **fixtures)
+                    words = (f"{name}={_word(one)}" for name, one in case.items())
+                    with misses.case(*words), _own(fixtures, number) as given:
+                        inner(**case, **given)
 
         loop.grid = inner, grid  # type: ignore[attr-defined]
         signature = inspect.signature(function)
@@ -89,6 +101,19 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Any],
         return loop
 
     return decorate
+
+
+@contextmanager
+def _own(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    """Return the fixtures of one case."""
+    given = dict(fixtures)
+    if "tmp_path" in given:
+        given["tmp_path"] = given["tmp_path"] / f"case {number}"
+        given["tmp_path"].mkdir()
+    with ExitStack() as ends:
+        if "monkeypatch" in given:
+            given["monkeypatch"] = ends.enter_context(given["monkeypatch"].context())
+        yield given
 
 
 def _most(function: Any) -> int | None:

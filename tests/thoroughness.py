@@ -4,6 +4,10 @@ Tests marked ``slow`` are left out of a short run, and of the cases of a test ma
 only ``n`` are in it, spread evenly over all. Tests marked ``realtime`` run with
 ``make test-realtime`` only, on a machine with nothing else to do, and those marked ``mutant`` with
 ``make test-mutants``.
+
+Hypothesis draws the same examples in each short run, keeps none, and shows a failing one as it was
+drawn: how long it takes to shrink one has no limit. ``pytest --hypothesis-profile=shrink`` shrinks
+it. A long run draws other examples each time, and shrinks them.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 
 LONG = os.environ.get("TEST_LONG") == "1"
 REALTIME = os.environ.get("TEST_REALTIME") == "1"
@@ -37,6 +41,18 @@ LONGEST = (
 )
 """Files that take longest, many of them in programs of their own. They come first where files are
 shared out to several processes: one that comes last leaves all others idle."""
+
+
+def choose_examples() -> None:
+    """Tell Hypothesis which examples to draw, before any test is imported."""
+    # How fast a machine draws them says nothing about the code.
+    untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("long", untimed)
+    settings.register_profile("shrink", untimed, derandomize=True, database=None)
+    settings.register_profile(
+        "short", settings.get_profile("shrink"), phases=[Phase.explicit, Phase.generate]
+    )
+    settings.load_profile("long" if LONG else "short")
 
 
 def max_examples(count: int, **how: Any) -> settings:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import albumentations as A
 import numpy as np
-import pytest
+from misses import each
 
 import lightning_fastdata
 from lightning_fastdata.augment.record import tape
@@ -38,7 +38,7 @@ def test_a_transform_calls_what_it_has_for_the_key():
     assert np.array_equal(flip(image=image)["image"], image[:, ::-1])
 
 
-@pytest.mark.parametrize("name", OF_A_TRANSFORM)
+@each("name", OF_A_TRANSFORM)
 def test_a_transform_runs_through_the_method(name):
     called = []
     pipeline = A.Compose([A.RandomCrop(2, 2, p=1)])

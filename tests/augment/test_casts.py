@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import albumentations as A
 import numpy as np
-import pytest
 from augment.batches import in_worker, on_device, pipeline
 from augment.parity import extremes, parity, photographs
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
@@ -21,16 +21,16 @@ def own(kind):
     return A.Normalize(normalization=kind, p=1)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 5])
-@pytest.mark.parametrize("kind", OWN)
+@each("channels", [1, 3, 5])
+@each("kind", OWN)
 def test_images_normalized_by_themselves_equal_albumentations(kind, channels):
     near = 1e-12 if DOUBLES else 1e-5
     for images in (photographs(61, 74, channels), extremes(9, 7, channels)):
         assert parity(own(kind), images, seeds=[0]).largest <= near
 
 
-@pytest.mark.parametrize("channels", [1, 3, 5])
-@pytest.mark.parametrize("kind", OWN)
+@each("channels", [1, 3, 5])
+@each("kind", OWN)
 def test_float_images_normalized_by_themselves_agree(kind, channels):
     images = photographs(61, 74, channels, np.float32)
     assert parity(own(kind), images, seeds=[0]).largest <= 1e-4
@@ -48,7 +48,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@each("name", PIPELINES)
 def test_pipelines_that_change_the_dtype_yield_what_albumentations_yields(name):
     gray = name.startswith("gray")
     images = photographs(48, 40)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import albumentations as A
 import cv2
 import numpy as np
-import pytest
 import torch
 from augment.batches import in_worker, keys, on_device
 from augment.parity import photographs
+from misses import each
 
 from lightning_fastdata.augment.ops.positions.cells import (
     CELLS,
@@ -105,16 +105,16 @@ def expected(interpolation, projective):
     return np.array(BY_OPENCV_4[interpolation, projective].split(), int).reshape(HEIGHT, WIDTH)
 
 
-@pytest.mark.parametrize("projective", [False, True])
-@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR, CUBIC])
+@each("projective", [False, True])
+@each("interpolation", [NEAREST, LINEAR, CUBIC])
 def test_warps_of_bytes_are_those_of_opencv_4(interpolation, projective):
     matrix = PROJECTIVE if projective else AFFINE
     got = warped(picture(), matrix, interpolation, projective=projective)
     np.testing.assert_array_equal(got, expected(interpolation, projective))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int16, np.uint16])
-@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR])
+@each("dtype", [np.float32, np.int16, np.uint16])
+@each("interpolation", [NEAREST, LINEAR])
 def test_warps_of_other_dtypes_are_the_same_but_for_rounding(interpolation, dtype):
     got = warped(picture(dtype), AFFINE, interpolation, projective=False)
     assert got.dtype == dtype
@@ -129,8 +129,8 @@ def test_any_opencv_is_at_most_a_few_levels_from_it():
     assert gap.max() <= (0 if opencv_major() < 5 else 16)  # neighbours differ by up to 255 here
 
 
-@pytest.mark.parametrize("interpolation", [LINEAR, CUBIC])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@each("interpolation", [LINEAR, CUBIC])
+@each("dtype", [torch.uint8, torch.float32])
 def test_an_even_image_stays_even_at_every_part_of_a_pixel(interpolation, dtype):
     images = torch.full((1, 6, 6, 1), 201).to(dtype)
     part = torch.arange(CELLS) + 2 * CELLS
@@ -177,7 +177,7 @@ def test_a_kernel_takes_warps_of_masks_only_where_opencv_reads_as_it_does():
         assert not takes(run, torch.zeros(3, 48, 48, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("fill", ["random", "random_uniform"])
+@each("fill", ["random", "random_uniform"])
 def test_holes_of_random_colours_are_in_no_run_of_a_kernel(fill):
     holes = A.CoarseDropout(fill=fill, p=1)
     for transforms in ([A.InvertImg(p=1), holes], [A.InvertImg(p=1), A.Normalize(), holes]):

@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 import pytest
 from augment.parity import photographs
+from misses import each
 
 from benchmarks.parity import (
     both_ways,
@@ -58,9 +59,9 @@ def sample(name, arguments, channels, dtype):
 
 @pytest.mark.cases(49)
 @pytest.mark.filterwarnings("ignore:This augmenter is very slow", "ignore:The image is already")
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("channels", [1, 3, 4, 5])
-@pytest.mark.parametrize(("name", "arguments"), CASES)
+@each("dtype", [np.uint8, np.float32])
+@each("channels", [1, 3, 4, 5])
+@each(("name", "arguments"), CASES)
 def test_no_number_of_channels_is_wrong_silently(name, arguments, channels, dtype):
     transform, images = sample(name, arguments, channels, dtype)
     if name in REFUSED_BY_ALBUMENTATIONS[channels]:

@@ -13,6 +13,7 @@ from augment.batches import BOXES, boxed, keys, pipeline
 from conformance.pieces import Pixels, make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 from torch import nn
 from torch.utils.data import Dataset, default_collate
@@ -81,7 +82,7 @@ def by_albumentations(transform, samples, seed):
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("name", list(EXACT))
+@each("name", list(EXACT))
 @max_examples(8)
 @given(
     sizes=st.lists(st.sampled_from([USUAL, USUAL, *ODD]), min_size=1, max_size=6),
@@ -152,7 +153,7 @@ def test_boxes_and_points_are_albumentations_own():
     assert moved > 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("expected", "transforms"),
     [
         ("d d", [A.RandomResizedCrop((26, 24)), H()]),
@@ -263,7 +264,7 @@ class Keeps(Pixels):
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("odd", [0, 1, 2, 39])
+@each("odd", [0, 1, 2, 39])
 def test_a_training_gets_the_same_images_whether_an_odd_one_was_seen_before_or_not(tmp_path, odd):
     found = {}
     for place in ("gpu", "cpu"):

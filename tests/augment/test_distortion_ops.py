@@ -6,6 +6,7 @@ import albumentations as A
 import numpy as np
 import pytest
 from augment.parity import both, parity, photographs
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.bounds import fields, opencv_major
@@ -42,15 +43,15 @@ def pictures(name, channels=3, dtype=np.uint8):
 
 
 @pytest.mark.cases(19)
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("name", WARPS)
+@each("channels", [1, 3, 4])
+@each("name", WARPS)
 def test_distortions_are_at_most_one_level_off_on_photographs(name, channels):
     found = parity(WARPS[name], pictures(name, channels), seeds=range(2))
     assert found.largest <= (0 if name.startswith("grid") else fields().largest)
     assert found.exact >= 0.999
 
 
-@pytest.mark.parametrize("name", WARPS)
+@each("name", WARPS)
 def test_distortions_of_float_images_agree_to_a_small_part_of_a_level(name):
     found = parity(WARPS[name], pictures(name, dtype=np.float32), seeds=[3])
     # Wherever the fill is far from [0, 1], so is its edge with the image.
@@ -59,8 +60,8 @@ def test_distortions_of_float_images_agree_to_a_small_part_of_a_level(name):
 
 
 @pytest.mark.cases(20)
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("name", WARPS)
+@each("dtype", [np.uint8, np.float32])
+@each("name", WARPS)
 def test_masks_take_the_field_of_their_image(name, dtype):
     images = pictures(name)
     masks = [(photo[..., 0] // 16).astype(dtype) for photo in images]
@@ -70,8 +71,8 @@ def test_masks_take_the_field_of_their_image(name, dtype):
         assert (got == want).mean() >= (1 if name.startswith("grid") else 0.999)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (2, 3)])
-@pytest.mark.parametrize("name", ["lens", "fisheye", "spline", "piecewise"])
+@each("shape", [(1, 1), (1, 9), (9, 1), (2, 3)])
+@each("name", ["lens", "fisheye", "spline", "piecewise"])
 def test_tiny_images_are_no_special_case(name, shape):
     assert parity(WARPS[name], photographs(*shape)).largest <= 1
 
@@ -87,14 +88,13 @@ def test_any_number_of_nodes_is_one_launch():
     assert shapes == {(20, 4)}
 
 
-@pytest.mark.parametrize(
+@each(
     "transform",
     [
         A.GridDistortion(interpolation=4, p=1),
         A.OpticalDistortion(mask_interpolation=4, p=1),
         A.ThinPlateSpline(interpolation=3, p=1),
     ],
-    ids=lambda transform: type(transform).__name__,
 )
 def test_other_interpolations_are_declined_before_anything_is_drawn(transform):
     image = photographs(40, 50)[0]
@@ -108,8 +108,8 @@ def test_other_interpolations_are_declined_before_anything_is_drawn(transform):
     assert op.encode(transform, transform.params, image.shape, image.dtype) is None
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4, 7])
-@pytest.mark.parametrize("grid", [(3, 3), (1, 4), (5, 2), (13, 17)])
+@each("channels", [1, 3, 4, 7])
+@each("grid", [(3, 3), (1, 4), (5, 2), (13, 17)])
 def test_shuffled_tiles_equal_albumentations(grid, channels):
     transform = A.RandomGridShuffle(grid, p=1)
     photos = photographs(131, 170, channels)

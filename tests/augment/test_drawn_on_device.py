@@ -11,6 +11,7 @@ import pytest
 import torch
 from augment.batches import BOXES, boxed, in_worker, keys, on_device, pipeline
 from augment.parity import photographs
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
@@ -56,7 +57,7 @@ def samples(size=(32, 41), channels=3):
     return [item | {"mask": item["image"][..., 0] // 16} for item in items]
 
 
-@pytest.mark.parametrize("name", SAME_PIXELS)
+@each("name", SAME_PIXELS)
 def test_pixels_are_albumentations_own_whether_or_not_a_later_operation_needs_them(name):
     # Image compression has no device form, so half of the samples are done in the worker.
     transform = pipeline(SAME_PIXELS[name], A.ImageCompression(quality_range=(100, 100), p=0.5))
@@ -70,7 +71,7 @@ def test_pixels_are_albumentations_own_whether_or_not_a_later_operation_needs_th
         assert (batch["mask"][index].numpy() == one["mask"]).mean() > 0.999
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_a_sample_is_the_same_whether_or_not_a_later_operation_needs_its_pixels(name):
     if name in {"holes", "iso", "shot"}:
         pytest.skip("Albumentations carries these out when their pixels are needed in the worker")
@@ -82,7 +83,7 @@ def test_a_sample_is_the_same_whether_or_not_a_later_operation_needs_its_pixels(
     assert apart.max() <= (0 if name not in {"grid"} else 1)
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_a_sample_depends_on_its_key_alone(name):
     transform, items = pipeline(ALL[name]), samples()
     together, _ = on_device(transform, items)
@@ -121,7 +122,7 @@ def test_in_a_mixed_batch_each_sample_takes_what_it_drew_and_nothing_else():
             np.testing.assert_array_equal(batch["image"][index].numpy(), item["image"])
 
 
-@pytest.mark.parametrize("name", ["grid", "lens", "fisheye", "spline", "piecewise", "tiles"])
+@each("name", ["grid", "lens", "fisheye", "spline", "piecewise", "tiles"])
 def test_boxes_and_keypoints_are_albumentations_own(name):
     transform = pipeline(SAME_PIXELS[name], A.HorizontalFlip(), **BOXES)
     items = [boxed(item, 32, 41) for item in samples()]
@@ -132,7 +133,7 @@ def test_boxes_and_keypoints_are_albumentations_own(name):
             np.testing.assert_array_equal(rest[index][field], one[field])
 
 
-@pytest.mark.parametrize("name", SAME_LAW)
+@each("name", SAME_LAW)
 def test_the_same_operation_again_draws_again(name):
     compose = A.Compose([copy.deepcopy(SAME_LAW[name]) for _ in range(5)])
     recorder = Recorder(compose, analyse(compose, DEVICE_OPS), DEVICE_OPS)
@@ -142,7 +143,7 @@ def test_the_same_operation_again_draws_again(name):
     assert len(seeds) == 5
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_two_images_of_a_sample_share_what_was_drawn(name):
     compose = pipeline(ALL[name], additional_targets={"other": "image"})
     items = [item | {"other": item["image"].copy()} for item in samples()]
@@ -150,7 +151,7 @@ def test_two_images_of_a_sample_share_what_was_drawn(name):
     assert torch.equal(batch["image"], batch["other"])
 
 
-@pytest.mark.parametrize("name", ["grid", "lens", "piecewise", "elastic", "lost"])
+@each("name", ["grid", "lens", "piecewise", "elastic", "lost"])
 def test_lists_of_masks_are_moved_in_the_worker_as_their_image_is_on_the_device(name):
     transform = pipeline(A.RandomCrop(30, 33), ALL[name], A.HorizontalFlip())
     items = [item | {"masks": [item["mask"], item["mask"] // 2]} for item in samples()]
@@ -176,21 +177,21 @@ def test_with_same_pixels_nothing_is_drawn_on_the_device():
         assert pipeline(transform, same_pixels=True).plan.placements[0].where == "device"
 
 
-@pytest.mark.parametrize("name", SAME_LAW)
+@each("name", SAME_LAW)
 def test_the_plan_says_that_the_device_draws(name):
     for rest in ([], [A.ImageCompression(p=0.5)]):
         why = pipeline(SAME_LAW[name], *rest).plan.placements[0].why
         assert why.endswith("draws numbers for every pixel there")
 
 
-@pytest.mark.parametrize("name", ["gauss", "iso"])
+@each("name", ["gauss", "iso"])
 def test_noise_behind_normalize_stays_in_the_worker(name):
     transform = pipeline(A.Normalize((0, 0, 0), (1, 1, 1)), ALL[name], A.ToTensorV2())
     # Its device form keeps to [0, 1], which other means and deviations leave.
     assert [place.where for place in transform.plan.placements][:2] == ["worker", "worker"]
 
 
-@pytest.mark.parametrize("name", ["lost", "elastic", "lens"])
+@each("name", ["lost", "elastic", "lens"])
 def test_operations_behind_normalize_take_floats(name):
     transform = pipeline(A.Normalize((0, 0, 0), (1, 1, 1)), ALL[name], A.ToTensorV2())
     assert all(place.where == "device" for place in transform.plan.placements)
@@ -199,7 +200,7 @@ def test_operations_behind_normalize_take_floats(name):
     assert 0 <= batch["image"].min() <= batch["image"].max() <= 1
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_batches_of_any_layout_and_gray_images_will_do(name):
     turned = pipeline(A.Transpose(p=1), ALL[name])
     straight = pipeline(A.NoOp(p=1), ALL[name])
@@ -216,7 +217,7 @@ def test_batches_of_any_layout_and_gray_images_will_do(name):
 
 
 @pytest.mark.cases(13)
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_no_operation_waits_for_a_value_of_the_device(name):
     """Tensors without values would raise where the host asked for one."""
     compose = A.Compose([ALL[name]])
@@ -239,7 +240,7 @@ def test_no_operation_waits_for_a_value_of_the_device(name):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_a_gpu_gives_the_pixels_of_the_cpu(name):
     transform = pipeline(ALL[name])
     part = transform.in_worker(on_device=True)
@@ -261,8 +262,8 @@ def test_a_gpu_gives_the_pixels_of_the_cpu(name):
         assert apart.max() <= 1
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1)])
-@pytest.mark.parametrize("name", [name for name in ALL if name not in {"grid", "tiles"}])
+@each("size", [(1, 1), (1, 9), (9, 1)])
+@each("name", [name for name in ALL if name not in {"grid", "tiles"}])
 def test_tiny_images_are_no_special_case(name, size):
     batch, _ = on_device(pipeline(ALL[name]), samples(size))
     assert batch["image"].shape == (3, *size, 3)

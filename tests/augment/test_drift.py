@@ -6,8 +6,8 @@ import copy
 import json
 from pathlib import Path
 
-import pytest
 from augment.albumentations_surface import changes, surface
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.trial import CHECKED_VERSION
@@ -37,7 +37,7 @@ def test_every_device_form_belongs_to_a_transform_that_was_written_down():
     assert not [name for name in DEVICE_OPS if GOLDEN["transforms"][name]["overrides"]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "told"),
     [
         (lambda all_: all_.pop("Blur"), "Blur: is gone"),

@@ -3,11 +3,11 @@ from __future__ import annotations
 import albumentations as A
 import cv2
 import numpy as np
-import pytest
 import torch
 from albumentations.augmentations.geometric import functional
 from augment.batches import BOXES, boxed, in_worker, on_device, pipeline
 from augment.parity import photographs
+from misses import each
 from scipy import stats
 
 from lightning_fastdata.augment.ops.positions.distortion import displacements, smoothing
@@ -15,8 +15,8 @@ from lightning_fastdata.augment.ops.positions.distortion import displacements, s
 SIZE = (61, 74)
 
 
-@pytest.mark.parametrize("length", [1, 2, 9, 64])
-@pytest.mark.parametrize("sigma", [1.0, 3.7, 50.0])
+@each("length", [1, 2, 9, 64])
+@each("sigma", [1.0, 3.7, 50.0])
 def test_smoothing_is_opencvs_gaussian(length, sigma):
     noise = np.random.default_rng(0).normal(size=(length, 33)).astype(np.float32)
     radius = round(sigma * 8 + 1) // 2
@@ -51,8 +51,8 @@ def fields(count, noise="gaussian", same=False, approximate=False, sigma=4.0):
     return np.stack(want).astype(np.float64), got.double().numpy()
 
 
-@pytest.mark.parametrize("approximate", [False, True])
-@pytest.mark.parametrize("noise", ["gaussian", "uniform"])
+@each("approximate", [False, True])
+@each("noise", ["gaussian", "uniform"])
 def test_fields_have_the_law_and_the_smoothness_of_albumentations(noise, approximate):
     want, got = fields(40, noise, approximate=approximate)
     np.testing.assert_allclose(got.std(), want.std(), rtol=0.04)
@@ -82,7 +82,7 @@ def test_both_directions_are_independent_unless_they_are_to_be_one():
             assert (together[0] > 0.999) if same else (abs(together[0]) < 0.2)
 
 
-@pytest.mark.parametrize("interpolation", [0, 1])
+@each("interpolation", [0, 1])
 def test_a_mask_moves_with_its_image(interpolation):
     photos = photographs(61, 74)
     items = [{"image": photo, "mask": photo[..., 0].copy()} for photo in photos]

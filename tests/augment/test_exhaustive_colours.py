@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.colors.spaces import (
@@ -71,7 +72,7 @@ EXACT = {
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("name", EXACT)
+@each("name", EXACT)
 def test_a_conversion_equals_opencv_for_every_colour(name):
     assert compare(*EXACT[name]) == (0, 0)
 
@@ -113,7 +114,7 @@ OPERATIONS = {
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", OPERATIONS)
+@each("name", OPERATIONS)
 def test_an_operation_is_as_close_as_it_is_said_to_be_for_every_colour(name):
     transform, most, share = OPERATIONS[name]
     largest, unequal = compare(*drawn(transform))

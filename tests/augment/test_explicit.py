@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -131,7 +132,7 @@ PIPELINE = A.Compose(
 )
 
 
-@pytest.mark.parametrize("form", ["dict", "tuple", "named", "bare"])
+@each("form", ["dict", "tuple", "named", "bare"])
 def test_a_batch_of_any_structure_gets_the_draws_at_its_place(form) -> None:
     labels = torch.arange(COUNT)
     batch, options, place = {
@@ -167,7 +168,7 @@ def test_additional_images_and_masks_of_a_dict_ride_along() -> None:
             same(done[name], expected[name])
 
 
-@pytest.mark.parametrize("masks", [DEPTH, DEPTH[..., None].repeat(1, 1, 1, 2), MASKS])
+@each("masks", [DEPTH, DEPTH[..., None].repeat(1, 1, 1, 2), MASKS])
 def test_replay_gives_other_tensors_the_same_draws(masks) -> None:
     aug = explicit(PIPELINE)
     draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
@@ -179,7 +180,7 @@ def test_replay_gives_other_tensors_the_same_draws(masks) -> None:
     same(aug.replay(draws, masks=masks), moved)
 
 
-@pytest.mark.parametrize("transpose", [False, True])
+@each("transpose", [False, True])
 def test_masks_with_channels_keep_their_layout_unless_the_pipeline_turns_them(transpose) -> None:
     compose = A.Compose([A.VerticalFlip(p=0.5), A.ToTensorV2(transpose_mask=transpose)])
     masks = torch.stack([MASKS, MASKS * 2], -1)
@@ -193,8 +194,8 @@ def test_masks_with_channels_keep_their_layout_unless_the_pipeline_turns_them(tr
         same(aug.replay(draws, masks=given_masks), turned)
 
 
-@pytest.mark.parametrize("channels", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@each("channels", [1, 4])
+@each("dtype", [torch.uint8, torch.float32])
 def test_draws_are_for_the_channels_and_dtype_that_were_asked_for(channels, dtype) -> None:
     compose = A.Compose([A.HorizontalFlip(), A.InvertImg(p=0.5), A.RandomCrop(16, 16)])
     images = IMAGES[..., :1].repeat(1, 1, 1, channels)
@@ -276,7 +277,7 @@ NEEDS_PIXELS = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDS_PIXELS)
+@each("name", NEEDS_PIXELS)
 def test_what_needs_pixels_is_named_before_it_is_drawn_and_runs_on_images(name) -> None:
     compose = A.Compose([A.HorizontalFlip(), NEEDS_PIXELS[name], A.VerticalFlip(p=0.5)])
     with pytest.raises(TransformError, match=name):
@@ -347,7 +348,7 @@ def test_describe_lists_what_each_sample_drew_and_nothing_else() -> None:
         draws.describe(COUNT)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tensors", "message"),
     [
         ({"images": IMAGES[:3]}, "drawn for 5 samples of 20 x 28"),
@@ -364,16 +365,14 @@ def test_tensors_of_another_form_than_was_drawn_for_are_refused(tensors, message
         aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), **tensors)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"n": 0}, {"size": (0, 4)}, {"channels": 0}, {"dtype": torch.int64}]
-)
+@each("wrong", [{"n": 0}, {"size": (0, 4)}, {"channels": 0}, {"dtype": torch.int64}])
 def test_draws_for_no_images_are_refused(wrong) -> None:
     aug = explicit(PIPELINE)
     with pytest.raises(OptionsError, match=r"n is 0|size is|dtype is"):
         aug.draw(**{"n": 2, "size": (HEIGHT, WIDTH), **wrong})
 
 
-@pytest.mark.parametrize("wrong", [torch.nn.Identity(), A.Compose, None])
+@each("wrong", [torch.nn.Identity(), A.Compose, None])
 def test_what_is_no_pipeline_is_refused(wrong) -> None:
     with pytest.raises(TransformError, match="no albumentations pipeline"):
         explicit(wrong)

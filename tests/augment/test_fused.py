@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -149,7 +150,7 @@ def tape_of(name, transform, params, shape, leaf=0):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("size", [(20, 30), (64, 70), (41, 50), (1, 1)])
+@each("size", [(20, 30), (64, 70), (41, 50), (1, 1)])
 def test_a_resize_before_the_pixels_reads_the_same_bytes(size):
     images = photographs(5)
     shape = images[0].shape
@@ -199,7 +200,7 @@ def test_a_crop_before_the_pixels_reads_the_same_bytes():
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("contrast", [0.0, 1.0, 3.0])
+@each("contrast", [0.0, 1.0, 3.0])
 def test_contrast_takes_the_mean_of_what_came_before_it(contrast):
     jitter = A.ColorJitter(**{**JITTER, "contrast": (contrast, contrast)}, p=1)
     program = check([A.RandomGamma(p=0.5), jitter], count=8)
@@ -225,9 +226,7 @@ def test_no_run_begins_where_images_are_no_bytes():
     assert [(run.first, run.last) for run in program.runs] == [(0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "channels"), [(torch.float32, 3), (torch.uint8, 1), (torch.uint8, 4)]
-)
+@each(("dtype", "channels"), [(torch.float32, 3), (torch.uint8, 1), (torch.uint8, 4)])
 def test_other_images_take_one_step_after_the_other(dtype, channels):
     assert not is_fusible(torch.zeros(2, 8, 8, channels, dtype=dtype))
     assert is_fusible(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))

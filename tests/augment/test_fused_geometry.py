@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from augment.test_fused import DEVICE, both_ways, check, photographs, prepared, tape_of
+from misses import each
 from thoroughness import LONG, some
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -74,7 +75,7 @@ FILTERS = {
 
 # The narrowest images meet each border once; what differs between the warps is their matrix.
 @pytest.mark.cases(4)
-@pytest.mark.parametrize(
+@each(
     ("name", "size"),
     [
         (name, size)
@@ -90,7 +91,7 @@ def test_a_warp_is_read_as_the_operation_does(name, size):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
+@each(
     ("name", "size"),
     [(name, (15, 13)) for name in FILTERS] + [(name, (1, 9)) for name in some(FILTERS, 3)],
 )
@@ -120,7 +121,7 @@ def test_samples_with_kernels_of_any_size_share_a_launch():
 
 
 @pytest.mark.cases(4)
-@pytest.mark.parametrize("element", ["e", "r90", "r180", "r270", "t", "h", "hvt", "v"])
+@each("element", ["e", "r90", "r180", "r270", "t", "h", "hvt", "v"])
 def test_symmetries_of_the_square_compose_in_any_order(element):
     shape = (9, 9, 3)
     holes = {"holes": [(1, 2, 4, 9)], "seed": 0}
@@ -183,16 +184,16 @@ def test_a_warp_sees_what_came_before_it():
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("mode", BORDERS.values())
+@each("mode", BORDERS.values())
 def test_padding_is_read_by_the_run(mode):
     program = check([A.Pad((3, 9), border_mode=mode, fill=(1, 2, 300), p=1), A.ToGray()], count=3)
     assert [run.reading.geometry for run in program.runs] == ["window"]
 
 
 @pytest.mark.cases(5)
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("ends", [[A.Normalize()], [A.ToFloat(max_value=7)], []])
+@each("channels_last", [False, True])
+@each("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
+@each("ends", [[A.Normalize()], [A.ToFloat(max_value=7)], []])
 def test_the_kernel_writes_the_form_that_torch_would_convert_to(ends, dtype, channels_last):
     batch, draws = prepared([A.HorizontalFlip(), *ends, A.ToTensorV2()], photographs(5, 11, 7))
     program = draws.programs["image"]

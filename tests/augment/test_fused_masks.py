@@ -13,6 +13,7 @@ from augment.batches import keys
 from augment.test_fused import DEVICE, photographs
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -114,7 +115,7 @@ def test_masks_of_a_usual_pipeline_take_a_launch_for_each_geometry():
     assert masks.shape == (16, 8, 8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@each("dtype", [torch.bool, torch.float32])
 def test_other_masks_take_one_step_after_the_other(dtype):
     assert not is_movable(torch.zeros(2, 8, 8, dtype=dtype))
     assert is_movable(torch.zeros(2, 8, 8, dtype=torch.int64))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from augment.batches import keys
 from augment.test_pipelines import ALL, samples
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay.program import launches
@@ -148,7 +149,7 @@ def many(size=None, count=BATCH):
     return [{"image": rng.integers(0, 256, (*one, 3), dtype=np.uint8)} for one in sizes]
 
 
-@pytest.mark.parametrize("name", USUAL)
+@each("name", USUAL)
 def test_a_usual_pipeline_takes_at_most_five_launches(name):
     transforms, expected = USUAL[name]
     images, draws = drawn(A.Compose(transforms), many())
@@ -160,7 +161,7 @@ def test_a_usual_pipeline_takes_at_most_five_launches(name):
 
 
 @pytest.mark.cases(26)
-@pytest.mark.parametrize("name", AT_MOST)
+@each("name", AT_MOST)
 def test_a_real_pipeline_takes_no_more_launches_than_it_did(name):
     recipe = ALL[name]
     given = list(itertools.islice(itertools.cycle(samples(recipe)), BATCH))
@@ -177,7 +178,7 @@ def test_a_step_of_torch_counts_its_parts():
     assert launches(program) == sum(parts) + 1
 
 
-@pytest.mark.parametrize("name", USUAL)
+@each("name", USUAL)
 def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
     """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
     images, draws = drawn(A.Compose(USUAL[name][0]), many())
@@ -216,7 +217,7 @@ def compiled_for(launch):
 KERNELS = {"fused": "fused_kernel", "across": "across_kernel", "mask": "mask_kernel"}
 
 
-@pytest.mark.parametrize("name", ["imagenet", "kaggle, affine and blur"])
+@each("name", ["imagenet", "kaggle, affine and blur"])
 def test_what_is_drawn_does_not_make_a_training_wait_for_another_kernel(name):
     pytest.importorskip("triton")
     seen = {}
@@ -248,7 +249,7 @@ def test_large_images_and_many_small_ones_are_within_the_limits_of_a_grid():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", USUAL)
+@each("name", USUAL)
 def test_a_gpu_is_not_waited_for_and_makes_the_bytes_of_the_cpu(name):
     images, draws = drawn(A.Compose(USUAL[name][0]), many())
     program, batch = draws.programs["image"], torch.stack(images)

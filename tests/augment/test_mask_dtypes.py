@@ -10,6 +10,7 @@ import torch
 from augment.batches import in_worker, keys, on_device, pipeline
 from augment.oracle_cases import CASES
 from augment.parity import both, photographs
+from misses import each
 from torch.utils.data import default_collate
 
 from benchmarks.parity import make_example
@@ -58,8 +59,8 @@ def made_by_both(case, dtype, layout, **arguments):
 
 
 @pytest.mark.cases(79)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("case", MOVES, ids=lambda one: f"{one.name} {one.arguments or ''}".strip())
+@each("dtype", DTYPES)
+@each("case", MOVES)
 def test_masks_of_any_dtype_and_number_of_channels_equal_albumentations(case, dtype):
     compared = 0
     for layout in LAYOUTS:
@@ -72,11 +73,8 @@ def test_masks_of_any_dtype_and_number_of_channels_equal_albumentations(case, dt
     assert compared or dtype == np.bool_ or case.name == "Morphological"
 
 
-@pytest.mark.parametrize("fill", [7.0, 7, (7, 8, 9), (7.0,)])
-@pytest.mark.parametrize(
-    "case", [one for one in MOVES if "fill_mask" in one.axes and "border_mode" in one.axes],
-    ids=lambda one: f"{one.name} {one.arguments or ''}".strip(),
-)  # fmt: skip
+@each("fill", [7.0, 7, (7, 8, 9), (7.0,)])
+@each("case", [one for one in MOVES if {"fill_mask", "border_mode"} <= set(one.axes)])
 def test_the_border_of_masks_has_the_value_that_it_has_in_albumentations(case, fill):
     for layout in ((), (3,)):
         want, got = made_by_both(case, np.uint8, layout, fill_mask=fill, border_mode=0)
@@ -116,8 +114,8 @@ def assert_masks(got, want, dtype):
 
 
 @pytest.mark.cases(13)
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("crop", [(), (A.RandomResizedCrop((24, 24)),)], ids=["whole", "cropped"])
+@each("dtype", ALL_DTYPES)
+@each("crop", [(), (A.RandomResizedCrop((24, 24)),)])
 def test_a_mask_keeps_its_dtype_and_albumentations_values_wherever_it_is_computed(dtype, crop):
     compose, samples = moved_here_and_there(*crop), masked(dtype)
     want = albumentations_masks(compose, samples)
@@ -127,8 +125,8 @@ def test_a_mask_keeps_its_dtype_and_albumentations_values_wherever_it_is_compute
     assert_masks(on_device(transform, samples)[0]["mask"], want, dtype)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("everywhere", [False, True])
+@each("dtype", ALL_DTYPES)
+@each("everywhere", [False, True])
 def test_a_mask_of_another_loaders_batch_does_so_too(dtype, everywhere):
     compose, samples = moved_here_and_there(), masked(dtype)
     if everywhere:
@@ -140,7 +138,7 @@ def test_a_mask_of_another_loaders_batch_does_so_too(dtype, everywhere):
     assert_masks(replay_all(tensors, keys(1)[0], recorder, DEVICE_OPS)[0]["mask"], want, dtype)
 
 
-@pytest.mark.parametrize("place", [in_worker, lambda *args: on_device(*args)[1]])
+@each("place", [in_worker, lambda *args: on_device(*args)[1]])
 def test_lists_and_volumes_of_masks_keep_their_dtype(place):
     compose, samples = moved_here_and_there(), masked(np.int64)
     samples = [one | {"masks": [one["mask"], one["mask"] + 1]} for one in samples]
@@ -163,16 +161,15 @@ def test_a_mask_that_a_pipeline_gives_another_dtype_on_purpose_has_that():
 
 
 @pytest.mark.cases(31)
-@pytest.mark.parametrize("interpolation", [1, 2], ids=["linear", "cubic"])
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.float32])
-@pytest.mark.parametrize(
+@each("interpolation", [1, 2])
+@each("dtype", [np.uint8, np.uint16, np.int16, np.float32])
+@each(
     "case",
     [
         case
         for case in MOVES
         if case.name in {"Affine", "Perspective", "GridDistortion", "Resize", "RandomResizedCrop"}
     ],
-    ids=lambda one: f"{one.name} {one.arguments or ''}".strip(),
 )
 def test_masks_read_between_pixels_are_a_level_off_at_most(case, dtype, interpolation):
     for layout in LAYOUTS:

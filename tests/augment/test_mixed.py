@@ -10,6 +10,7 @@ import torch
 from augment.batches import in_worker, keys
 from augment.mixed_samples import CLASSES, IMAGES, PIPELINE, Photos, carried_out
 from augment.trainers import quiet_trainer
+from misses import each
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
@@ -75,8 +76,8 @@ def test_who_meets_whom_depends_on_who_is_there_and_not_on_the_order():
     assert torch.equal(others, labels[turned])
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict"])
-@pytest.mark.parametrize(("executor", "workers"), [("inline", 0), ("workers", 2), ("torch", 2)])
+@each("form", ["tuple", "dict"])
+@each(("executor", "workers"), [("inline", 0), ("workers", 2), ("torch", 2)])
 def test_any_loader_gives_the_same_mixed_batches(form, executor, workers):
     def batches(**how):
         loader = FastDataLoader(
@@ -99,7 +100,7 @@ def test_any_loader_gives_the_same_mixed_batches(form, executor, workers):
         assert torch.equal(label, wanted_label)
 
 
-@pytest.mark.parametrize(("executor", "workers"), [("workers", 2), ("torch", 1)])
+@each(("executor", "workers"), [("workers", 2), ("torch", 1)])
 def test_what_is_drawn_for_mixing_crosses_processes_with_the_batch(executor, workers):
     transform = mixed(PIPELINE, CutMix(), num_classes=CLASSES, repeats=2)
 
@@ -148,7 +149,7 @@ class Module(FastDataModule):
         return Photos()
 
 
-@pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
+@each("augment_on", ["cpu", "gpu"])
 def test_the_training_gets_mixed_batches_and_the_validation_does_not(augment_on, tmp_path):
     data = Module(
         4,
@@ -189,7 +190,7 @@ def test_a_pipeline_before_runs_on_batches_of_other_loaders_too():
     assert labels.shape == (3, CLASSES)
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 20, 24), (5, 20, 24, 3), (5, 20, 24)])
+@each("shape", [(5, 3, 20, 24), (5, 20, 24, 3), (5, 20, 24)])
 def test_any_layout_of_images_is_kept(shape):
     image = torch.rand(shape)
     mask = (torch.rand(5, 20, 24) * 9).long()
@@ -219,7 +220,7 @@ def test_boxes_and_their_classes_travel_with_a_mosaic():
     assert all(torch.equal(a, b) for a, b in zip(pair[1], out["boxes"], strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("steps", "said"),
     [
         ((), "There is nothing that mixes"),
@@ -233,7 +234,7 @@ def test_what_cannot_be_put_together_is_refused(steps, said):
         mixed(*steps)
 
 
-@pytest.mark.parametrize(
+@each(
     ("batch", "options", "said"),
     [
         ((torch.rand(2, 3, 8, 8), torch.arange(2)), {}, "num_classes"),

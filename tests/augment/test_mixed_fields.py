@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
+from misses import each
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_fastdata.augment.mixing import (
@@ -61,8 +62,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("seed", [0, 1])
+@each("name", WAYS)
+@each("seed", [0, 1])
 def test_boxes_are_around_what_is_painted_however_it_was_mixed(name, seed):
     batch = painted(seed)
     transform = mixed(WAYS[name], boxes="boxes", classes="kinds")
@@ -80,8 +81,8 @@ FLIP = [A.HorizontalFlip()]
 BOXES = A.BboxParams("pascal_voc", label_fields=["kinds"])
 
 
-@pytest.mark.parametrize("step", [MixUp(), CutMix(), Mosaic(), OneOfMixes(CutMix())], ids=str)
-@pytest.mark.parametrize(
+@each("step", [MixUp(), CutMix(), Mosaic(), OneOfMixes(CutMix())])
+@each(
     ("pipeline", "said"),
     [
         (A.Compose(FLIP, bbox_params=BOXES), "mixed.*boxes="),
@@ -96,7 +97,7 @@ def test_what_a_pipeline_moves_does_not_stay_behind_when_images_are_mixed(step, 
     mixed(pipeline, RandomErasing(), repeats=2)
 
 
-@pytest.mark.parametrize("name", ["boxes", "bboxes"])
+@each("name", ["boxes", "bboxes"])
 def test_boxes_that_nobody_told_of_do_not_stay_behind(name):
     batch = {"image": images(), name: painted()["boxes"]}
     with pytest.raises(BatchError, match=f"boxes='{name}'"):
@@ -114,8 +115,8 @@ def test_two_ways_to_mix_boxes_one_after_the_other():
         assert set(kinds.tolist()) == set(seen(out["image"][row]))
 
 
-@pytest.mark.parametrize("step", [Mosaic(min_visibility=0), MixUp(1.5)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
+@each("step", [Mosaic(min_visibility=0), MixUp(1.5)])
+@each("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
 def test_boxes_and_classes_keep_their_dtype_and_empty_ones_say_nothing(step, dtype):
     batch = painted()
     batch["boxes"] = [boxes.to(dtype) for boxes in batch["boxes"]]
@@ -148,7 +149,7 @@ def test_a_mosaic_of_boxes_launches_as_much_for_many_samples_as_for_few():
     assert operations(1) == operations(8)
 
 
-@pytest.mark.parametrize("step", [Mosaic(), MixUp(1.5), OneOfMixes(Mosaic(), MixUp())], ids=str)
+@each("step", [Mosaic(), MixUp(1.5), OneOfMixes(Mosaic(), MixUp())])
 def test_a_batch_without_any_box_stays_so(step):
     batch = {"image": images(), "boxes": [torch.zeros(0, 4)] * COUNT}
     out = mixed(step, boxes="boxes").apply_unprepared(batch, KEY)
@@ -182,8 +183,8 @@ def images(dtype=torch.float32):
     return photos if dtype == torch.uint8 else (photos / 255).to(dtype)
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
-@pytest.mark.parametrize("form", LABELS)
+@each("step", STEPS)
+@each("form", LABELS)
 def test_labels_of_any_form_become_the_same_shares(step, form):
     transform = mixed(step, num_classes=3)
     _, shares = transform.apply_unprepared((images(), LABELS[form]), KEY)
@@ -194,7 +195,7 @@ def test_labels_of_any_form_become_the_same_shares(step, form):
     assert not torch.equal(shares, torch.eye(3)[INDICES])
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+@each("step", STEPS)
 def test_several_labels_are_mixed_as_each_alone(step):
     batch = {"image": images(), "kind": INDICES, "colour": torch.eye(5)[INDICES + 2]}
     both = mixed(step, label=["kind", "colour"], num_classes=[3, None])
@@ -205,7 +206,7 @@ def test_several_labels_are_mixed_as_each_alone(step):
         assert torch.equal(out["image"], alone["image"])
 
 
-@pytest.mark.parametrize("counts", [[3], 3, [3, 5, 2]])
+@each("counts", [[3], 3, [3, 5, 2]])
 def test_as_many_numbers_of_classes_as_labels(counts):
     with pytest.raises(OptionsError, match="one number for each label"):
         mixed(CutMix(), label=["kind", "colour"], num_classes=counts)
@@ -226,8 +227,8 @@ def test_a_label_beyond_the_classes_is_told_where_it_is_read():
             )
 
 
-@pytest.mark.parametrize("step", [CutMix(), Mosaic(), OneOfMixes(CutMix(), Mosaic())], ids=str)
-@pytest.mark.parametrize("form", ["hw", "hwc", "chw", "float"])
+@each("step", [CutMix(), Mosaic(), OneOfMixes(CutMix(), Mosaic())])
+@each("form", ["hw", "hwc", "chw", "float"])
 def test_masks_go_where_their_pixels_go_in_any_layout(step, form):
     image = images(torch.uint8)
     mask = image[:, :2]
@@ -254,9 +255,9 @@ def test_masks_go_where_their_pixels_go_in_any_layout(step, form):
 ALL = [*STEPS, RandomErasing(p=1), RandomErasing(p=1, value="random")]
 
 
-@pytest.mark.parametrize("step", ALL, ids=str)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", ["tuple", "dict", "alone"])
+@each("step", ALL)
+@each("dtype", [torch.uint8, torch.float32, torch.float16, torch.bfloat16])
+@each("form", ["tuple", "dict", "alone"])
 def test_images_keep_their_dtype_and_memory_format(step, dtype, form):
     given = images(dtype)
     usual = one_image(step, given, form)
@@ -277,8 +278,8 @@ def one_image(step, image, form):
     return {"tuple": lambda: out[0], "dict": lambda: out["image"], "alone": lambda: out}[form]()
 
 
-@pytest.mark.parametrize("step", ALL, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("step", ALL)
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_mixed_as_full_precision_and_rounded_once(step, dtype):
     given = images(dtype)
     half, full = (

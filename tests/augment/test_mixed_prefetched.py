@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from augment.mixed_samples import CLASSES, PIPELINE, Photos
 from augment.trainers import Keeps, quiet_trainer
 from device.host_streams import HostStreams
+from misses import each
 from torch.utils.data import DataLoader
 
 from lightning_fastdata import FastDataModule, LoaderOptions, prefetch
@@ -32,8 +32,8 @@ def equal(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("workers", [0, 2])
+@each("repeats", [1, 3])
+@each("workers", [0, 2])
 def test_what_the_workers_drew_is_mixed_one_batch_ahead(repeats, workers):
     def loader(*, staged, on_device):
         return FastDataLoader(
@@ -55,7 +55,7 @@ def test_what_the_workers_drew_is_mixed_one_batch_ahead(repeats, workers):
         assert torch.equal(label, wanted_label)
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
+@each("repeats", [1, 2])
 def test_batches_of_any_loader_draw_by_epoch_and_place(repeats):
     transform = mixed(MixUp(1.0), RandomErasing(p=1), num_classes=CLASSES, repeats=repeats)
 
@@ -96,7 +96,7 @@ class OnStreams(FastDataModule):
         return HostStreams()
 
 
-@pytest.mark.parametrize("how", ["stream", "lookahead"])
+@each("how", ["stream", "lookahead"])
 def test_training_gets_the_same_mixed_batches_however_they_are_moved(how, tmp_path):
     def trained(prefetching):
         module = Keeps()

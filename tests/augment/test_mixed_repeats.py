@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from augment.mixed_samples import IMAGES, PIPELINE, Photos, carried_out
+from misses import each
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataModule, LoaderOptions
@@ -19,8 +20,8 @@ from lightning_fastdata.types import SampleKey
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("form", ["tuple", "dict"])
+@each("on_device", [True, False])
+@each("form", ["tuple", "dict"])
 def test_repeats_are_augmentations_of_the_same_sample_side_by_side(form, on_device):
     transform = mixed(PIPELINE, repeats=3)
     samples = [Photos(form=form)[index] for index in range(4)]
@@ -123,7 +124,7 @@ def boxes_of(image):
     return found
 
 
-@pytest.mark.parametrize("on_device", [True, False])
+@each("on_device", [True, False])
 def test_boxes_and_points_of_each_augmentation_are_where_its_pixels_are(on_device):
     transform = mixed(detection_pipeline(), repeats=3)
     samples = [Painted()[index] for index in range(6)]
@@ -142,7 +143,7 @@ def test_boxes_and_points_of_each_augmentation_are_where_its_pixels_are(on_devic
     assert len(counts) > 6
 
 
-@pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
+@each("executor", ["inline", "workers", "torch"])
 def test_a_collate_fn_gets_every_augmentation_as_a_sample(executor):
     pipeline = detection_pipeline(points=False)
     transform = mixed(pipeline, Mosaic(), boxes="bboxes", classes="kinds", repeats=2)
@@ -177,7 +178,7 @@ def test_a_number_of_repeats_below_one_is_refused():
         mixed(PIPELINE, repeats=0)
 
 
-@pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
+@each("augment_on", ["cpu", "gpu"])
 def test_a_data_module_gives_every_augmentation_of_a_sample(augment_on):
     module = FastDataModule.from_datasets(
         Painted(),

@@ -10,6 +10,7 @@ import torch
 from augment.parity import photographs
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from scipy import stats
 from thoroughness import max_examples
 from torchvision.transforms import v2
@@ -62,7 +63,7 @@ def test_partners_form_one_ring_that_does_not_depend_on_the_order_of_the_batch(o
     assert met == dict(zip(again.tolist(), again[partners(again, distance)].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+@each("dtype", [torch.float32, torch.uint8])
 def test_mixup_blends_as_torchvision_does(dtype):
     images = pictures().to(dtype) / 255 if dtype == torch.float32 else pictures()
     step, count = MixUp(0.7), len(images)
@@ -115,9 +116,7 @@ def test_cutmix_rectangles_have_torchvisions_distribution():
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(
-    "options", [{}, {"scale": (0.3, 0.9), "ratio": (0.1, 8.0)}, {"scale": (1.0, 1.0)}]
-)
+@each("options", [{}, {"scale": (0.3, 0.9), "ratio": (0.1, 8.0)}, {"scale": (1.0, 1.0)}])
 def test_erased_rectangles_have_torchvisions_distribution(options):
     torch.manual_seed(0)
     reference = v2.RandomErasing(p=1, **options)
@@ -138,8 +137,8 @@ def test_erased_rectangles_have_torchvisions_distribution(options):
     assert (ours[:, 1] + ours[:, 3] <= WIDTH).all()
 
 
-@pytest.mark.parametrize("value", [0.0, (1.0, 2.0, 3.0), "random"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+@each("value", [0.0, (1.0, 2.0, 3.0), "random"])
+@each("dtype", [torch.float32, torch.uint8])
 def test_only_the_rectangle_is_painted_over(value, dtype):
     images = pictures().to(dtype)
     step = RandomErasing(p=0.7, value=value)
@@ -175,8 +174,8 @@ def naive_mosaic(pixels, sources, y, x):
     return out
 
 
-@pytest.mark.parametrize("count", [1, 3, 6])
-@pytest.mark.parametrize("p", [1.0, 0.5])
+@each("count", [1, 3, 6])
+@each("p", [1.0, 0.5])
 def test_mosaics_are_four_corners_around_a_point(count, p):
     images, step = pictures()[:count], Mosaic(p=p)
     numbers, order = drawn(step, count, seed=5)
@@ -262,7 +261,7 @@ def test_each_sample_is_mixed_in_the_one_way_that_was_chosen_for_it():
 STEPS = [MixUp(), CutMix(), Mosaic(), RandomErasing(), OneOfMixes(MixUp(), CutMix())]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+@each("step", STEPS)
 def test_the_numbers_of_a_sample_belong_to_its_key_alone(step):
     first, again = (draw_numbers((step,), SampleKey(1, 2, 3)) for _ in range(2))
     assert first == again
@@ -274,7 +273,7 @@ def test_the_numbers_of_a_sample_belong_to_its_key_alone(step):
     assert (longer[: step.count()], order[:1]) == first
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+@each("step", STEPS)
 def test_the_order_of_a_batch_does_not_matter(step):
     images = pictures().float()
     numbers, order = drawn(step, 6)
@@ -287,7 +286,7 @@ def test_the_order_of_a_batch_does_not_matter(step):
     assert torch.equal(shuffled.labels, straight.labels[turned])
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+@each("step", STEPS)
 def test_no_step_asks_the_device_for_a_value(step):
     """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
     numbers, order = (one.to("meta") for one in drawn(step, 6))
@@ -297,7 +296,7 @@ def test_no_step_asks_the_device_for_a_value(step):
     assert out.labels.shape == (6, CLASSES)
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+@each("step", STEPS)
 def test_nothing_is_written_to_what_was_given(step):
     images, labels = pictures().float(), shares(6)
     before = images.clone(), labels.clone()
@@ -307,7 +306,7 @@ def test_nothing_is_written_to_what_was_given(step):
     np.testing.assert_allclose(out.labels.sum(1), np.ones(6), atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda: MixUp(0),
@@ -328,7 +327,7 @@ def test_impossible_values_are_refused_where_they_are_written(make):
         make()
 
 
-@pytest.mark.parametrize(
+@each(
     ("step", "field"),
     [(MixUp(), "mask"), (CutMix(), "boxes"), (OneOfMixes(Mosaic(), CutMix()), "boxes")],
 )

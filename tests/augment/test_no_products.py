@@ -8,6 +8,7 @@ import pytest
 import torch
 from augment.batches import on_device, pipeline
 from augment.parity import photographs
+from misses import each
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.parity import examples, make_example
@@ -39,7 +40,7 @@ OPERATIONS = [
 
 
 @pytest.mark.cases(60)
-@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+@each(("name", "arguments"), OPERATIONS)
 def test_no_operation_takes_a_matrix_product_or_convolution_of_float32(name, arguments):
     sized = {"height", "width"} & arguments.keys()
     transform = make_example(name, {**arguments, **dict.fromkeys(sized, 40)})
@@ -55,7 +56,7 @@ def test_no_operation_takes_a_matrix_product_or_convolution_of_float32(name, arg
         assert products.seen == []
 
 
-@pytest.mark.parametrize("transform", [A.ElasticTransform(p=1), A.FancyPCA(p=1)])
+@each("transform", [A.ElasticTransform(p=1), A.FancyPCA(p=1)])
 def test_pixels_do_not_depend_on_the_precision_of_matrix_products(transform):
     samples = [{"image": image} for image in photographs(48, 56)[:2]]
     wanted = on_device(pipeline(transform), samples)[0]["image"]

@@ -3,10 +3,10 @@ from __future__ import annotations
 import albumentations as A
 import cv2
 import numpy as np
-import pytest
 import torch
 from augment.batches import BOXES, boxed, flat, in_worker, on_device, pipeline
 from augment.parity import both, parity, photographs
+from misses import each
 from scipy import stats
 
 from lightning_fastdata.augment.ops.noise import poisson_below, poisson_counts
@@ -52,8 +52,8 @@ def spread(values):
     return values.std((1, 2, 3))
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("name", ADDED)
+@each("dtype", [np.uint8, np.float32])
+@each("name", ADDED)
 def test_added_noise_has_the_law_and_the_drawn_strength_of_albumentations(name, dtype):
     want, got = residuals(ADDED[name], dtype=dtype)
     assert (want != got).mean() > 0.5
@@ -71,7 +71,7 @@ def test_added_noise_has_the_law_and_the_drawn_strength_of_albumentations(name, 
     assert stats.ks_2samp(*pooled).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", ADDED)
+@each("name", ADDED)
 def test_added_noise_goes_together_where_albumentations_noise_does(name):
     want, got = residuals(ADDED[name], count=4)
 
@@ -86,15 +86,15 @@ def test_added_noise_goes_together_where_albumentations_noise_does(name):
     np.testing.assert_allclose(together(got), together(want), atol=0.05)
 
 
-@pytest.mark.parametrize("channels", [1, 4])
-@pytest.mark.parametrize("name", ["gauss", "gauss, all channels alike", "gauss, coarse", "uniform"])
+@each("channels", [1, 4])
+@each("name", ["gauss", "gauss, all channels alike", "gauss, coarse", "uniform"])
 def test_added_noise_takes_any_number_of_channels(name, channels):
     want, got = residuals(ADDED[name], channels=channels)
     np.testing.assert_allclose(spread(got), spread(want), rtol=0.2 if "coarse" in name else 0.1)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("kind", ["uniform", "gaussian", "laplace", "beta"])
+@each("channels", [1, 3, 4])
+@each("kind", ["uniform", "gaussian", "laplace", "beta"])
 def test_noise_that_is_constant_in_space_is_albumentations_own(kind, channels):
     ranges = {"uniform": {"ranges": [(-0.2, 0.2)] * channels}}
     transform = A.AdditiveNoise(kind, "constant", ranges.get(kind), p=1)
@@ -107,8 +107,8 @@ def test_no_specks_are_none():
     assert not got.any()
 
 
-@pytest.mark.parametrize("value", [0, 7.0, (3, 200, 90), None])
-@pytest.mark.parametrize("per_channel", [False, True])
+@each("value", [0, 7.0, (3, 200, 90), None])
+@each("per_channel", [False, True])
 def test_pixels_are_lost_with_their_probability_and_albumentations_value(per_channel, value):
     transform = A.PixelDropout(0.2, per_channel, value, p=1)
     want, got = residuals(transform, 8)
@@ -138,7 +138,7 @@ def test_masks_lose_pixels_of_their_own_where_they_are_asked_to():
     assert (batch["mask"] == 5).all()
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
+@each("per_channel", [False, True])
 def test_boxes_are_filtered_by_the_very_pixels_that_are_lost(per_channel):
     transform = pipeline(A.PixelDropout(0.4, per_channel, None, 7, p=1), **BOXES)
     items = [boxed({"image": photo}, 41, 57) for photo in photographs(41, 57)]
@@ -150,7 +150,7 @@ def test_boxes_are_filtered_by_the_very_pixels_that_are_lost(per_channel):
         np.testing.assert_array_equal(rest[index]["bboxes"], one["bboxes"])
 
 
-@pytest.mark.parametrize("mean", [0.0, 1e-4, 0.3, 3.0, 40.0])
+@each("mean", [0.0, 1e-4, 0.3, 3.0, 40.0])
 def test_poisson_probabilities_are_scipys(mean):
     counts = poisson_counts(mean)
     below = poisson_below(torch.tensor([mean]), counts)[0].double().numpy()
@@ -178,8 +178,8 @@ def test_brighter_grain_of_albumentations_own_numbers_gives_its_colors():
     assert (after[..., 1] >= hls[..., 1] - 1e-5).all()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("intensity", [(0.1, 0.5), (1.5, 2.5)])
+@each("dtype", [np.uint8, np.float32])
+@each("intensity", [(0.1, 0.5), (1.5, 2.5)])
 def test_grain_has_the_law_and_the_strength_of_albumentations(intensity, dtype):
     transform = A.ISONoise(intensity=intensity, p=1)
     unit = 1 if dtype == np.uint8 else 255
@@ -195,8 +195,8 @@ def test_grain_has_the_law_and_the_strength_of_albumentations(intensity, dtype):
     assert stats.ks_2samp(*map(np.concatenate, light)).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("level", [0, 3, 60, 128, 255])
-@pytest.mark.parametrize("scale", [(0.1, 0.3), (0.02, 0.05)])
+@each("level", [0, 3, 60, 128, 255])
+@each("scale", [(0.1, 0.3), (0.02, 0.05)])
 def test_shot_noise_has_the_law_of_albumentations_at_every_level(scale, level):
     want, got = residuals(A.ShotNoise(scale, p=1), 4, level=level)
     assert stats.ks_2samp(want.ravel(), got.ravel()).pvalue > 1e-3
@@ -205,14 +205,13 @@ def test_shot_noise_has_the_law_of_albumentations_at_every_level(scale, level):
     assert len(rare[0] ^ rare[1]) <= 0.2 * len(rare[0] | rare[1]) + 8
 
 
-@pytest.mark.parametrize(
+@each(
     "transform",
     [
         A.ISONoise(intensity=(0.1, 900), p=1),
         A.ShotNoise((1e-4, 1e-3), p=1),
         A.AdditiveNoise("beta", "per_pixel", p=1),
     ],
-    ids=lambda transform: type(transform).__name__,
 )
 def test_what_has_no_device_form_is_albumentations_own(transform):
     items = [{"image": photo} for photo in photographs(40, 50)]
@@ -222,7 +221,7 @@ def test_what_has_no_device_form_is_albumentations_own(transform):
         np.testing.assert_array_equal(image.numpy(), one["image"])
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@each("dtype", [np.uint8, np.float32])
 def test_holes_of_noise_are_albumentations_own_and_the_noise_has_its_law(dtype):
     transform = A.CoarseDropout((2, 5), (0.2, 0.5), (0.2, 0.5), fill="random", fill_mask=3.0, p=1)
     images = [np.full((48, 56, 3), 0.3 if dtype == np.float32 else 77, dtype) for _ in range(4)]

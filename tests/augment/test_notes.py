@@ -7,6 +7,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
 import pytest
+from misses import each
 from torch.utils.data import Dataset
 
 from lightning_fastdata.augment.pipeline.trial import alike
@@ -34,9 +35,9 @@ class Labelled(Dataset):
 
 
 @pytest.mark.cases(6)
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize(("executor", "workers"), [("torch", 0), ("workers", 2)])
-@pytest.mark.parametrize(
+@each("on_device", [False, True])
+@each(("executor", "workers"), [("torch", 0), ("workers", 2)])
+@each(
     ("pipeline", "name"),
     [(SAVING, "applied_transforms"), (REPLAYED, "replay"), (OTHER_NAME, "story")],
 )

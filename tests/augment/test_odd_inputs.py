@@ -13,6 +13,7 @@ import pytest
 import torch
 from augment.batches import in_worker, keys, on_device, pipeline
 from augment.parity import both, parity, photographs
+from misses import each
 
 from benchmarks.parity import pixel_parity
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -37,9 +38,7 @@ def assert_refused_by_both(transform, samples, error, text):
                 transform.in_worker(on_device=on)(sample, key)
 
 
-@pytest.mark.parametrize(
-    ("size", "grid", "shift"), [((7, 57), (27, 3), None), ((40, 7), (2, 19), (14, 2))]
-)
+@each(("size", "grid", "shift"), [((7, 57), (27, 3), None), ((40, 7), (2, 19), (14, 2))])
 def test_a_grid_of_more_cells_than_pixels_drops_what_albumentations_drops(size, grid, shift):
     dropout = A.GridDropout(
         0.08, random_offset=shift is None, holes_number_xy=grid, shift_xy=shift or (0, 0),
@@ -64,7 +63,7 @@ def test_a_large_median_of_two_channels_is_refused_as_in_opencv():
     assert_same(pipeline(A.MedianBlur((3, 5), p=1)), samples)
 
 
-@pytest.mark.parametrize("size", [(1, 9), (7, 1), (1, 1)])
+@each("size", [(1, 9), (7, 1), (1, 1)])
 def test_images_of_one_line_can_be_turned_in_the_worker(size):
     samples = [{"image": image, "mask": image[..., 0]} for image in photographs(*size)]
     turned = A.Compose([A.VerticalFlip(p=1), A.HorizontalFlip(p=1), A.Lambda(p=1)])
@@ -83,13 +82,12 @@ def test_holes_that_end_before_they_begin_have_no_random_values():
     assert_refused_by_both(pipeline(dropout), samples, ValueError, "negative dimensions")
 
 
-@pytest.mark.parametrize(
+@each(
     "transform",
     [
         A.Downscale((0.4, 0.4), {"downscale": 3, "upscale": 1}, p=1),
         A.Crop(13, 22, 25, 40, True, "bottom_right", fill=(1, 2, 3, 4, 5, 6), p=1),
     ],
-    ids=["means of areas", "a fill that is cropped"],
 )
 def test_what_opencv_takes_for_four_channels_alone_is_refused_for_six(transform):
     samples = [{"image": image} for image in photographs(24, 30, 6)]
@@ -97,9 +95,9 @@ def test_what_opencv_takes_for_four_channels_alone_is_refused_for_six(transform)
     assert_refused_by_both(part, samples, cv2.error, "OpenCV")
 
 
-@pytest.mark.parametrize("border", [0, 1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("size", [(20, 30), (5, 9), (40, 2)])
+@each("border", [0, 1, 2, 3, 4])
+@each("dtype", [np.uint8, np.float32])
+@each("size", [(20, 30), (5, 9), (40, 2)])
 def test_cubic_reading_far_outside_of_an_image_sees_the_border_of_opencv(size, dtype, border):
     far = A.Affine(scale=0.15, rotate=(-90, 90), interpolation=2, border_mode=border, p=1)
     found = parity(far, photographs(*size, dtype=dtype))
@@ -127,8 +125,8 @@ def test_a_pipeline_whose_sampler_fails_is_planned():
     assert len(analyse(compose, DEVICE_OPS, size=(30, 30)).placements) == 3
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@each("channels", [1, 2, 3, 4, 5, 6])
+@each("dtype", [np.uint8, np.float32])
 def test_halves_are_rounded_as_in_opencv_for_any_number_of_channels(channels, dtype):
     images = photographs(24, 30, channels, dtype)
     masks = [(image * (1 if dtype == np.uint8 else 255)).astype(np.int16) for image in images]
@@ -140,11 +138,7 @@ def test_halves_are_rounded_as_in_opencv_for_any_number_of_channels(channels, dt
             np.testing.assert_array_equal(mask, want_mask)
 
 
-@pytest.mark.parametrize(
-    "varies",
-    [A.Pad((9, 7), p=0.5), A.RandomScale((0, 0.5), p=1), A.PadIfNeeded(60, 70, p=0.5)],
-    ids=lambda one: type(one).__name__,
-)
+@each("varies", [A.Pad((9, 7), p=0.5), A.RandomScale((0, 0.5), p=1), A.PadIfNeeded(60, 70, p=0.5)])
 def test_images_of_different_sizes_are_cut_to_one_in_the_worker(varies):
     compose = A.Compose([varies, A.HorizontalFlip(), A.Crop(3, 4, 30, 32, p=1), A.VerticalFlip()])
     samples = [{"image": image, "mask": image[..., 0]} for image in photographs(40, 50) * 3]
@@ -153,15 +147,15 @@ def test_images_of_different_sizes_are_cut_to_one_in_the_worker(varies):
     assert [place.where for place in plan.placements][2:] == ["worker", "device"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@each("device", ["cpu", "meta"])
 def test_a_batch_without_samples_is_refused_wherever_it_lies(device):
     explicit = BatchTransform.from_albumentations(A.Compose([A.Resize(8, 8), A.Normalize()]))
     with pytest.raises(BatchError, match="at least one sample"):
         explicit(torch.zeros(0, 3, 16, 16, dtype=torch.uint8, device=device))
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("kind", [A.Pad, A.Affine, A.GridDistortion, A.Perspective])
+@each("channels", [1, 3, 4])
+@each("kind", [A.Pad, A.Affine, A.GridDistortion, A.Perspective])
 def test_a_border_of_five_values_is_refused_for_images_of_fewer_channels(kind, channels):
     samples = [{"image": image} for image in photographs(24, 30, channels)]
     size = {"padding": 3} if kind is A.Pad else {"rotate": 9} if kind is A.Affine else {}
@@ -169,7 +163,7 @@ def test_a_border_of_five_values_is_refused_for_images_of_fewer_channels(kind, c
     assert_refused_by_both(transform, samples, cv2.error, "OpenCV")
 
 
-@pytest.mark.parametrize(
+@each(
     "again",
     [
         A.Resize(12, 20, area_for_downscale="image", p=1),
@@ -177,7 +171,6 @@ def test_a_border_of_five_values_is_refused_for_images_of_fewer_channels(kind, c
         A.Resize(10, 11, p=1),
         A.RandomResizedCrop((12, 12), area_for_downscale="image", p=1),
     ],
-    ids=["by areas", "by areas, larger", "linearly", "by areas in some samples"],
 )
 def test_images_that_are_resized_twice_have_the_second_size(again):
     compose = A.Compose([A.Resize(22, 26, p=1), A.HorizontalFlip(), again, A.ToTensorV2()])
@@ -189,10 +182,8 @@ def test_images_that_are_resized_twice_have_the_second_size(again):
     assert (batch["image"].int() - wanted).abs().max() <= 1
 
 
-@pytest.mark.parametrize("operation", ["erosion", "dilation"])
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint16, torch.uint32, torch.int32, torch.int64]
-)
+@each("operation", ["erosion", "dilation"])
+@each("dtype", [torch.bool, torch.uint16, torch.uint32, torch.int32, torch.int64])
 def test_masks_that_opencv_does_not_take_shrink_and_grow_as_bytes_do(dtype, operation):
     transform = A.Morphological((4, 5), operation=operation, p=1)
     image = photographs(12, 15)[0]
@@ -207,7 +198,7 @@ def test_masks_that_opencv_does_not_take_shrink_and_grow_as_bytes_do(dtype, oper
     assert torch.equal(made.to(torch.uint8), as_bytes)
 
 
-@pytest.mark.parametrize("fill", ["inpaint_telea", "inpaint_ns"])
+@each("fill", ["inpaint_telea", "inpaint_ns"])
 def test_gray_images_that_some_samples_inpaint_are_one_batch(fill):
     samples = [{"image": image} for image in photographs(24, 30, 1) * 4]
     dropout = A.CoarseDropout(fill=fill, p=0.5)

@@ -10,6 +10,7 @@ from augment.test_ops_histogram import TRANSFORMS
 from augment.test_ops_parity import CLOSE, COLOUR_CLOSE, COLOUR_EXACT, EXACT
 from augment.test_ops_sharpen import CONVOLUTIONS, SHARPEN, UNSHARP
 from augment.test_ops_sharpen import EXACT as RANKS
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
@@ -38,9 +39,9 @@ def drawn(transform, image):
 
 
 @pytest.mark.cases(38)
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("name", list(ALL))
+@each("count", [1, 2])
+@each("dtype", [np.uint8, np.float32])
+@each("name", list(ALL))
 def test_no_operation_asks_the_device_for_a_value(name, dtype, count):
     """A meta tensor has no values: whoever wants one gets an error instead of a stalled queue."""
     image = photographs(61, 74, dtype=dtype)[0]
@@ -56,7 +57,7 @@ def test_no_operation_asks_the_device_for_a_value(name, dtype, count):
     assert out.shape == (count, *expected.shape)
 
 
-@pytest.mark.parametrize("name", list(ALL))
+@each("name", list(ALL))
 def test_a_batch_may_be_a_single_image(name):
     found = parity(ALL[name], photographs(61, 74)[:1], seeds=[5])
     assert found.largest <= 2

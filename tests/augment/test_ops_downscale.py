@@ -6,6 +6,7 @@ import pytest
 from augment.parity import extremes, parity, photographs
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -18,23 +19,23 @@ def downscale(scale, down=NEAREST, up=NEAREST):
     return A.Downscale(scale, interpolation_pair=pair, p=1)
 
 
-@pytest.mark.parametrize("scale", [(0.25, 0.25), (0.5, 0.5), (0.3, 0.3), (0.05, 0.99)])
-@pytest.mark.parametrize("up", [NEAREST, LINEAR])
-@pytest.mark.parametrize("down", [NEAREST, LINEAR, AREA])
+@each("scale", [(0.25, 0.25), (0.5, 0.5), (0.3, 0.3), (0.05, 0.99)])
+@each("up", [NEAREST, LINEAR])
+@each("down", [NEAREST, LINEAR, AREA])
 def test_downscaling_equals_albumentations(down, up, scale):
     for images in (photographs(67, 94), photographs(64, 96), extremes(32, 25)):
         assert parity(downscale(scale, down, up), images, range(2)).largest == 0
 
 
-@pytest.mark.parametrize("channels", [1, 4, 7])
-@pytest.mark.parametrize("down", [NEAREST, LINEAR, AREA])
+@each("channels", [1, 4, 7])
+@each("down", [NEAREST, LINEAR, AREA])
 def test_downscaling_takes_any_number_of_channels(down, channels):
     if down == AREA and channels > 4:
         pytest.skip("OpenCV itself takes at most four channels here")
     assert parity(downscale((0.2, 0.9), down), photographs(67, 94, channels)).largest == 0
 
 
-@pytest.mark.parametrize("down", [NEAREST, LINEAR, AREA])
+@each("down", [NEAREST, LINEAR, AREA])
 def test_downscaling_of_float_images_goes_through_bytes(down):
     images = photographs(67, 94, dtype=np.float32)
     assert parity(downscale((0.2, 0.9), down, LINEAR), images).largest <= 1e-6
@@ -55,7 +56,7 @@ def test_downscaling_is_at_most_one_level_off_for_any_scale_and_size(scale, down
     assert found.exact >= 0.99
 
 
-@pytest.mark.parametrize(("down", "up"), [(CUBIC, LINEAR), (LINEAR, CUBIC), (NEAREST, AREA)])
+@each(("down", "up"), [(CUBIC, LINEAR), (LINEAR, CUBIC), (NEAREST, AREA)])
 def test_other_interpolations_are_left_to_the_cpu(down, up):
     transform = downscale((0.3, 0.3), down, up)
     image = photographs(40, 50)[0]

@@ -9,6 +9,7 @@ from augment.opencv_versions import counts_under_boolean_masks
 from augment.parity import extremes, parity, photographs
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -39,9 +40,9 @@ if counts_under_boolean_masks():
 
 
 @pytest.mark.cases(25)
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("name", list(TRANSFORMS))
+@each("channels", [1, 3])
+@each("dtype", [np.uint8, np.float32])
+@each("name", list(TRANSFORMS))
 def test_histogram_operations_equal_albumentations_on_photographs(name, dtype, channels):
     # CLAHE extends the image where the tiles do not divide it: on both axes, on one, on none.
     for size in ((131, 170), (128, 170), (120, 105)):
@@ -49,14 +50,14 @@ def test_histogram_operations_equal_albumentations_on_photographs(name, dtype, c
         assert parity(TRANSFORMS[name], images, seeds=[1, 2]).largest == 0
 
 
-@pytest.mark.parametrize("size", [(1, 1), (3, 1), (7, 5), (40, 33)])
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("name", list(TRANSFORMS))
+@each("size", [(1, 1), (3, 1), (7, 5), (40, 33)])
+@each("channels", [1, 3])
+@each("name", list(TRANSFORMS))
 def test_histogram_operations_equal_albumentations_on_extreme_images(name, channels, size):
     assert parity(TRANSFORMS[name], extremes(*size, channels), seeds=[0]).largest == 0
 
 
-@pytest.mark.parametrize("channels", [2, 4, 7])
+@each("channels", [2, 4, 7])
 def test_auto_contrast_takes_any_number_of_channels(channels):
     assert parity(TRANSFORMS["auto contrast"], photographs(131, 170, channels)).largest == 0
 
@@ -91,7 +92,7 @@ def test_auto_contrast_equals_albumentations_for_any_cutoff(cutoff, method, igno
     assert parity(transform, images, seeds=[0]).largest == 0
 
 
-@pytest.mark.parametrize(
+@each(
     "transform",
     [
         A.Equalize(mask=np.ones((40, 50), np.uint8), p=1),
@@ -105,7 +106,7 @@ def test_equalizing_under_a_mask_is_left_to_the_cpu(transform):
     assert op.encode(transform, transform.params, image.shape, image.dtype) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("ours", "code"),
     [
         (lambda rgb: torch.stack(lab_bytes(rgb), -1), cv2.COLOR_RGB2LAB),
@@ -113,7 +114,6 @@ def test_equalizing_under_a_mask_is_left_to_the_cpu(transform):
         (lambda rgb: torch.stack(ycrcb_bytes(rgb), -1), cv2.COLOR_RGB2YCrCb),
         (lambda ycrcb: rgb_from_ycrcb(*ycrcb.int().unbind(-1)), cv2.COLOR_YCrCb2RGB),
     ],
-    ids=["to lab", "from lab", "to ycrcb", "from ycrcb"],
 )
 def test_colour_conversions_equal_opencv_on_colours_from_the_whole_cube(ours, code):
     # Every second and third value, from an odd offset: the others were tried once, too.

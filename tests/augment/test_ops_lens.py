@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import albumentations as A
 import numpy as np
-import pytest
 from augment.parity import extremes, parity, photographs
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -13,7 +13,7 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 NEAREST, LINEAR, CUBIC, _, LANCZOS = range(5)
 
 
-@pytest.mark.parametrize("mode", ["green_purple", "red_blue", "random"])
+@each("mode", ["green_purple", "red_blue", "random"])
 def test_chromatic_aberration_is_at_most_one_level_off(mode):
     transform = A.ChromaticAberration(mode=mode, p=1)
     for images in (photographs(131, 170), photographs(64, 96), extremes(40, 33)):

@@ -6,6 +6,7 @@ import albumentations as A
 import numpy as np
 import pytest
 from augment.parity import both, parity, photographs
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
@@ -97,14 +98,14 @@ COLOUR_CLOSE = {
 }
 
 
-@pytest.mark.parametrize("name", [*EXACT, *COLOUR_EXACT])
+@each("name", [*EXACT, *COLOUR_EXACT])
 def test_exact_operations_equal_albumentations_on_photographs(name):
     found = parity((EXACT | COLOUR_EXACT)[name], photographs(131, 170))
     assert found.largest == 0
 
 
 @pytest.mark.cases(11)
-@pytest.mark.parametrize("name", [*CLOSE, *COLOUR_CLOSE])
+@each("name", [*CLOSE, *COLOUR_CLOSE])
 def test_other_operations_are_at_most_one_level_off(name):
     transform, share = (CLOSE | COLOUR_CLOSE)[name]
     found = parity(transform, photographs(131, 170))
@@ -113,28 +114,28 @@ def test_other_operations_are_at_most_one_level_off(name):
     assert found.exact >= share
 
 
-@pytest.mark.parametrize("width", [1, 31, 32, 33, 112, 255, 257, 300])
+@each("width", [1, 31, 32, 33, 112, 255, 257, 300])
 def test_hue_equals_albumentations_at_any_width(width):
     """OpenCV truncates where it is vectorized and rounds in what is left of a row."""
     found = parity(COLOUR_CLOSE["hsv"][0], photographs(131, width))
     assert found.exact >= 0.999
 
 
-@pytest.mark.parametrize(("length", "out"), [(6, 34), (6, 130), (148, 91), (212, 3), (97, 96)])
+@each(("length", "out"), [(6, 34), (6, 130), (148, 91), (212, 3), (97, 96)])
 def test_nearest_reads_the_pixel_that_opencv_reads_where_the_last_bit_decides(length, out):
     ramp = np.arange(length, dtype=np.float32)[None, :, None].repeat(2, 0)
     transform = A.Resize(2, out, interpolation=0, p=1)
     assert parity(transform, [ramp / 256], seeds=[0]).largest == 0
 
 
-@pytest.mark.parametrize("channels", [1, 4, 7])
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "normalize"])
+@each("channels", [1, 4, 7])
+@each("name", [name for name in EXACT if name != "normalize"])
 def test_exact_operations_take_any_number_of_channels(name, channels):
     assert parity(EXACT[name], photographs(131, 170, channels), seeds=[1]).largest == 0
 
 
-@pytest.mark.parametrize("channels", [1, 4])
-@pytest.mark.parametrize("name", list(CLOSE))
+@each("channels", [1, 4])
+@each("name", list(CLOSE))
 def test_close_operations_take_any_number_of_channels(name, channels):
     transform, share = CLOSE[name]
     found = parity(transform, photographs(131, 170, channels), seeds=[1])
@@ -143,7 +144,7 @@ def test_close_operations_take_any_number_of_channels(name, channels):
 
 
 @pytest.mark.cases(33)
-@pytest.mark.parametrize("name", [*EXACT, *COLOUR_EXACT, *CLOSE, *COLOUR_CLOSE])
+@each("name", [*EXACT, *COLOUR_EXACT, *CLOSE, *COLOUR_CLOSE])
 def test_float_images_agree_to_a_small_part_of_a_level(name):
     close = {key: one for key, (one, _) in (CLOSE | COLOUR_CLOSE).items()}
     transform = (EXACT | COLOUR_EXACT | close)[name]
@@ -158,8 +159,8 @@ def _arguments(transform):
 
 
 @pytest.mark.cases(71)
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("name", [*EXACT, *CLOSE])
+@each("dtype", [np.uint8, np.float32])
+@each("name", [*EXACT, *CLOSE])
 def test_masks_equal_albumentations_exactly(name, dtype):
     transform = EXACT[name] if name in EXACT else CLOSE[name][0]
     masks = [(photo[..., 0] // 16).astype(dtype) for photo in photographs(131, 170)]
@@ -168,16 +169,14 @@ def test_masks_equal_albumentations_exactly(name, dtype):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (2, 3)])
-@pytest.mark.parametrize(
-    "name", ["hflip", "rot90", "resize up", "gaussian blur", "affine, border 4", "rotate"]
-)
+@each("shape", [(1, 1), (1, 9), (9, 1), (2, 3)])
+@each("name", ["hflip", "rot90", "resize up", "gaussian blur", "affine, border 4", "rotate"])
 def test_tiny_images_are_no_special_case(name, shape):
     transform = EXACT[name] if name in EXACT else CLOSE[name][0]
     assert parity(transform, photographs(*shape)).largest <= 1
 
 
-@pytest.mark.parametrize(
+@each(
     "transform",
     [
         A.Resize(9, 9, interpolation=4, p=1),
@@ -186,7 +185,6 @@ def test_tiny_images_are_no_special_case(name, shape):
         A.ToGray(method="pca", p=1),
         A.Rotate(crop_border=True, p=1),
     ],
-    ids=lambda transform: type(transform).__name__,
 )
 def test_parameters_without_a_device_form_are_declined(transform):
     image = photographs(40, 50)[0]

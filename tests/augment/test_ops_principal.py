@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import extremes, photographs
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.colors.statistics import principal_axes
@@ -33,9 +34,9 @@ def closest_signs(image, strength):
 
 
 @pytest.mark.cases(8)
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("channels", [1, 3, 4, 5])
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
+@each("dtype", [np.uint8, np.float32])
+@each("channels", [1, 3, 4, 5])
+@each("alpha", [0.1, 1.0])
 def test_fancy_pca_is_albumentations_up_to_the_signs_of_the_axes(alpha, channels, dtype):
     rng = np.random.default_rng(3)
     for image in photographs(90, 110, channels, dtype):
@@ -53,8 +54,8 @@ def test_fancy_pca_is_albumentations_up_to_the_signs_of_the_axes(alpha, channels
     assert alpha < 1 or moved > (1 if dtype == np.uint8 else 1 / 255)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("channels", [1, 3])
+@each("dtype", [np.uint8, np.float32])
+@each("channels", [1, 3])
 def test_images_without_colours_or_contrast_are_no_special_case(channels, dtype):
     for image in extremes(20, 24, channels, dtype):
         got, wanted = closest_signs(image, [7.0] * channels)
@@ -66,7 +67,7 @@ def test_images_without_colours_or_contrast_are_no_special_case(channels, dtype)
             )
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@each("count", [2, 3, 4, 5])
 def test_principal_axes_are_numpys_eigenvectors(count):
     rng = np.random.default_rng(count)
     roots = rng.normal(size=(500, count, count)) * 10.0 ** rng.uniform(-3, 0, (500, 1, count))
@@ -81,7 +82,7 @@ def test_principal_axes_are_numpys_eigenvectors(count):
     assert (largest > 0).all()
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+@each("count", [2, 3, 5])
 def test_principal_axes_of_a_diagonal_or_empty_matrix_are_the_channels(count):
     diagonal = torch.diag(torch.arange(count, 0, -1, dtype=torch.float64))
     values, vectors = principal_axes(torch.stack([diagonal, torch.zeros_like(diagonal)]))

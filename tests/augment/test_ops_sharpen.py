@@ -6,6 +6,7 @@ import pytest
 from augment.parity import both, extremes, parity, photographs
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -36,8 +37,8 @@ UNSHARP = {
 SIZES = [(1, 1), (1, 9), (9, 1), (3, 2), (40, 33)]
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("name", list(EXACT))
+@each("channels", [1, 3, 4])
+@each("name", list(EXACT))
 def test_order_statistics_equal_albumentations(name, channels):
     transform = EXACT[name]
     assert parity(transform, photographs(67, 94, channels), range(3)).largest == 0
@@ -45,7 +46,7 @@ def test_order_statistics_equal_albumentations(name, channels):
         assert parity(transform, extremes(*size, channels), range(3)).largest == 0
 
 
-@pytest.mark.parametrize("name", list(EXACT))
+@each("name", list(EXACT))
 def test_order_statistics_of_float_images_equal_albumentations(name):
     images = [*photographs(40, 33, dtype=np.float32), *extremes(40, 33, dtype=np.float32)]
     assert parity(EXACT[name], images).largest == 0
@@ -62,8 +63,8 @@ def test_morphology_equals_albumentations_for_any_kernel(scale, operation, size)
     assert parity(transform, [*photographs(*size), *extremes(*size)], seeds=[0]).largest == 0
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32])
-@pytest.mark.parametrize("name", ["dilation", "erosion"])
+@each("dtype", [np.uint8, np.int16, np.float32])
+@each("name", ["dilation", "erosion"])
 def test_morphology_treats_masks_as_albumentations_does(name, dtype):
     masks = [(photo[..., 0] // 16).astype(dtype) for photo in photographs(67, 94)]
     for _, _, want, got in both(EXACT[name], photographs(67, 94), masks, seeds=[0]):
@@ -71,7 +72,7 @@ def test_morphology_treats_masks_as_albumentations_does(name, dtype):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["median", "default"])
+@each("name", ["median", "default"])
 def test_pixel_filters_leave_masks_alone(name):
     transform = EXACT["median"] if name == "median" else UNSHARP[name]
     masks = [photo[..., 0] for photo in photographs(40, 33)]
@@ -79,8 +80,8 @@ def test_pixel_filters_leave_masks_alone(name):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("channels", [3, 4])
-@pytest.mark.parametrize("name", list(SHARPEN))
+@each("channels", [3, 4])
+@each("name", list(SHARPEN))
 def test_sharpening_by_a_gaussian_equals_albumentations(name, channels):
     """Also where the difference of two bytes wraps round, as it does there."""
     assert parity(SHARPEN[name], photographs(67, 94, channels), range(2)).largest == 0
@@ -104,8 +105,8 @@ def test_sharpening_by_a_gaussian_equals_albumentations_for_any_kernel(radius, s
 
 
 @pytest.mark.cases(11)
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("name", list(CONVOLUTIONS))
+@each("channels", [1, 3, 4])
+@each("name", list(CONVOLUTIONS))
 def test_convolutions_are_at_most_one_level_off(name, channels):
     transform = CONVOLUTIONS[name]
     for images in (photographs(67, 94, channels), extremes(40, 33, channels)):
@@ -114,8 +115,8 @@ def test_convolutions_are_at_most_one_level_off(name, channels):
         assert found.exact >= 0.999
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("name", list(UNSHARP))
+@each("channels", [1, 3, 4])
+@each("name", list(UNSHARP))
 def test_unsharp_masks_equal_albumentations_but_for_pixels_at_the_threshold(name, channels):
     for images in (photographs(67, 94, channels), extremes(64, 50, channels)):
         found = parity(UNSHARP[name], images, seeds=range(3))
@@ -123,20 +124,20 @@ def test_unsharp_masks_equal_albumentations_but_for_pixels_at_the_threshold(name
         assert found.exact >= 0.999
 
 
-@pytest.mark.parametrize("size", SIZES[:4])
-@pytest.mark.parametrize("transform", [CONVOLUTIONS["defocus"], UNSHARP["wide"]], ids=["d", "u"])
+@each("size", SIZES[:4])
+@each("transform", [CONVOLUTIONS["defocus"], UNSHARP["wide"]])
 def test_kernels_may_be_wider_than_the_image(transform, size):
     assert parity(transform, photographs(*size)).largest <= 1
 
 
-@pytest.mark.parametrize("name", [*SHARPEN, *CONVOLUTIONS])
+@each("name", [*SHARPEN, *CONVOLUTIONS])
 def test_float_images_agree_to_a_small_part_of_a_level(name):
     transform = (SHARPEN | CONVOLUTIONS)[name]
     found = parity(transform, photographs(67, 94, dtype=np.float32), seeds=range(2))
     assert found.largest <= 1e-5
 
 
-@pytest.mark.parametrize("name", list(UNSHARP))
+@each("name", list(UNSHARP))
 def test_unsharp_masks_of_float_images_are_off_at_the_threshold_only(name):
     pairs = both(UNSHARP[name], photographs(67, 94, dtype=np.float32), seeds=range(2))
     gaps = np.concatenate([np.abs(want - got).ravel() for want, got, *_ in pairs])
@@ -144,10 +145,9 @@ def test_unsharp_masks_of_float_images_are_off_at_the_threshold_only(name):
     assert (gaps > 1e-5).mean() <= 1e-3
 
 
-@pytest.mark.parametrize(
+@each(
     ("transform", "channels"),
     [(A.MedianBlur((9, 9), p=1), 3), (A.Sharpen(method="gaussian", p=1), 1)],
-    ids=["median of 9x9", "gaussian on one channel"],
 )
 def test_parameters_without_a_device_form_are_declined(transform, channels):
     image = photographs(40, 40, channels)[0]

@@ -17,6 +17,7 @@ import torch
 from augment.oracle_cases import CASES
 from augment.pairwise import pairwise
 from augment.parity import draw_both, photographs
+from misses import each
 
 from benchmarks.parity import levels_per_unit, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -76,7 +77,7 @@ def assert_within(gap, bound: Bound, dtype):
         assert gap.mean() <= bound.mean + 1 / gap.size
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda one: f"{one.name} {one.arguments or ''}".strip())
+@each("case", CASES)
 def test_the_device_form_equals_albumentations_within_the_bound_of_its_class(case):
     on_device = 0
     for number, row in enumerate(case.rows()):

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from misses import each
 from torch.utils.data import Dataset
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -64,7 +65,7 @@ def assert_formed(result, plain, out, last) -> None:
     assert result.is_contiguous(memory_format=layout)
 
 
-@pytest.mark.parametrize(("out", "last"), FORMS)
+@each(("out", "last"), FORMS)
 def test_called_on_images_the_result_is_the_plain_one_converted(out, last) -> None:
     plain = BatchTransform.from_albumentations(COMPOSE)
     formed = BatchTransform.from_albumentations(COMPOSE, out=out, channels_last=last)
@@ -83,8 +84,8 @@ def test_called_on_images_the_result_is_the_plain_one_converted(out, last) -> No
 
 
 @pytest.mark.cases(12)
-@pytest.mark.parametrize(("out", "last"), FORMS)
-@pytest.mark.parametrize("on_device", [False, True])
+@each(("out", "last"), FORMS)
+@each("on_device", [False, True])
 def test_behind_a_loader_the_result_is_the_plain_one_converted(out, last, on_device) -> None:
     plain, formed = (
         as_batch_transform(COMPOSE),
@@ -99,7 +100,7 @@ def test_behind_a_loader_the_result_is_the_plain_one_converted(out, last, on_dev
         assert torch.equal(batch["label"], expected["label"])
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@each("on_device", [False, True])
 def test_it_crosses_from_worker_processes_as_it_is(on_device) -> None:
     plain = as_batch_transform(COMPOSE)
     formed = as_batch_transform(COMPOSE, out="bfloat16", channels_last=True)
@@ -112,7 +113,7 @@ def test_it_crosses_from_worker_processes_as_it_is(on_device) -> None:
         assert_formed(batch["image"], expected["image"], "bfloat16", True)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@each("on_device", [False, True])
 def test_a_pipeline_that_stays_in_the_workers_or_skips_every_sample_is_converted_too(
     on_device,
 ) -> None:
@@ -128,8 +129,8 @@ def test_a_pipeline_that_stays_in_the_workers_or_skips_every_sample_is_converted
             assert torch.equal(batch["image"], torch.as_tensor(expected["image"]).half())
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("way", ["options", "pipeline"])
+@each("on_device", [False, True])
+@each("way", ["options", "pipeline"])
 def test_what_is_mixed_is_converted_behind_the_mixing(on_device, way) -> None:
     names = ("image", "label")
     compose = A.Compose([*COMPOSE.transforms])
@@ -149,9 +150,9 @@ def test_what_is_mixed_is_converted_behind_the_mixing(on_device, way) -> None:
         assert torch.equal(batch["label"], expected["label"])
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 4, 5), (2, 3, 1, 1)])
-@pytest.mark.parametrize("dtype", [None, *DTYPES.values()])
-@pytest.mark.parametrize("last", [False, True])
+@each("shape", [(2, 3, 4, 5), (1, 1, 4, 5), (2, 3, 1, 1)])
+@each("dtype", [None, *DTYPES.values()])
+@each("last", [False, True])
 def test_what_has_its_form_already_is_not_copied(shape, dtype, last) -> None:
     form = OutputForm(dtype=dtype, channels_last=last)
     once = convert_output(torch.randn(shape), form)

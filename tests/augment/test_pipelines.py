@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from augment.batches import in_worker, on_device
 from augment.pipelines import RECIPES, Kind, Recipe
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.tree import list_leaves
@@ -132,7 +133,7 @@ def test_the_pipelines_are_many_and_of_every_kind():
     assert {one.kind for one in ALL.values()} == set(Kind.__args__)
 
 
-@pytest.mark.parametrize("name", list(ALL))
+@each("name", list(ALL))
 def test_each_operation_of_a_real_pipeline_has_a_place_and_a_reason(name):
     recipe = ALL[name]
     transform = as_batch_transform(recipe.compose)
@@ -147,7 +148,7 @@ def test_each_operation_of_a_real_pipeline_has_a_place_and_a_reason(name):
 
 
 @pytest.mark.cases(17)
-@pytest.mark.parametrize("name", list(ALL))
+@each("name", list(ALL))
 def test_a_real_pipeline_makes_albumentations_own_pixels(name):
     recipe = ALL[name]
     batch, rest, wanted = run_both(recipe, same_pixels=True)
@@ -177,7 +178,7 @@ def test_a_real_pipeline_makes_albumentations_own_pixels(name):
 
 
 @pytest.mark.cases(9)
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         name

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from misses import each
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
@@ -76,7 +77,7 @@ class Unusual(A.HorizontalFlip):
         return data
 
 
-@pytest.mark.parametrize(
+@each(
     ("expected", "transforms"),
     [
         # The operation that makes the size static, and what is before it, stays in the worker.
@@ -168,7 +169,7 @@ def test_every_placement_has_a_reason() -> None:
     assert [placement.name for placement in plan.placements][2] == "CLAHE"
 
 
-@pytest.mark.parametrize("padding", [3, (2, 5), (1, 2, 3, 4)])
+@each("padding", [3, (2, 5), (1, 2, 3, 4)])
 def test_the_size_after_padding_is_albumentations_own(padding):
     pad = A.Pad(padding, p=1)
     shape = pad(image=np.zeros((20, 30, 3), np.uint8))["image"].shape
@@ -183,7 +184,7 @@ def drawn_for(transform, data):
 
 
 @pytest.mark.cases(5)
-@pytest.mark.parametrize(("name", "arguments"), list(examples()), ids=str)
+@each(("name", "arguments"), list(examples()))
 def test_a_sampler_that_is_given_no_pixels_needs_none(name, arguments):
     transform = make_example(name, arguments)
     rng = np.random.default_rng(0)
@@ -245,8 +246,8 @@ ON_IMAGES = sorted(
 
 @pytest.mark.cases(56)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ON_IMAGES)
-@pytest.mark.parametrize("size", [(48, 48), (48, 56)], ids=str)
+@each("name", ON_IMAGES)
+@each("size", [(48, 48), (48, 56)])
 def test_what_is_said_of_the_size_after_a_transform_holds(name, size):
     transform = getattr(A, name)(**ARGUMENTS.get(name, {}), p=1)
     rng = np.random.default_rng(0)
@@ -273,7 +274,7 @@ def test_what_is_said_of_the_size_after_a_transform_holds(name, size):
 
 @pytest.mark.cases(28)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "arguments"), list(examples()), ids=str)
+@each(("name", "arguments"), list(examples()))
 def test_an_operation_that_changes_the_form_of_a_square_image_is_known_to(name, arguments):
     transform = make_example(name, arguments)
     rng = np.random.default_rng(0)

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from misses import each
 from torch.utils.data import Dataset, default_collate
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -69,9 +70,7 @@ def places(transform) -> dict[str, str]:
     return {place.name: place.where for place in transform.plan.placements}
 
 
-@pytest.mark.parametrize(
-    "tail", [(), (A.RandomGamma(), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2())]
-)
+@each("tail", [(), (A.RandomGamma(), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2())])
 def test_a_registered_table_makes_what_the_transform_makes(registered, tail) -> None:
     registered(Steps, table=True)
     transform = as_batch_transform(A.Compose([A.VerticalFlip(), Steps(p=0.7), *tail]))
@@ -79,7 +78,7 @@ def test_a_registered_table_makes_what_the_transform_makes(registered, tail) -> 
     assert_both_ways_agree(transform)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 5])
+@each("channels", [1, 3, 5])
 def test_a_table_knows_any_number_of_channels(registered, channels) -> None:
     registered(Steps, table=True)
     samples = [{"image": RNG.integers(0, 256, (9, 8, channels), np.uint8)} for _ in range(4)]
@@ -99,8 +98,8 @@ def test_a_table_behind_what_makes_floats_stays_on_the_cpu(registered) -> None:
     assert_both_ways_agree(transform)
 
 
-@pytest.mark.parametrize("kind", [RollRows, RollByBrightness])
-@pytest.mark.parametrize("head", [(), (A.RandomCrop(16, 16),)])
+@each("kind", [RollRows, RollByBrightness])
+@each("head", [(), (A.RandomCrop(16, 16),)])
 def test_registered_functions_make_what_the_transform_makes(registered, kind, head) -> None:
     registered(kind, encode=encode_roll, image=roll, mask=roll)
     transform = as_batch_transform(
@@ -187,9 +186,7 @@ class Images(Dataset):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("workers", "context"), [(0, None), (2, "fork"), (2, "spawn"), (1, "forkserver")]
-)
+@each(("workers", "context"), [(0, None), (2, "spawn"), (2, "fork"), (1, "forkserver")])
 def test_a_registered_form_reaches_the_workers_however_they_start(
     registered, workers, context
 ) -> None:
@@ -237,7 +234,7 @@ def test_a_process_that_has_registered_nothing_uses_what_the_pickle_brings(regis
     assert np.array_equal(out[0], alone)
 
 
-@pytest.mark.parametrize("kind", [BrightRow, Grayer])
+@each("kind", [BrightRow, Grayer])
 def test_a_table_for_what_is_not_pointwise_is_refused(registered, kind) -> None:
     registered(kind, table=True)
     with pytest.raises(TransformError, match=f"{kind.__name__} is registered with table=True"):
@@ -258,7 +255,7 @@ def test_trying_a_table_out_draws_nothing_from_the_users_pipeline(registered) ->
     assert compose.transforms[0].py_random.getstate() == before
 
 
-@pytest.mark.parametrize(
+@each(
     ("what", "options", "message"),
     [
         (Steps, {}, "either table=True, or both encode= and image="),

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from misses import each
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -72,7 +73,7 @@ def expected():
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(
+@each(
     "how",
     [
         {"num_workers": 2, "multiprocessing_context": "fork"},
@@ -88,14 +89,13 @@ def expected():
         {"executor": "workers", "num_workers": 2},
         {"executor": "workers", "num_workers": 3, "batch_size": 16, "shuffle": True},
     ],
-    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_an_epoch_makes_the_same_tensors_however_it_is_run(expected, how):
     assert tensors(**how) == expected
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@each("ranks", [2, 3])
 def test_ranks_make_the_tensors_of_a_single_process(expected, ranks):
     shares = [
         tensors(
@@ -111,7 +111,7 @@ def test_ranks_make_the_tensors_of_a_single_process(expected, ranks):
     assert joined == expected
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@each("workers", [0, 2])
 def test_the_rest_of_an_epoch_is_what_it_would_have_been(expected, workers):
     order = np.random.default_rng(0).permutation(SAMPLES).tolist()
     rest = list(BatchSampler(order, 8, drop_last=False))[3:]
@@ -119,7 +119,7 @@ def test_the_rest_of_an_epoch_is_what_it_would_have_been(expected, workers):
     assert found == {index: expected[index] for index in order[24:]}
 
 
-@pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 4}])
+@each("other", [{"epoch": 1}, {"seed": 4}])
 def test_another_epoch_or_seed_makes_other_tensors(expected, other):
     found = tensors(**other)
     assert found.keys() == expected.keys()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
+from misses import each
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -84,7 +84,7 @@ def test_with_keys_the_transforms_of_a_pipeline_are_independent() -> None:
     assert chi2 < 21.1  # 3 degrees of freedom, alpha 1e-4; the keys are fixed
 
 
-@pytest.mark.parametrize("step", [SampleKey(1, 0, 0), SampleKey(0, 1, 0), SampleKey(0, 0, 1)])
+@each("step", [SampleKey(1, 0, 0), SampleKey(0, 1, 0), SampleKey(0, 0, 1)])
 def test_each_part_of_the_key_changes_the_draws_independently_of_the_others(step) -> None:
     pipeline = A.Compose([A.Rotate((-90, 90), p=1)], save_applied_params=True)
     series = []
@@ -127,7 +127,7 @@ def test_two_pipelines_of_one_dataset_draw_different_streams() -> None:
     assert not all(draws)
 
 
-@pytest.mark.parametrize("key", [SampleKey(-1, 0, 0), SampleKey(2**80, 0, 2**70)])
+@each("key", [SampleKey(-1, 0, 0), SampleKey(2**80, 0, 2**70)])
 def test_any_integers_make_a_key(key) -> None:
     reseed((flips(),), key)
 
@@ -149,7 +149,7 @@ class Slotless(Dataset):
         return 4
 
 
-@pytest.mark.parametrize(
+@each(
     "hide",
     [
         lambda pipeline: pipeline,
@@ -198,17 +198,17 @@ def by_a_global(image):
     return A_GLOBAL(image=image)
 
 
-@pytest.mark.parametrize("kind", [OfItsClass, Inherited])
+@each("kind", [OfItsClass, Inherited])
 def test_a_pipeline_of_a_dataset_s_class_is_found(kind) -> None:
     assert find_composes(Subset(kind(None), [0])) == (A_GLOBAL,)
 
 
-@pytest.mark.parametrize("transform", [by_default, InSlots()])
+@each("transform", [by_default, InSlots()])
 def test_a_pipeline_that_a_transform_holds_is_found(transform) -> None:
     assert find_composes(Slotless(transform)) == (A_GLOBAL,)
 
 
-@pytest.mark.parametrize("dataset", [ByAGlobal(None), Slotless(by_a_global)])
+@each("dataset", [ByAGlobal(None), Slotless(by_a_global)])
 def test_what_code_refers_to_is_not_held_by_a_dataset(dataset) -> None:
     assert find_composes(dataset) == ()
 

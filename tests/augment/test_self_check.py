@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from misses import each
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
@@ -186,7 +187,7 @@ def test_albumentationsx_is_told_by_its_metadata_and_runs_whole_on_the_cpu(
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "reason"),
     [
         ("apply_with_params", "apply_parameters", "no attribute 'apply_with_params'"),
@@ -222,7 +223,7 @@ def test_training_goes_on_without_the_recorder(tmp_path) -> None:
     assert "no attribute '_key2func'" in found.stderr
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other", "same"),
     [
         ({"a": [np.ones(3), 2]}, {"a": [np.ones(3), 2]}, True),

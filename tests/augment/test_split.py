@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -204,7 +205,7 @@ def test_a_deterministic_pipeline_writes_down_what_albumentations_writes_down():
         assert len(tape["image"].ops) == len(want)
 
 
-@pytest.mark.parametrize("as_array", [False, True])
+@each("as_array", [False, True])
 def test_masks_of_instances_are_moved_while_their_image_is_left_to_the_device(as_array):
     samples = plain(5)
     for number, sample in enumerate(samples):
@@ -225,7 +226,7 @@ def test_no_masks_at_all_are_no_masks_afterwards():
     compare(A.Compose([A.HorizontalFlip(p=1), A.RandomCrop(8, 8)]), samples)
 
 
-@pytest.mark.parametrize("name", ["images", "volume", "mask3d"])
+@each("name", ["images", "volume", "mask3d"])
 def test_stacks_of_images_are_moved_in_the_worker_by_the_same_draws(name):
     image = plain(1)[0]["image"]
     stack = np.stack([image, image[::-1], 255 - image])
@@ -280,7 +281,7 @@ def metadata(rng):
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "transform",
     [
         A.FDA(metadata_key="fda", p=0.7),
@@ -297,7 +298,6 @@ def metadata(rng):
         A.RandomSizedBBoxSafeCrop(24, 24, p=1),
         A.AtLeastOneBBoxRandomCrop(24, 24, p=1),
     ],
-    ids=lambda transform: type(transform).__name__,
 )
 def test_transforms_that_read_masks_boxes_or_other_images_are_given_them(transform):
     samples = plain(4, **metadata(np.random.default_rng(0)))
@@ -329,7 +329,7 @@ def test_masks_of_another_size_than_their_image_go_through_albumentations():
     compare(A.Compose(operations, is_check_shapes=False), samples)
 
 
-@pytest.mark.parametrize("interpolation", [cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_CUBIC])
+@each("interpolation", [cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_CUBIC])
 def test_masks_are_interpolated_as_the_pipeline_says(interpolation):
     operations = [A.Affine(rotate=(-40, 40), interpolation=0, p=1), A.Resize(20, 20, 0)]
     pipeline = A.Compose(operations, mask_interpolation=interpolation)
@@ -386,8 +386,8 @@ def test_the_log_of_these_tests_sees_every_operation():
     assert log == [0, 1]
 
 
-@pytest.mark.parametrize("shape", [(50, 60), (50, 60, 1), (50, 60, 3), (50, 60, 6)], ids=str)
-@pytest.mark.parametrize(
+@each("shape", [(50, 60), (50, 60, 1), (50, 60, 3), (50, 60, 6)])
+@each(
     "operation",
     [
         A.ColorJitter(p=0.5),
@@ -396,7 +396,6 @@ def test_the_log_of_these_tests_sees_every_operation():
         A.Rotate(interpolation=cv2.INTER_CUBIC, p=0.5),
         A.Resize(20, 20, interpolation=cv2.INTER_CUBIC),
     ],
-    ids=lambda operation: type(operation).__name__,
 )
 def test_operations_without_a_form_for_these_images_may_stand_behind_a_crop(operation, shape):
     rng = np.random.default_rng(0)
@@ -430,10 +429,9 @@ def test_operations_without_a_form_for_these_images_may_stand_behind_a_crop(oper
         assert np.abs(want - np.asarray(got["image"])).max() <= 4 / 127
 
 
-@pytest.mark.parametrize(
+@each(
     "sample",
     [(np.zeros((8, 8, 3), np.uint8), {"boxes": [[1, 1, 4, 4]]}), {"boxes": [[1, 1, 4, 4]]}],
-    ids=["tuple", "another name"],
 )
 def test_boxes_that_would_stay_where_they_are_are_warned_of(sample):
     sample = sample if isinstance(sample, tuple) else sample | plain(1)[0]

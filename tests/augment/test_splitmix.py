@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from scipy import stats
 from thoroughness import max_examples
 
@@ -54,7 +54,7 @@ def test_a_row_depends_on_its_own_seed_alone():
     assert len(torch.unique(words(seeds, 50))) == 150
 
 
-@pytest.mark.parametrize("draw", [uniform, normal])
+@each("draw", [uniform, normal])
 def test_numbers_follow_their_law(draw):
     # Keys that differ in one bit.
     seeds = torch.tensor([[7, 1], [6, 1], [7, 0]])
@@ -82,8 +82,8 @@ def test_uniform_numbers_stay_below_one():
     assert numbers.max() < 1
 
 
-@pytest.mark.parametrize("kind", [np.random.Philox, np.random.PCG64, np.random.SFC64])
-@pytest.mark.parametrize("before", range(6))
+@each("kind", [np.random.Philox, np.random.PCG64, np.random.SFC64])
+@each("before", range(6))
 def test_skipping_is_drawing(kind, before):
     for count in (*range(10), 1001):
         drawn, skipped = (np.random.Generator(kind(5)) for _ in range(2))

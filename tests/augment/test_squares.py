@@ -7,6 +7,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
 import pytest
+from misses import each
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -47,21 +48,21 @@ def assert_the_same_on_the_device(samples, compose, batch_size=4):
 
 
 @pytest.mark.cases(8)
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("turns", TURNS)
+@each("mask", [False, True])
+@each("turns", TURNS)
 def test_squares_are_turned_on_the_device(turns, mask):
     samples = [{"image": one, **({"mask": one[..., 0]} if mask else {})} for one in SQUARE]
     names = assert_the_same_on_the_device(samples, pipeline(*TURNS[turns]))
     assert names & {"RandomRotate90", "Transpose", "D4", "SquareSymmetry"}
 
 
-@pytest.mark.parametrize("turns", TURNS)
+@each("turns", TURNS)
 def test_other_images_are_right_too(turns):
     samples = [{"image": image} for image in WIDE]
     assert_the_same_on_the_device(samples, pipeline(*TURNS[turns]), batch_size=1)
 
 
-@pytest.mark.parametrize(("images", "left"), [(SQUARE, True), (WIDE, False)])
+@each(("images", "left"), [(SQUARE, True), (WIDE, False)])
 def test_what_keeps_the_shape_is_left_over(images, left):
     compose = A.Compose([A.Transpose(p=1), A.Normalize(), A.ToTensorV2()])
     samples = [{"image": image} for image in images]

@@ -11,6 +11,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from misses import each
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset
 
@@ -125,7 +126,7 @@ def test_choices_are_as_likely_as_their_weights_and_orders_as_each_other():
         assert stats.chisquare(counts, np.array(weights) * DRAWS).pvalue > ALPHA
 
 
-@pytest.mark.parametrize(
+@each(
     ("transform", "parameter", "law"),
     [
         (A.Rotate((-90, 90), p=1), lambda p: np.degrees(np.arcsin(p["matrix"][1, 0])), (-90, 180)),
@@ -133,7 +134,6 @@ def test_choices_are_as_likely_as_their_weights_and_orders_as_each_other():
         (A.RandomBrightnessContrast(0.2, 0.4, p=1), lambda p: p["alpha"], (0.6, 0.8)),
         (A.CoarseDropout((1, 1), (0.5, 0.5), (0.5, 0.5), p=1), lambda p: p["holes"][0, 0], None),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, A.BasicTransform) else "",
 )
 def test_parameters_of_real_transforms_have_their_law(transform, parameter, law):
     values = []
@@ -173,7 +173,7 @@ def rows_of(loader) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize(("workers", "context"), [(2, "fork"), (2, "spawn"), (4, "fork")])
+@each(("workers", "context"), [(2, "fork"), (2, "spawn"), (4, "fork")])
 def test_no_two_workers_draw_the_same_numbers(workers, context):
     loader = FastDataLoader(
         Numbers(), batch_size=8, num_workers=workers, multiprocessing_context=context, seed=3

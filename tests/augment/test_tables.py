@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -63,13 +63,13 @@ def test_a_warp_notes_the_inverse_of_a_matrix_that_is_not_close_to_the_identity(
     np.testing.assert_allclose(found["exact"], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [1e-7, 1e-5])
+@each("scale", [1e-7, 1e-5])
 def test_a_warp_that_leaves_nothing_of_an_image_stays_in_the_worker(scale) -> None:
     params = {"matrix": np.diag([scale, scale, 1]), "output_shape": SHAPE[:2]}
     assert (noted(A.Affine(), params) is None) == (scale**2 < 1e-12)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fill", "expected"),
     [
         (5, (5, 0, 0)),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 from torch.utils.data import default_collate
 
@@ -354,7 +355,7 @@ def test_gray_images_of_two_dimensions_keep_them() -> None:
     assert_same(oracle, batch)
 
 
-@pytest.mark.parametrize("form", ["tuple", "bare", "pil", "chw", "named"])
+@each("form", ["tuple", "bare", "pil", "chw", "named"])
 def test_the_image_is_found_in_the_usual_samples(form) -> None:
     from PIL import Image
 
@@ -427,9 +428,9 @@ def test_the_users_pipeline_is_never_changed() -> None:
     assert flip.random_generator.bit_generator.state == before
 
 
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("tail", [(), (A.Normalize, A.ToTensorV2)])
-@pytest.mark.parametrize("on_cpu", ["albumentations", "torch"])
+@each("layout", ["nchw", "nhwc"])
+@each("tail", [(), (A.Normalize, A.ToTensorV2)])
+@each("on_cpu", ["albumentations", "torch"])
 def test_a_foreign_batch_gets_what_each_of_its_samples_would(layout, tail, on_cpu) -> None:
     compose = assemble((), [A.HorizontalFlip(), A.RandomGamma(), A.CLAHE(p=0.4)], tail)
     items = samples(6)
@@ -481,7 +482,7 @@ def test_a_foreign_batch_of_boxes_is_refused() -> None:
         transform.apply_unprepared({"image": torch.zeros(2, 3, 8, 8)}, SampleKey(0, 0, 0))
 
 
-@pytest.mark.parametrize(
+@each(
     ("sample", "message"),
     [
         ({"x": np.zeros((4, 4)), "y": 1}, r"No image was found in \{'x': array\[float64: 4, 4\]"),
@@ -533,13 +534,13 @@ def test_tensors_made_during_validation_can_be_trained_on() -> None:
     assert layer.weight.grad is not None
 
 
-@pytest.mark.parametrize("wrong", [3, A.Compose, None])
+@each("wrong", [3, A.Compose, None])
 def test_what_cannot_transform_a_batch_is_an_error(wrong) -> None:
     with pytest.raises(TransformError, match="cannot transform a batch"):
         as_batch_transform(wrong)
 
 
-@pytest.mark.parametrize("make", [lambda: A.Compose(PIPELINE), A.HorizontalFlip, torch.nn.Identity])
+@each("make", [lambda: A.Compose(PIPELINE), A.HorizontalFlip, torch.nn.Identity])
 def test_every_kind_of_transform_keeps_the_contract(make) -> None:
     transform = as_batch_transform(make())
     assert isinstance(transform, StageTransform)

@@ -13,6 +13,7 @@ from augment.batches import in_worker, keys
 from augment.parity import both, photographs
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from benchmarks.parity import examples, make_example
@@ -177,7 +178,7 @@ def sized(name, arguments):
         {"height", "width"} & arguments.keys(), 40)})  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+@each(("name", "arguments"), OPERATIONS)
 def test_operations_say_which_floats_they_are_right_for(name, arguments):
     transform, op = sized(name, arguments), DEVICE_OPS[name]
     if not takes_any_range(op) or op.draws_pixels(transform):
@@ -191,7 +192,7 @@ def test_operations_say_which_floats_they_are_right_for(name, arguments):
             np.testing.assert_allclose(made, want, rtol=0, atol=1.01 / 255)
 
 
-@pytest.mark.parametrize(("name", "arguments"), OPERATIONS)
+@each(("name", "arguments"), OPERATIONS)
 def test_operations_keep_the_dtype_and_the_range_that_is_expected(name, arguments):
     transform = sized(name, arguments)
     channels = 1 if name == "ToRGB" else 3
@@ -207,7 +208,7 @@ def test_operations_keep_the_dtype_and_the_range_that_is_expected(name, argument
 MOVED = sorted(name for name in DEVICE_OPS if takes_dtype(DEVICE_OPS[name], np.dtype(np.float64)))
 
 
-@pytest.mark.parametrize("name", MOVED)
+@each("name", MOVED)
 def test_operations_that_only_move_values_take_any_dtype(name):
     arguments = dict(next(arguments for other, arguments in examples() if other == name))
     transform = sized(name, arguments)
@@ -239,7 +240,7 @@ def test_casts_are_followed_through_containers():
     assert states(A.Normalize(normalization="image"), A.ToFloat())[1] == ["float32"]
 
 
-@pytest.mark.parametrize("casts", [A.ToFloat(p=0.5), A.OneOf([A.InvertImg(), A.Normalize()])])
+@each("casts", [A.ToFloat(p=0.5), A.OneOf([A.InvertImg(), A.Normalize()])])
 def test_a_pipeline_that_ends_with_two_dtypes_leaves_nothing_to_the_device(casts):
     plan = analyse(A.Compose([A.HorizontalFlip(), casts, A.ToTensorV2()]), DEVICE_OPS)
     assert not plan.defers

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from augment.test_launches import compiled_for
+from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.replay.triton import prepare, takes
@@ -77,7 +78,7 @@ def needed(transform, target, batch):
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("name", PIPELINES)
+@each("name", PIPELINES)
 def test_no_batch_needs_a_kernel_that_was_not_compiled(name):
     transform = transform_of(name)
     known = warmed(transform, masks=[torch.uint8])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from scipy import stats
 from thoroughness import max_examples
 from torchvision.transforms import RandomResizedCrop, v2
@@ -40,7 +41,7 @@ def torchvisions(count, height, width, scale=SCALE, ratio=RATIO):
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize(
+@each(
     ("height", "width", "scale", "ratio"),
     [
         (375, 500, SCALE, RATIO),
@@ -67,7 +68,7 @@ def test_boxes_follow_the_law_of_torchvision(height, width, scale, ratio):
         assert stats.ks_2samp(values, expected[name]).pvalue > 0.001, name
 
 
-@pytest.mark.parametrize(("height", "width"), [(50, 5000), (5000, 50), (10, 400)])
+@each(("height", "width"), [(50, 5000), (5000, 50), (10, 400)])
 def test_the_box_of_last_resort_is_torchvisions(height, width):
     scale = (0.9, 1.0)
     np.testing.assert_array_equal(
@@ -98,7 +99,7 @@ def test_half_of_the_samples_are_flipped_whatever_their_box():
     assert stats.ks_2samp(areas[flips], areas[~flips]).pvalue > 0.001
 
 
-@pytest.mark.parametrize(("probability", "flipped"), [(0.0, False), (1.0, True)])
+@each(("probability", "flipped"), [(0.0, False), (1.0, True)])
 def test_a_certain_flip_is_certain(probability, flipped):
     rule = CropRule(size=8, horizontal_flip=probability)
     keys = [SampleKey(0, 0, index) for index in range(50)]
@@ -155,7 +156,7 @@ def test_the_usual_224_of_256_is_the_default():
     assert CropRule(size=224, crop="center").place(500, 500, float).height == 256
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "said"),
     [
         ({"size": 0}, "size is 0"),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from images.torchvision_pixels import psnr_db
+from misses import each
 from PIL import Image
 from thoroughness import max_examples
 
@@ -39,7 +40,7 @@ def others(china, encode):
     return {kind: encode(image, format=kind) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", JPEGS)
+@each("kind", JPEGS)
 def test_a_jpeg_of_any_kind_has_the_pixels_of_image_folder(
     decoder, kind, jpegs, as_image_folder_loads
 ):
@@ -50,8 +51,8 @@ def test_a_jpeg_of_any_kind_has_the_pixels_of_image_folder(
     assert pixels.flags.writeable
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA"])
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "GIF", "BMP"])
+@each("mode", ["RGB", "L", "1", "P", "RGBA", "LA"])
+@each("kind", ["PNG", "TIFF", "WEBP", "GIF", "BMP"])
 def test_other_formats_in_any_mode_have_the_pixels_of_image_folder(
     decoder, mode, kind, china, encode, as_image_folder_loads
 ):
@@ -78,20 +79,20 @@ def test_pixels_without_a_known_range_are_an_error(decoder, encode):
         decoder.decode(data)
 
 
-@pytest.mark.parametrize("kind", JPEGS)
+@each("kind", JPEGS)
 def test_the_size_in_the_header_is_the_size_of_the_pixels(decoder, kind, jpegs):
     assert decoder.size(jpegs[kind]) == decoder.decode(jpegs[kind]).shape[:2]
 
 
-@pytest.mark.parametrize("factors", [0x14, 0x31, 0x13, 0x24])
+@each("factors", [0x14, 0x31, 0x13, 0x24])
 def test_a_rare_subsampling_has_a_size_too(decoder, factors, jpegs):
     data = bytearray(jpegs["444"])
     data[data.index(b"\xff\xc0") + 11] = factors
     assert decoder.size(bytes(data)) == (257, 333)
 
 
-@pytest.mark.parametrize("scale", [2, 4, 8])
-@pytest.mark.parametrize("kind", JPEGS)
+@each("scale", [2, 4, 8])
+@each("kind", JPEGS)
 def test_a_scaled_jpeg_has_rounded_up_sides_and_looks_like_its_box_average(
     decoder, kind, scale, jpegs, as_image_folder_loads
 ):
@@ -103,7 +104,7 @@ def test_a_scaled_jpeg_has_rounded_up_sides_and_looks_like_its_box_average(
     assert psnr_db(pixels, average) > 20
 
 
-@pytest.mark.parametrize("scale", [2, 4, 8])
+@each("scale", [2, 4, 8])
 def test_a_scaled_png_is_its_box_average(decoder, scale, china, encode):
     image = china.crop((0, 0, 101, 67))
     pixels = decoder.decode(encode(image, format="PNG"), scale=scale)
@@ -119,22 +120,22 @@ def test_scaled_decoders_agree_to_the_last_bit(jpegs):
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{name} {kind} 1/{scale}")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
-@pytest.mark.parametrize("kind", ["420", "grey", "progressive", "cmyk"])
+@each("share", [0.0, 0.01, 0.3, 0.9, 0.999])
+@each("kind", ["420", "grey", "progressive", "cmyk"])
 def test_a_truncated_jpeg_is_an_error(decoder, kind, share, jpegs):
     data = jpegs[kind][: int(len(jpegs[kind]) * share)]
     with pytest.raises(ValueError, match=r"."):
         decoder.decode(data)
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.9])
+@each("share", [0.01, 0.3, 0.9])
 def test_a_truncated_png_is_an_error(decoder, share, china, encode):
     data = encode(china.crop((0, 0, 90, 90)), format="PNG")
     with pytest.raises(ValueError, match=r"."):
         decoder.decode(data[: int(len(data) * share)])
 
 
-@pytest.mark.parametrize("data", [b"", b"hello world" * 9, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
+@each("data", [b"", b"hello world" * 9, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
 def test_what_is_not_an_image_is_an_error_of_size_and_of_decode(decoder, data):
     with pytest.raises(ValueError, match=r"."):
         decoder.size(data)
@@ -142,8 +143,8 @@ def test_what_is_not_an_image_is_an_error_of_size_and_of_decode(decoder, data):
         decoder.decode(data)
 
 
-@pytest.mark.parametrize("damage", [b"\0" * 500, bytes(range(1, 255)) * 2])
-@pytest.mark.parametrize("kind", ["420", "cmyk", "progressive"])
+@each("damage", [b"\0" * 500, bytes(range(1, 255)) * 2])
+@each("kind", ["420", "cmyk", "progressive"])
 def test_garbled_data_is_refused_whatever_library_decodes(decoder, kind, damage, jpegs):
     data = bytearray(jpegs[kind])
     middle = len(data) // 2

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from misses import each
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -42,7 +43,7 @@ def test_which_files_are_valid_can_be_said_as_for_image_folder(folder):
     assert FastImageFolder(folder, size=32, is_valid_file=small).samples == theirs.samples
 
 
-@pytest.mark.parametrize("lack", ["folder", "classes", "files"])
+@each("lack", ["folder", "classes", "files"])
 def test_an_empty_folder_is_an_error_where_it_is_one_for_image_folder(lack, tmp_path):
     root = tmp_path / "root"
     if lack != "folder":
@@ -78,7 +79,7 @@ def test_a_sample_is_a_contiguous_uint8_tensor_and_its_class(folder):
         assert type(label) is int
 
 
-@pytest.mark.parametrize("normalize", [True, ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))])
+@each("normalize", [True, ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))])
 def test_normalised_samples_are_the_same_pixels_normalised(folder, normalize):
     dataset = FastImageFolder(folder, size=40, normalize=normalize)
     mean, std = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)) if normalize is True else normalize
@@ -159,7 +160,7 @@ def test_a_sample_is_written_into_its_slot_and_nowhere_else(folder):
     assert (batch[[0, -1]] == 7).all()
 
 
-@pytest.mark.parametrize(
+@each(
     "out",
     [
         np.empty((40, 41, 3), np.uint8),
@@ -168,7 +169,6 @@ def test_a_sample_is_written_into_its_slot_and_nowhere_else(folder):
         np.empty((40, 80, 3), np.uint8)[:, ::2],
         np.frombuffer(bytes(4800), np.uint8).reshape(40, 40, 3),
     ],
-    ids=["shape", "channels first", "dtype", "strides", "read-only"],
 )
 def test_a_slot_that_does_not_fit_is_refused_with_what_would(out, folder):
     with pytest.raises(BatchError, match=r"\(40, 40, 3\)"):
@@ -199,7 +199,7 @@ def test_a_pickled_copy_gives_the_same_samples_and_leaves_the_lists_behind(folde
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@each("context", ["fork", "spawn"])
 def test_workers_that_outlive_an_epoch_draw_the_next_one(folder, context):
     dataset = FastImageFolder(folder, size=32, horizontal_flip=0.5)
     loader = DataLoader(
@@ -257,7 +257,7 @@ def test_an_orientation_is_applied_when_asked(folder, china, encode):
     torch.testing.assert_close(plain[0][0], stored, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["simplejpeg", "opencv", "pillow"])
+@each("name", ["simplejpeg", "opencv", "pillow"])
 def test_every_decoder_gives_the_same_samples(folder, name):
     wanted = everything(FastImageFolder(folder, size=32))
     dataset = FastImageFolder(folder, size=32, decoder=name)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata import PackedStrings
@@ -116,7 +117,7 @@ def test_a_forked_reader_copies_no_memory_as_it_does_of_a_list():
     assert copied_kib(read_all(packed)) < of_a_list / 3
 
 
-@pytest.mark.parametrize("wrong", [[b"bytes"], [Path("a")], ["a", None]])
+@each("wrong", [[b"bytes"], [Path("a")], ["a", None]])
 def test_only_strings_are_packed(wrong):
     with pytest.raises(TypeError, match="not a str"):
         PackedStrings(wrong)

@@ -8,6 +8,7 @@ import struct
 
 import numpy as np
 import pytest
+from misses import each
 from PIL import Image, ImageOps
 
 from lightning_fastdata.errors import DatasetError
@@ -30,8 +31,8 @@ def with_orientation(image, orientation, encode, kind):
     return encode(image, format=kind, exif=exif.tobytes())
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@each("orientation", range(1, 9))
+@each("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_exif_turns_the_picture_only_when_asked(
     decoder, orientation, kind, china, encode, tmp_path
 ):
@@ -48,7 +49,7 @@ def test_exif_turns_the_picture_only_when_asked(
     assert (turned.height, turned.width) == upright.shape[:2]
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@each("orientation", range(1, 9))
 def test_a_scaled_decode_is_turned_too(decoder, orientation, china, encode, tmp_path):
     path = tmp_path / "photo.jpg"
     path.write_bytes(with_orientation(china, orientation, encode, "JPEG"))
@@ -58,7 +59,7 @@ def test_a_scaled_decode_is_turned_too(decoder, orientation, china, encode, tmp_
     assert np.abs(image.decode(scale=4) - small).mean() < 6
 
 
-@pytest.mark.parametrize("orientation", [0, 9, 65535])
+@each("orientation", [0, 9, 65535])
 def test_an_impossible_orientation_counts_as_upright(orientation, china, encode):
     data = with_orientation(china.crop((0, 0, 8, 8)), orientation, encode, "JPEG")
     assert exif_orientation(data) == 1
@@ -71,7 +72,7 @@ def test_broken_exif_counts_as_upright(china, encode):
     assert exif_orientation(data[:at] + b"\xff" * 8 + data[at + 8 :]) == 1
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text"])
+@each("damage", ["truncated", "empty", "text"])
 def test_a_damaged_file_is_named_with_its_reason_and_a_remedy(decoder, damage, jpegs, tmp_path):
     whole = jpegs["420"]
     data = {"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"hello" * 99}[damage]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from misses import each
 from PIL import Image
 
 import lightning_fastdata as ld
@@ -68,10 +69,8 @@ def test_a_part_is_that_part_of_the_whole(china, data, scale):
     np.testing.assert_array_equal(part, whole[top : top + height, left : left + width])
 
 
-@pytest.mark.parametrize("library", ["there", "missing"])
-@pytest.mark.parametrize(
-    "name", ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "tiny"]
-)
+@each("library", ["there", "missing"])
+@each("name", ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "tiny"])
 def test_any_image_can_be_decoded_in_part(jpegs, name, library, as_image_folder_loads, monkeypatch):
     if library == "missing":
         monkeypatch.setattr(decoders, "region_decoder", lambda: None)
@@ -88,21 +87,21 @@ def test_any_image_can_be_decoded_in_part(jpegs, name, library, as_image_folder_
             np.testing.assert_array_equal(ld.decode_crop(jpegs[name], box), wanted)
 
 
-@pytest.mark.parametrize("decoder", ["pillow", "opencv", "simplejpeg"])
+@each("decoder", ["pillow", "opencv", "simplejpeg"])
 def test_what_is_no_jpeg_can_be_decoded_in_part(china, encode, decoder):
     data = encode(china, format="PNG")
     part = ld.decode_crop(data, (100, 50, 30, 20), decoder=decoder)
     np.testing.assert_array_equal(part, np.asarray(china)[100:130, 50:70])
 
 
-@pytest.mark.parametrize("box", [(0, 0, 0, 5), (-1, 0, 5, 5), (250, 0, 8, 5), (0, 330, 5, 4)])
+@each("box", [(0, 0, 0, 5), (-1, 0, 5, 5), (250, 0, 8, 5), (0, 330, 5, 4)])
 def test_a_box_that_is_not_within_the_picture_is_named(jpegs, box):
     with pytest.raises(OptionsError, match=r"257 x 333 pixels"):
         ld.decode_crop(jpegs["420"], box)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("check_files", [True, False])
+@each("orientation", range(1, 9))
+@each("check_files", [True, False])
 def test_turned_pictures_are_cut_where_they_are_seen(tmp_path, china, orientation, check_files):
     (tmp_path / "a").mkdir()
     picture = china.crop((0, 0, 200, 150))

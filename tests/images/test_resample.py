@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from images.torchvision_pixels import psnr_db, torchvision_sample
+from misses import each
 from PIL import Image
 from thoroughness import max_examples
 from torchvision.datasets.folder import pil_loader
@@ -48,8 +49,8 @@ def rendered(path, placement, plan, size=SIZE):
 
 
 @pytest.mark.cases(6)
-@pytest.mark.parametrize("crop", ["random_resized", "center", "stretch"])
-@pytest.mark.parametrize("name", ["china", "rocket", "retina", "coffee"])
+@each("crop", ["random_resized", "center", "stretch"])
+@each("name", ["china", "rocket", "retina", "coffee"])
 def test_exact_samples_are_torchvisions_to_the_last_bit(crop, name, photos):
     rule = CropRule(size=SIZE, crop=crop, horizontal_flip=0.5)
     image = open_image(str(photos[name]), decoder=choose_decoder())
@@ -64,8 +65,8 @@ def test_exact_samples_are_torchvisions_to_the_last_bit(crop, name, photos):
         assert psnr_db(ours, torchvision_sample(str(photos[name]), placement, SIZE)) > 50
 
 
-@pytest.mark.parametrize("name", ["china", "rocket", "retina", "coffee"])
-@pytest.mark.parametrize(("resize_to", "size"), [(256, 224), (100, 99), (64, 64)])
+@each("name", ["china", "rocket", "retina", "coffee"])
+@each(("resize_to", "size"), [(256, 224), (100, 99), (64, 64)])
 def test_validation_is_resize_then_center_crop_of_torchvision(name, resize_to, size, photos):
     rule = CropRule(size=size, crop="center", resize=resize_to)
     image = open_image(str(photos[name]), decoder=choose_decoder())
@@ -125,7 +126,7 @@ def test_the_automatic_plan_never_decodes_fewer_pixels_than_the_sample_has(
         assert left < 2
 
 
-@pytest.mark.parametrize("resample", ["exact", "linear", "area"])
+@each("resample", ["exact", "linear", "area"])
 def test_only_the_automatic_plan_decodes_scaled(resample):
     placement = Placement(Box(0, 0, 4000, 4000), 64, 64, 0, 0, False)
     assert plan_resample(placement, resample, scalable=True).scale == 1
@@ -145,8 +146,8 @@ def test_a_scaled_box_lies_in_the_scaled_picture_within_half_a_pixel(top, left, 
     assert abs(box.top + box.height - (top + side) / scale) <= 0.5
 
 
-@pytest.mark.parametrize("how", ["linear", "area", "antialias"])
-@pytest.mark.parametrize("shape", [(200, 300), (96, 96), (50, 40), (200, 50), (50, 200)])
+@each("how", ["linear", "area", "antialias"])
+@each("shape", [(200, 300), (96, 96), (50, 40), (200, 50), (50, 200)])
 def test_a_flip_mirrors_the_sample_and_nothing_else(how, shape, photos):
     placement = Placement(Box(30, 40, *shape), SIZE, SIZE, 0, 0, False)
     plan = ResamplePlan(1, how)
@@ -155,7 +156,7 @@ def test_a_flip_mirrors_the_sample_and_nothing_else(how, shape, photos):
     np.testing.assert_array_equal(mirrored, plain[:, ::-1])
 
 
-@pytest.mark.parametrize("shape", [(210, 310), (300, 60), (60, 300), (40, 50), (96, 200)])
+@each("shape", [(210, 310), (300, 60), (60, 300), (40, 50), (96, 200)])
 def test_area_averages_the_axis_that_shrinks_and_interpolates_the_one_that_grows(shape, photos):
     pixels = np.ascontiguousarray(
         np.array(pil_loader(str(photos["china"])))[: shape[0], : shape[1]]
@@ -166,8 +167,8 @@ def test_area_averages_the_axis_that_shrinks_and_interpolates_the_one_that_grows
     assert psnr_db(got, wanted) > 33
 
 
-@pytest.mark.parametrize("how", ["linear", "area", "antialias"])
-@pytest.mark.parametrize("shape", [(200, 300), (96, 96), (50, 40), (200, 50)])
+@each("how", ["linear", "area", "antialias"])
+@each("shape", [(200, 300), (96, 96), (50, 40), (200, 50)])
 def test_resize_writes_into_the_memory_it_is_given(how, shape):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
     batch = np.zeros((3, SIZE, SIZE, 3), np.uint8)

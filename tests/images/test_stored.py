@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from misses import each
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
@@ -61,21 +61,21 @@ def test_a_part_is_the_part_of_the_whole(drawn, form, after):
         assert np.array_equal(picture.decode(), pixels)
 
 
-@pytest.mark.parametrize(("form", "least_db"), [("yuv", 37.5), ("jpeg", 34.5)])
-@pytest.mark.parametrize("name", ["china", "flower", "rocket", "retina", "coffee"])
+@each(("form", "least_db"), [("yuv", 37.5), ("jpeg", 34.5)])
+@each("name", ["china", "flower", "rocket", "retina", "coffee"])
 def test_pixels_of_lossy_forms_stay_near(photos, name, form, least_db):
     pixels = shrunk(open_image(str(photos[name]), decoder=choose_decoder("auto")), 256)
     assert psnr(open_stored(encoded(pixels, form), "one").decode(), pixels) > least_db
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_the_size_is_about_what_was_said(form):
     pixels = smooth(256, 340)
     found = encoded(pixels, form).size
     assert 0.08 < found / stored_bytes(256, 340, form) <= 1.02
 
 
-@pytest.mark.parametrize(("size", "side", "wanted"), [
+@each(("size", "side", "wanted"), [
     ((375, 500), 256, (256, 341)),
     ((500, 375), 256, (341, 256)),
     ((200, 300), 256, (200, 300)),

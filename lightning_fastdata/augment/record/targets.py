@@ -102,7 +102,8 @@ def argument_names(compose: BaseCompose) -> frozenset[str]:
     Boxes and keypoints only where it knows their format; without that they mean nothing to it.
     """
     kinds = {name: name for name in ("masks", *compose.available_keys)} | _added(compose)
-    known = compose.processors if is_container(compose) else kinds
+    # A version of Albumentations without that name runs whole on the CPU.
+    known = getattr(compose, "processors", kinds) if is_container(compose) else kinds
     return frozenset(
         name for name, kind in kinds.items() if kind not in {"bboxes", "keypoints"} or kind in known
     )
