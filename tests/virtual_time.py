@@ -9,6 +9,7 @@ processes cannot be tested with it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -98,10 +99,21 @@ class VirtualClock(clock.Clock):
         return getattr(self._of_thread, "queued_ns", 0)
 
 
+class PatientClock(VirtualClock):
+    """Moves on by :meth:`advance` only; who sleeps does so really.
+
+    For what waits until another process has done something, whose time is not this one's.
+    """
+
+    def sleep(self, seconds: float) -> None:
+        """Let the calling thread wait, in which the clock does not move."""
+        time.sleep(seconds)
+
+
 @contextmanager
-def virtual_time() -> Iterator[VirtualClock]:
+def virtual_time(kind: type[VirtualClock] = VirtualClock) -> Iterator[VirtualClock]:
     """Have this process live in a time that the calling thread drives, while a block runs."""
-    virtual = VirtualClock()
+    virtual = kind()
     with clock.installed(virtual):
         try:
             yield virtual

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import fields
 
@@ -16,8 +17,6 @@ from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, OwnStamps, TaskStamps
 from lightning_fastdata.tuning.simulate import batch_costs
-from rig.machine import sleep, work
-from rig.virtual_crew import Costs, on_machine
 
 MS = 1_000_000
 
@@ -182,64 +181,73 @@ def test_the_parts_of_every_wait_add_up_to_it_and_none_is_negative(run) -> None:
         assert all(getattr(found, f.name) >= -1e-9 for f in fields(found))
 
 
+def spin(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
 class Planted(Dataset):
-    def __init__(self, *, sleep_s: float = 0.0, work_s: float = 0.0, slow: int = -1) -> None:
-        self.sleep_s, self.work_s, self.slow = sleep_s, work_s, slow
+    def __init__(self, *, sleep_s: float = 0.0, spin_s: float = 0.0, slow: int = -1) -> None:
+        self.sleep_s, self.spin_s, self.slow = sleep_s, spin_s, slow
 
     def __len__(self) -> int:
         return 256
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == self.slow:
-            sleep(0.4)
-        sleep(self.sleep_s)
-        work(self.work_s)
+            time.sleep(0.4)
+        time.sleep(self.sleep_s)
+        spin(self.spin_s)
         return torch.zeros(10)
 
 
 def slow_collate(samples: list) -> torch.Tensor:
-    work(0.03)
+    spin(0.03)
     return default_collate(samples)
 
 
 def measured(dataset: Dataset, **options) -> tuple[dict[str, float], list]:
-    """Return the shares of the waits for batches on a machine, where handing over is free."""
     records: deque[BatchStamps] = deque()
-    with on_machine(Costs()):
-        loader = FastDataLoader(dataset, 16, **{"executor": "workers", "num_workers": 1, **options})
-        loader.record_stamps(records)
-        for _ in loader:
-            pass
-        loader.close()
+    loader = FastDataLoader(dataset, 16, **{"executor": "workers", "num_workers": 1, **options})
+    loader.record_stamps(records)
+    for _ in loader:
+        pass
     assert len(records) == 16
     cutter = Cutter()
     waits = [cutter.cut(stamps) for stamps in records]
     return total(waits).shares(), [wait.slow_task for wait in waits if wait.slow_task]
 
 
-@pytest.mark.parametrize("executor", ["inline", "workers"])
+@pytest.mark.flaky(reruns=2)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("executor", ["inline", "workers", "sidecar"])
 @pytest.mark.parametrize(
-    ("dataset", "cause"),
-    [(Planted(sleep_s=0.004), "read_blocked"), (Planted(work_s=0.003), "read_cpu")],
+    ("dataset", "cause", "other"),
+    [
+        (Planted(sleep_s=0.004), "read_blocked", "read_cpu"),
+        (Planted(spin_s=0.003), "read_cpu", "read_blocked"),
+    ],
     ids=["waiting", "computing"],
 )
-def test_the_planted_cause_takes_all_of_the_waits(executor, dataset, cause) -> None:
+def test_the_planted_cause_takes_most_of_the_waits(executor, dataset, cause, other) -> None:
+    # What other programs on the machine take away is in the run queue, and in no cause.
     shares, _ = measured(dataset, executor=executor)
-    assert shares[cause] == pytest.approx(1.0)
+    assert shares[cause] > 2 * shares[other]
+    assert shares[cause] > 2 * shares["collate"]
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("executor", ["inline", "workers"])
-def test_a_slow_collate_function_takes_its_part_of_the_waits(executor) -> None:
-    dataset = Planted(sleep_s=0.000125)
-    shares, _ = measured(dataset, executor=executor, collate_fn=slow_collate)
-    assert shares["collate"] == pytest.approx(30 / 32)
-    assert shares["read_blocked"] == pytest.approx(2 / 32)
+def test_a_slow_collate_function_takes_most_of_the_waits(executor) -> None:
+    shares, _ = measured(Planted(sleep_s=0.0001), executor=executor, collate_fn=slow_collate)
+    assert shares["collate"] > 2 * (shares["read_cpu"] + shares["read_blocked"])
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_slow_sample_is_found_by_its_index() -> None:
-    shares, slow = measured(Planted(sleep_s=0.001, slow=133))
-    assert [sample.slowest_index for sample in slow] == [133]
-    assert shares["slow_sample"] == pytest.approx(400 / 656, rel=0.01)
+    _, slow = measured(Planted(sleep_s=0.001, slow=133))
+    assert 133 in [sample.slowest_index for sample in slow]
 
 
 def test_a_complete_batch_waits_for_what_its_thread_goes_on_to_do() -> None:
