@@ -35,14 +35,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
 from trainings.followed import Prediction, predicted, setting_of
+from trainings.machine_load import undisturbed
 from trainings.parts import Healthy, Training
 from trainings.registry import TRAININGS
 from trainings.tools import INSTALL_TRACEML, Opinion, simple_profiler, told, traceml
 from turns import write
-from verdicts.machine_load import undisturbed
 
 HERE = Path(__file__).parent
 TIME_LIMIT_S = 180

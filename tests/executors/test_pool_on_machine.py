@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from insight.cut_waits import Cutter
+from insight.cut_waits import Cutter, total
 from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
 from rig.virtual_crew import Costs, VirtualExecutor
 from torch.utils.data import Dataset, default_collate
@@ -45,12 +45,23 @@ def batches_of(steps, size):
     return [list(range(at, at + size)) for at in range(0, steps * size, size)]
 
 
-def recorded(cost, *, workers=2, steps=120, size=8, step=lambda: sleep(0.003), **how):
+def recorded(
+    cost,
+    *,
+    workers=2,
+    steps=120,
+    size=8,
+    step=lambda: sleep(0.003),
+    costs=SOME,
+    programs=0,
+    **how,
+):
     """Return the stamps of an epoch, whose batches were used one after the other."""
     machine, records = Machine(2), deque()
     with machine.installed():
+        machine.programs(programs)
         plan = fetch_plan(Numbers(steps * size, cost), **how)
-        pool = VirtualExecutor(machine, plan, costs=SOME, processes=workers)
+        pool = VirtualExecutor(machine, plan, costs=costs, processes=workers)
         pool.record(records)
         pool.start_epoch(iter(batches_of(steps, size)), 0)
         for _ in pool:
@@ -205,15 +216,6 @@ def test_a_sample_that_kills_whoever_reads_it_is_named_after_four_deaths():
 # Deadlines
 
 
-def stuck_at(index, stuck, *, then=lambda: sleep(600)):
-    def cost(at):
-        sleep(0.001)
-        if at in stuck:
-            then()
-
-    cost(index)
-
-
 def test_a_worker_that_is_stuck_is_replaced_at_the_deadline_and_its_sample_named_at_the_next():
     """It is looked at eight times in that time: in the first look that it is late in."""
     limit_s, machine, told_s = 2.0, Machine(2), []
@@ -315,9 +317,51 @@ def test_a_trial_with_half_of_the_workers_shows_whether_they_share_what_they_wai
     assert [stamps.number for stamps in records] == list(range(1, 601))
 
 
-def test_waits_are_cut_into_what_the_last_worker_did():
-    (only,) = recorded(waits, workers=1, steps=1, size=4)[:1]
-    parts = Cutter().cut(only).parts
-    # Sample by sample: first one alone, then the rest, each answer on its way for 0.3 ms in all.
-    assert parts.read_blocked_ms == pytest.approx(8.0)
-    assert parts.total_ms == pytest.approx((only.delivered_ns - only.requested_ns) / MS)
+# Waits, and what they are for
+
+
+def shares(**how):
+    """Return the parts of all waits of an epoch in which nothing costs but what is said."""
+    cutter = Cutter()
+    waits = [cutter.cut(stamps) for stamps in recorded(**{"workers": 1, "costs": Costs(), **how})]
+    return total(waits).shares(), [wait.slow_task for wait in waits if wait.slow_task]
+
+
+def one_slow(index):
+    sleep(0.4 if index == 133 else 0.001)
+
+
+@pytest.mark.parametrize(
+    ("part", "how"),
+    [
+        ("read_blocked", {"cost": waits}),
+        ("read_cpu", {"cost": lambda index: work(0.003)}),
+        ("collate", {"cost": lambda _: None, "collate_fn": collates, "default_collation": False}),
+    ],
+)
+def test_the_planted_cause_takes_all_of_the_waits(part, how):
+    assert shares(**how)[0][part] == pytest.approx(1.0)
+
+
+def test_what_other_programs_take_of_the_cpus_is_in_the_run_queue():
+    parts, _ = shares(cost=lambda index: work(0.004), programs=4)
+    # Four of them share two CPUs with the worker, which is nicer.
+    assert parts["read_runqueue"] > 0.6
+    assert parts["read_runqueue"] + parts["read_cpu"] == pytest.approx(1.0)
+
+
+def test_a_slow_sample_is_named_with_what_it_takes_more_than_others():
+    parts, slow = shares(cost=one_slow)
+    assert [task.slowest_index for task in slow] == [133]
+    assert slow[0].slowest_ns == 400 * MS
+    assert parts["slow_sample"] > 0.3
+
+
+def test_a_hand_over_takes_what_it_costs_after_the_batch_was_made():
+    costs = Costs(send_s=lambda _: 0.002, way_s=0.003, take_s=lambda _: 0.001)
+    plain = {"collate_fn": list, "default_collation": False, "look_ahead": 1}
+    records = recorded(waits, workers=1, costs=costs, **plain)
+    cutter = Cutter()
+    parts = [cutter.cut(stamps).parts for stamps in records]
+    assert {round(each.handover_ms, 6) for each in parts} == {6.0}
+    assert {round(each.read_blocked_ms, 6) for each in parts} == {16.0}

@@ -169,7 +169,6 @@ def test_a_run_that_goes_on_has_the_same_samples_whatever_was_tuned(tmp_path):
     assert all(torch.equal(*pair) for pair in zip(rest.seen, whole.seen[60:], strict=True))
 
 
-@pytest.mark.slow
 def test_loaders_that_are_made_anew_begin_where_the_last_one_ended(tmp_path):
     data = Data(Waiting(BATCH * 130, quick=0))
     trainer, _ = fit(tmp_path, data, max_epochs=3, reload_dataloaders_every_n_epochs=1)
@@ -226,7 +225,6 @@ def test_each_of_two_loaders_is_tuned_and_their_batches_stay(tmp_path):
     assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("limits", [{"limit_train_batches": 30}, {"overfit_batches": 20}])
 def test_short_passes_over_the_data_are_tuned_too(tmp_path, limits):
     options = {"executor": "workers"}
@@ -237,7 +235,6 @@ def test_short_passes_over_the_data_are_tuned_too(tmp_path, limits):
     assert tuner_of(trainer)._batches >= 4 * min(limits.values())
 
 
-@pytest.mark.slow
 def test_a_second_fit_goes_on_with_what_the_first_has_learned(tmp_path):
     data = Data(Waiting(BATCH * 150, quick=0))
     first = tuner_of(fit(tmp_path, data)[0])

@@ -15,7 +15,7 @@ from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
 
 @pytest.fixture(autouse=True)
-def virtual():
+def machine_of_workers():
     """Whoever waits in vain for others is told so at once, and does not hang."""
     with on_machine():
         yield
