@@ -29,10 +29,12 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import warn_before_fork
 from lightning_fastdata.executors.kinds import KINDS, Resources
 from lightning_fastdata.executors.pool import protocol
-from lightning_fastdata.executors.pool.child_task import SharedState, TaskThread, describe_error
+from lightning_fastdata.executors.pool.child_task import TaskRunner, describe_error
 from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.splitter import Task
+from lightning_fastdata.stamps.batch_stamps import TaskWatch
+from lightning_fastdata.stamps.operations import OperationWatch
 from rig.machine import KilledError, Machine, VirtualThread
 
 
@@ -61,8 +63,6 @@ class VirtualWorker:
     others than its crew use.
     """
 
-    threads = 1
-
     def __init__(self, crew: VirtualCrew, number: int, epoch: int | None) -> None:
         self.crew, self.number = crew, number
         self.tasks: dict[int, Task] = {}
@@ -71,18 +71,19 @@ class VirtualWorker:
         self.retiring = False
         self.sent: deque[tuple[int, Task] | None] = deque()
         """What is to become of samples that were read first."""
-        self.suspects: list[tuple[int, int]] = []
-        """When it died: the samples that were being read."""
-        self.progress = protocol.ProgressMemory.create(1)
+        self.suspect: tuple[int, int] | None = None
+        """When it died: the sample that was being read."""
+        self.progress = protocol.ProgressMemory.create()
         self.progress.generation = crew.generation
-        self.runs = crew.machine.process(crew.plan.niceness)
+        self.runs = crew.machine.process()
         self.runs.kill = self.kill
         self.process = SimpleNamespace(kill=self.kill, pid=self.runs.pid)
         # Global generators are those of the training process here, which nobody is to seed.
         plan = replace(crew.plan, seed=None, own=None, collate_fn=for_writing(crew.plan.collate_fn))
-        self.shared = SharedState(_Wire(self), plan, number, self.progress, epoch)
-        self.shared.maps = crew.maps
-        self.shared.lines = None  # a thread that looks on by real time
+        self.runner = TaskRunner(_Wire(self), plan, number, self.progress, epoch)
+        self.runner.maps = crew.maps
+        # No line watch: that is a thread that looks on by real time.
+        self.runner._watch = TaskWatch(number, OperationWatch(plan.dataset), None, alone=True)
         self.thread = crew.machine.start(self.runs, self._live)
 
     @property
@@ -117,10 +118,9 @@ class VirtualWorker:
         """End it now, by a signal."""
         if self.exitcode is not None:
             return
-        being_read = self.progress.being_read()
-        started = [task.first_sample for task in self.tasks.values()]
-        stuck = self.hang.samples if self.hang is not None else []
-        self.suspects = stuck or being_read or started
+        started = next((task.first_sample for task in self.tasks.values()), None)
+        stuck = self.hang.sample if self.hang is not None else None
+        self.suspect = stuck or self.progress.being_read() or started
         self.runs.ended(-sign)
         self.crew.send(self, None, ())
 
@@ -135,7 +135,7 @@ class VirtualWorker:
     # What runs in it
 
     def _live(self) -> None:
-        machine, plan = self.crew.machine, self.shared.plan
+        machine, plan = self.crew.machine, self.runner.plan
         machine.sleep(self.crew.costs.start_s)
         self.progress.state = protocol.State.INITIALISING
         if plan.worker_init_fn is not None:
@@ -146,26 +146,25 @@ class VirtualWorker:
                 failed = protocol.InitFailed(*describe_error(error, where))
                 self.crew.send(self, failed, ())
                 return
-        thread = TaskThread(self.shared, 0)
         self.progress.state = protocol.State.WAITING
         while (taken := self._next_task()) is not None:
             number, task = taken
             self.tasks[number] = task
-            self.progress.take(0, number)
-            thread.do(number, task.request())
+            self.progress.state = number
+            self.runner.do(number, task.request())
         self.crew.send(self, protocol.Retired(), ())
 
     def _next_task(self) -> tuple[int, Task] | None:
-        crew, awaiting_rest = self.crew, self.shared.awaiting_rest
+        crew, runner = self.crew, self.runner
         while True:
             if self.sent:
-                awaiting_rest.popleft()
+                runner.awaits_rest = False
                 rest = self.sent.popleft()
                 if rest is not None:
                     return rest
-            elif not awaiting_rest and self.retiring:
+            elif not runner.awaits_rest and self.retiring:
                 return None
-            elif not awaiting_rest and crew.queue:
+            elif not runner.awaits_rest and crew.queue:
                 return crew.queue.popleft()
             else:
                 crew.idle.append(self.thread)
@@ -195,8 +194,6 @@ class _Wire:
 class VirtualCrew:
     """So many workers on a machine; the crew of a :class:`PoolExecutor`."""
 
-    threads = 1
-
     def __init__(
         self, machine: Machine, plan: FetchPlan, slots: SlotPool, processes: int, costs: Costs
     ) -> None:
@@ -213,11 +210,6 @@ class VirtualCrew:
         self._settings: dict[type, protocol.Setting] = {}
         self._inbox: deque[tuple[VirtualWorker, Any, tuple[int, ...]]] = deque()
         self._waits: VirtualThread | None = None
-
-    @property
-    def hands(self) -> int:
-        """Workers that are wanted."""
-        return self.wanted
 
     @property
     def under_way(self) -> int:
@@ -330,7 +322,7 @@ class VirtualCrew:
     def _died(self, worker: VirtualWorker) -> Iterator[Loss]:
         del self.children[worker.number]
         worker.stop()
-        yield Loss(worker, list(worker.tasks.values()), worker.suspects)
+        yield Loss(worker, list(worker.tasks.values()), worker.suspect)
         self.respawned += 1
         self.plan.faults.deaths += 1
         self._start_missing()
@@ -361,9 +353,9 @@ class VirtualCrew:
 def _follow(worker: VirtualWorker, setting: protocol.Setting) -> None:
     match setting:
         case protocol.SetLayout(layout):
-            worker.shared.layout = layout
+            worker.runner.layout = layout
         case protocol.SetStamps(wanted):
-            worker.shared.stamped = wanted
+            worker.runner.stamped = wanted
 
 
 def _ns_of(until_s: float) -> int:
@@ -389,7 +381,7 @@ class VirtualExecutor(PoolExecutor):
         assert isinstance(self._crew, VirtualCrew)
         return self._crew
 
-    def _start_crew(self, processes: int, threads: int) -> VirtualCrew:
+    def _start_crew(self, processes: int) -> VirtualCrew:
         return VirtualCrew(self._machine, self.plan, self._slots, processes, self._costs)
 
 
