@@ -35,7 +35,7 @@ from lightning_fastdata.stamps.stamped import Envelope
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="not told here")
 def test_short_tasks_that_compute_are_on_a_cpu_or_wait_for_one_all_the_time():
     block = torch.zeros(2**20, dtype=torch.uint8)
-    watch, shares = TaskWatch(0, 0), []
+    watch, shares = TaskWatch(0), []
     for _ in range(100):
         watch.begin()
         for _ in range(20):
@@ -276,7 +276,7 @@ def open_schedstats():
 
 def test_a_watch_that_is_dropped_closes_its_file():
     before = open_schedstats()
-    watches = [TaskWatch(0, 0) for _ in range(20)]
+    watches = [TaskWatch(0) for _ in range(20)]
     assert open_schedstats() == before + 20
     del watches
     assert open_schedstats() == before
@@ -350,7 +350,7 @@ def test_the_pin_thread_passes_an_envelope_through_and_is_stamped():
     from torch.utils.data._utils.pin_memory import pin_memory
 
     with virtual_time() as time:
-        watch = TaskWatch(0, 0)
+        watch = TaskWatch(0)
         watch.begin()
         envelope = pin_memory(Envelope({"x": Pins(), "y": 3}, watch.end()))
         time.advance(1000)
@@ -365,6 +365,6 @@ def test_the_pin_thread_passes_an_envelope_through_and_is_stamped():
 
 def test_stamps_cost_next_to_nothing_to_carry():
     """A worker sends them with each batch."""
-    watch = TaskWatch(0, 0)
+    watch = TaskWatch(0)
     watch.begin()
     assert len(pickle.dumps(watch.end())) < 400
