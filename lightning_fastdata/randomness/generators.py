@@ -27,8 +27,8 @@ _MOST_BITS: Final = 64
 class OwnGenerators:
     """The generators that a map-style dataset holds where they can be found.
 
-    Found are those in attributes of the dataset and of what it holds, and those that the user's own
-    code refers to, but not those of Albumentations pipelines, which are keyed with these.
+    Found are those in attributes of the dataset and of what it holds, but not those of
+    Albumentations pipelines, which are keyed with these.
 
     Args:
         dataset: The dataset, in the process whose generators count as its initial ones.

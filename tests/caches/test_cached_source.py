@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -154,30 +153,24 @@ def test_an_object_that_is_given_credentials_is_the_same_object():
     assert CachedSource(one).folder == CachedSource(two).folder != CachedSource(other).folder
 
 
-FILLED = """
-import sys
-from lightning_fastdata import CachedSource
-from tests.caches.test_cached_source import COUNT, Records
-cached = CachedSource(Records(sys.argv[1]), sys.argv[2])
-for index in range(COUNT):
-    cached.get_bytes([index])
-    print(index, flush=True)
-"""
+def _fill(log, folder, end):
+    cached = CachedSource(Records(log), folder)
+    for index in range(COUNT):
+        cached.get_bytes([index])
+        end.send_bytes(b"read")
+    signal.pause()
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("at", [1, 9, 30])
 def test_a_kill_leaves_whole_records_or_none(at, log, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", FILLED, log, tmp_path / "cache"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_fill, args=(log, tmp_path / "cache", theirs))
+    process.start()
     for _ in range(at):
-        process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+        ours.recv_bytes()
+    process.kill()  # whatever it does now
+    process.join()
     cached = CachedSource(Records(log), tmp_path / "cache")
     assert cached.stored >= at
     assert cached.get_bytes(range(COUNT)) == [record(index) for index in range(COUNT)]

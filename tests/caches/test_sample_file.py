@@ -58,11 +58,11 @@ def _write_for_ever(folder, varies, seed, count, end):
 def test_killed_writers_leave_whole_samples(tmp_path, varies):
     create(tmp_path / "c", varies=varies).close()
     context = multiprocessing.get_context("fork")
-    for number in range(12):
+    for number in range(6):
         writers = []
         for seed in (2 * number, 2 * number + 1):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = tmp_path / "c", varies, seed, 5 * number, theirs
+            arguments = tmp_path / "c", varies, seed, 11 * number, theirs
             writers.append((context.Process(target=_write_for_ever, args=arguments), ours))
             writers[-1][0].start()
         for _, ours in writers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -12,6 +12,7 @@ from lightning_fastdata.insight.waits.lines import (
     LineTotals,
     line_text,
     lines_table,
+    lock_between_processes,
     where_text,
 )
 from lightning_fastdata.stamps.lines import LineTime
@@ -97,6 +98,22 @@ def test_words_say_line_call_and_wait():
     )
     assert "waiting" not in line_text(share(waits_in="lock", blocked=0.2))
     assert "Rows.read (rows.py:41) | self.c.recv | 88% | 90% socket |" in lines_table([line])
+
+
+@pytest.mark.parametrize(
+    ("calls", "waits_in", "shared"),
+    [
+        ("", "process lock", True),
+        ("multiprocessing SemLock.__enter__", "lock", True),
+        ("filelock BaseFileLock.acquire", "sleep", True),
+        ("", "lock", False),
+        ("", "file", False),
+    ],
+)
+def test_a_lock_that_processes_share_is_told_from_one_within_a_process(calls, waits_in, shared):
+    line = share(blocked=0.9, calls=calls, waits_in=waits_in)
+    assert lock_between_processes([share(2, 0.2), line]) == (line if shared else None)
+    assert lock_between_processes([replace(line, blocked_share=0.1)]) is None
 
 
 def test_a_cause_gets_the_line_that_waits_or_the_line_that_computes():

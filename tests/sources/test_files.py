@@ -74,7 +74,7 @@ def evicted(paths):
     return paths
 
 
-def come_into_memory(paths, within_s=20):
+def come_into_memory(paths, within_s=100):
     ends_s = time.monotonic() + within_s
     while not all(map(in_memory, paths)):
         if time.monotonic() > ends_s:

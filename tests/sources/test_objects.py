@@ -243,7 +243,7 @@ def s3():
         aws_secret_access_key="secret",
         region_name="us-east-1",
     )
-    ends_s = time.monotonic() + 60
+    ends_s = time.monotonic() + 250
     while True:
         try:
             client.create_bucket(Bucket="bucket")
