@@ -564,13 +564,22 @@ def late_cuda(schedule: str = "random", seed: int = 0, *, devices: int = 2) -> I
         lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-        # Has torch accept tensors "on CUDA" where there is none. It cannot be undone, and says
-        # nothing to a program that asks whether there is a CUDA.
-        torch._C._ensureCUDADeviceGuardSet()
+        _accept_tensors_on_cuda()
         with LateMode(machine):
             yield machine
             gc.collect()
         machine.finish()
+
+
+def _accept_tensors_on_cuda() -> None:
+    """Have torch accept tensors on CUDA where there is none, as its FakeTensorMode does.
+
+    This alone cannot be undone. To a program that asks whether there is a CUDA it says nothing.
+    """
+    # Autograd counts devices at the first backward, and would start a thread for each of those that
+    # are pretended; a process with such threads must not fork.
+    torch.zeros((), requires_grad=True).backward()
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 def _forget() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +44,19 @@ def test_a_program_that_orders_its_streams_computes_what_a_cpu_does(schedule):
             del x
             assert [each.tolist() for each in numbers] == expected
             assert not cuda.torn
+
+
+def thread_names():
+    return [Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's names of threads are Linux's")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd has threads for a real device")
+def test_autograd_gets_no_threads_for_devices_that_are_pretended():
+    with late_cuda("late"):
+        torch.ones(1, device="cuda")
+    torch.ones((), requires_grad=True).backward()
+    assert not any("autograd" in name for name in thread_names())
 
 
 def test_nothing_is_left_of_it_even_after_an_error():
