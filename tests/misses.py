@@ -68,7 +68,8 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Any],
     """Run a test with each of these values, as ``pytest.mark.parametrize`` does, but as one test.
 
     Several of them above one test go through all combinations. With the mark ``cases(n)`` a short
-    run takes only ``n`` of them, spread evenly. Fixtures are set up once, for all cases.
+    run takes only ``n`` of them, spread evenly. Fixtures are set up once, for all cases; but each
+    has a folder ``tmp_path`` of its own, and what it does with ``monkeypatch`` is undone behind it.
     """
     found = tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
     rows = []

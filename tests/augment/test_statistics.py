@@ -5,6 +5,7 @@ All keys are fixed, so each p-value is a fixed number; none may fall below 1 in 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 
@@ -67,9 +68,9 @@ SERIES = {
 }
 
 
-@pytest.fixture(scope="module", params=SERIES)
-def series(request):
-    return drawn(probes(), SERIES[request.param])
+@functools.cache
+def drawn_in(series):
+    return drawn(probes(), SERIES[series])
 
 
 def independent(one, other) -> float:
@@ -77,34 +78,39 @@ def independent(one, other) -> float:
     return stats.chi2_contingency(table, correction=False).pvalue
 
 
+@each("series", SERIES)
 def test_transforms_are_applied_as_often_as_they_should_be(series):
-    applied, _ = series
+    applied, _ = drawn_in(series)
     for column, chance in zip(applied.T, CHANCES, strict=True):
         assert stats.binomtest(int(column.sum()), len(column), chance).pvalue > ALPHA
 
 
+@each("series", SERIES)
 def test_whether_one_transform_is_applied_says_nothing_about_another(series):
-    applied, _ = series
+    applied, _ = drawn_in(series)
     for one, other in itertools.combinations(range(len(CHANCES)), 2):
         assert independent(applied[:, one], applied[:, other]) > ALPHA
 
 
+@each("series", SERIES)
 def test_whether_a_transform_is_applied_says_nothing_about_the_next_sample(series):
-    applied, _ = series
+    applied, _ = drawn_in(series)
     for column, gap in itertools.product(applied.T, (1, 2, 8)):
         assert independent(column[:-gap], column[gap:]) > ALPHA
 
 
+@each("series", SERIES)
 def test_drawn_numbers_are_uniform_and_none_is_drawn_twice(series):
-    _, numbers = series
+    _, numbers = drawn_in(series)
     columns = numbers.reshape(len(numbers), -1).T
     for column in (column[~np.isnan(column)] for column in columns):
         assert stats.kstest(column, "uniform").pvalue > ALPHA
         assert len(np.unique(column)) == len(column)
 
 
+@each("series", SERIES)
 def test_drawn_numbers_say_nothing_about_other_transforms_generators_or_samples(series):
-    _, numbers = series
+    _, numbers = drawn_in(series)
     columns = numbers.reshape(len(numbers), -1).T
     pairs = [*itertools.combinations(columns, 2), *((one[:-1], one[1:]) for one in columns)]
     for one, other in pairs:

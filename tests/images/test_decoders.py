@@ -27,9 +27,7 @@ if importlib.util.find_spec("torchcodec"):
 JPEGS = ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "tiny"]
 
 
-@pytest.fixture(params=NAMES)
-def decoder(request):
-    return choose_decoder(request.param)
+DECODERS = [choose_decoder(name) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +38,7 @@ def others(china, encode):
     return {kind: encode(image, format=kind) for kind in kinds}
 
 
+@each("decoder", DECODERS)
 @each("kind", JPEGS)
 def test_a_jpeg_of_any_kind_has_the_pixels_of_image_folder(
     decoder, kind, jpegs, as_image_folder_loads
@@ -51,6 +50,7 @@ def test_a_jpeg_of_any_kind_has_the_pixels_of_image_folder(
     assert pixels.flags.writeable
 
 
+@each("decoder", DECODERS)
 @each("mode", ["RGB", "L", "1", "P", "RGBA", "LA"])
 @each("kind", ["PNG", "TIFF", "WEBP", "GIF", "BMP"])
 def test_other_formats_in_any_mode_have_the_pixels_of_image_folder(
@@ -67,23 +67,27 @@ def test_other_formats_in_any_mode_have_the_pixels_of_image_folder(
     assert decoder.size(data) == pixels.shape[:2] == (71, 91)
 
 
+@each("decoder", DECODERS)
 def test_sixteen_bit_grey_keeps_its_high_byte_instead_of_burning_out(decoder, encode):
     levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     pixels = decoder.decode(encode(Image.fromarray(levels), format="PNG"))
     np.testing.assert_array_equal(pixels, np.repeat((levels >> 8)[..., None], 3, axis=2))
 
 
+@each("decoder", DECODERS)
 def test_pixels_without_a_known_range_are_an_error(decoder, encode):
     data = encode(Image.fromarray(np.ones((4, 4), np.float32)), format="TIFF")
     with pytest.raises(ValueError, match="mode 'F'"):
         decoder.decode(data)
 
 
+@each("decoder", DECODERS)
 @each("kind", JPEGS)
 def test_the_size_in_the_header_is_the_size_of_the_pixels(decoder, kind, jpegs):
     assert decoder.size(jpegs[kind]) == decoder.decode(jpegs[kind]).shape[:2]
 
 
+@each("decoder", DECODERS)
 @each("factors", [0x14, 0x31, 0x13, 0x24])
 def test_a_rare_subsampling_has_a_size_too(decoder, factors, jpegs):
     data = bytearray(jpegs["444"])
@@ -91,6 +95,7 @@ def test_a_rare_subsampling_has_a_size_too(decoder, factors, jpegs):
     assert decoder.size(bytes(data)) == (257, 333)
 
 
+@each("decoder", DECODERS)
 @each("scale", [2, 4, 8])
 @each("kind", JPEGS)
 def test_a_scaled_jpeg_has_rounded_up_sides_and_looks_like_its_box_average(
@@ -104,6 +109,7 @@ def test_a_scaled_jpeg_has_rounded_up_sides_and_looks_like_its_box_average(
     assert psnr_db(pixels, average) > 20
 
 
+@each("decoder", DECODERS)
 @each("scale", [2, 4, 8])
 def test_a_scaled_png_is_its_box_average(decoder, scale, china, encode):
     image = china.crop((0, 0, 101, 67))
@@ -120,6 +126,7 @@ def test_scaled_decoders_agree_to_the_last_bit(jpegs):
                 np.testing.assert_array_equal(got, wanted, err_msg=f"{name} {kind} 1/{scale}")
 
 
+@each("decoder", DECODERS)
 @each("share", [0.0, 0.01, 0.3, 0.9, 0.999])
 @each("kind", ["420", "grey", "progressive", "cmyk"])
 def test_a_truncated_jpeg_is_an_error(decoder, kind, share, jpegs):
@@ -128,6 +135,7 @@ def test_a_truncated_jpeg_is_an_error(decoder, kind, share, jpegs):
         decoder.decode(data)
 
 
+@each("decoder", DECODERS)
 @each("share", [0.01, 0.3, 0.9])
 def test_a_truncated_png_is_an_error(decoder, share, china, encode):
     data = encode(china.crop((0, 0, 90, 90)), format="PNG")
@@ -135,6 +143,7 @@ def test_a_truncated_png_is_an_error(decoder, share, china, encode):
         decoder.decode(data[: int(len(data) * share)])
 
 
+@each("decoder", DECODERS)
 @each("data", [b"", b"hello world" * 9, b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
 def test_what_is_not_an_image_is_an_error_of_size_and_of_decode(decoder, data):
     with pytest.raises(ValueError, match=r"."):
@@ -143,6 +152,7 @@ def test_what_is_not_an_image_is_an_error_of_size_and_of_decode(decoder, data):
         decoder.decode(data)
 
 
+@each("decoder", DECODERS)
 @each("damage", [b"\0" * 500, bytes(range(1, 255)) * 2])
 @each("kind", ["420", "cmyk", "progressive"])
 def test_garbled_data_is_refused_whatever_library_decodes(decoder, kind, damage, jpegs):
@@ -153,6 +163,7 @@ def test_garbled_data_is_refused_whatever_library_decodes(decoder, kind, damage,
         decoder.decode(bytes(data))
 
 
+@each("decoder", DECODERS)
 @given(data=st.data())
 @max_examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_bytes_are_there_are_pixels_or_a_reason(decoder, data, jpegs, others):
@@ -175,6 +186,7 @@ def test_whatever_the_bytes_are_there_are_pixels_or_a_reason(decoder, data, jpeg
     assert reason
 
 
+@each("decoder", DECODERS)
 def test_many_threads_share_one_decoder(decoder, jpegs, as_image_folder_loads):
     wanted = {kind: as_image_folder_loads(data) for kind, data in jpegs.items()}
     work = [kind for kind in jpegs for _ in range(12)]
@@ -215,6 +227,7 @@ def test_a_decoder_that_is_not_installed_is_refused_with_the_way_out():
         choose_decoder("torchcodec")
 
 
+@each("decoder", DECODERS)
 def test_the_first_frame_of_an_animation_is_read(decoder, china, encode):
     first = china.crop((0, 0, 64, 48)).convert("P")
     data = encode(first, format="GIF", save_all=True, append_images=[first.rotate(90)])

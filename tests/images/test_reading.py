@@ -20,9 +20,7 @@ if importlib.util.find_spec("torchcodec"):
     NAMES.append("torchcodec")
 
 
-@pytest.fixture(params=NAMES)
-def decoder(request):
-    return choose_decoder(request.param)
+DECODERS = [choose_decoder(name) for name in NAMES]
 
 
 def with_orientation(image, orientation, encode, kind):
@@ -31,6 +29,7 @@ def with_orientation(image, orientation, encode, kind):
     return encode(image, format=kind, exif=exif.tobytes())
 
 
+@each("decoder", DECODERS)
 @each("orientation", range(1, 9))
 @each("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_exif_turns_the_picture_only_when_asked(
@@ -49,6 +48,7 @@ def test_exif_turns_the_picture_only_when_asked(
     assert (turned.height, turned.width) == upright.shape[:2]
 
 
+@each("decoder", DECODERS)
 @each("orientation", range(1, 9))
 def test_a_scaled_decode_is_turned_too(decoder, orientation, china, encode, tmp_path):
     path = tmp_path / "photo.jpg"
@@ -72,6 +72,7 @@ def test_broken_exif_counts_as_upright(china, encode):
     assert exif_orientation(data[:at] + b"\xff" * 8 + data[at + 8 :]) == 1
 
 
+@each("decoder", DECODERS)
 @each("damage", ["truncated", "empty", "text"])
 def test_a_damaged_file_is_named_with_its_reason_and_a_remedy(decoder, damage, jpegs, tmp_path):
     whole = jpegs["420"]
@@ -83,12 +84,14 @@ def test_a_damaged_file_is_named_with_its_reason_and_a_remedy(decoder, damage, j
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@each("decoder", DECODERS)
 def test_a_missing_file_is_named_and_its_cause_kept(decoder, tmp_path):
     with pytest.raises(DatasetError, match=r"gone\.jpg") as caught:
         open_image(str(tmp_path / "gone.jpg"), decoder=decoder)
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
+@each("decoder", DECODERS)
 def test_a_jpeg_that_claims_to_be_huge_is_refused_before_decoding(decoder, jpegs, tmp_path):
     data = bytearray(jpegs["444"])
     frame = data.index(b"\xff\xc0")
@@ -99,6 +102,7 @@ def test_a_jpeg_that_claims_to_be_huge_is_refused_before_decoding(decoder, jpegs
         open_image(str(path), decoder=decoder)
 
 
+@each("decoder", DECODERS)
 def test_a_small_png_of_many_pixels_is_refused_by_the_limit_given(decoder, tmp_path):
     path = tmp_path / "bomb.png"
     file = io.BytesIO()
