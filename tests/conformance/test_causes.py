@@ -14,6 +14,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
+from rig.machine import sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -21,8 +23,6 @@ from torchvision.transforms import v2
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.insight.measure.stage_stamps import sample_path
 from lightning_fastdata.insight.waits.causes import cause_lines
-from rig.machine import sleep, work
-from rig.virtual_crew import on_machine
 
 KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}
 

@@ -16,11 +16,11 @@ import torch
 from conformance.pieces import Linear, make_trainer
 from conformance.test_timing import Measured
 from lightning.pytorch.profilers import Profiler
+from rig.virtual_crew import Costs, on_machine
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.host import clock
-from rig.virtual_crew import Costs, on_machine
 
 EPOCHS = 5
 STEPS = 10

@@ -6,14 +6,14 @@ from collections import deque
 
 import pytest
 import torch
+from rig.machine import sleep
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import open_executor
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
-from rig.machine import sleep
-from rig.virtual_crew import on_machine
 
 MS = 1_000_000
 

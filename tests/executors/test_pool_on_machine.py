@@ -10,18 +10,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 from insight.cut_waits import Cutter, total
+from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
+from rig.virtual_crew import Costs, VirtualExecutor
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.insight.waits.attribution import WaitCutter
-from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
-from rig.virtual_crew import Costs, VirtualExecutor
 
 MS = 1_000_000
-SOME = Costs(
-    start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001
-)
+SOME = Costs(start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001)
 
 
 class Numbers(Dataset):
@@ -206,10 +204,10 @@ def test_a_sample_that_kills_whoever_reads_it_is_named_after_four_deaths():
         plan = fetch_plan(Numbers(64, cost))
         pool = VirtualExecutor(machine, plan, processes=2)
         pool.start_epoch(iter(batches_of(8, 8)), 0)
-        got = [next(pool).tolist() for _ in range(4)]
+        got = torch.cat([next(pool) for _ in range(4)])
         with pytest.raises(WorkerError, match="Sample 37 of the dataset was being read each of"):
             next(pool)
-        assert sum(got, []) == list(range(32))
+        assert got.tolist() == list(range(32))
         assert next(pool).tolist() == list(range(40, 48))
         assert pool.respawned == 4
         pool.close()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
+from rig.machine import sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
-from rig.machine import sleep, work
-from rig.virtual_crew import on_machine
 
 BATCH = 16
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import lightning.pytorch as lightning
 import pytest
 import torch
+from rig.machine import VirtualLock, sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, Sampler
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
-from rig.machine import VirtualLock, sleep, work
-from rig.virtual_crew import on_machine
 
 
 @pytest.fixture(autouse=True)

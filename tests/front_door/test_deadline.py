@@ -8,13 +8,13 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from rig.machine import sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.host import clock
-from rig.machine import sleep, work
-from rig.virtual_crew import on_machine
 
 
 def wait_for_an_answer() -> None:

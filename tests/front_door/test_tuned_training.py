@@ -14,12 +14,12 @@ import pytest
 import torch
 from conformance.forked_ranks import launched
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rig.machine import sleep
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.tuning.tuner import Tuner
-from rig.machine import sleep
-from rig.virtual_crew import on_machine
 
 BATCH = 8
 

@@ -7,11 +7,11 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from rig.machine import VirtualBarrier, machine
+from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-from rig.machine import VirtualBarrier, machine
-from rig.virtual_crew import on_machine
 
 
 @pytest.fixture(autouse=True)

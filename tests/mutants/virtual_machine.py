@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from executors import test_pool_on_machine as pool
+from rig.machine import DeadlockError
 from tuning import test_tuned_loader as tuned
 from verdicts import test_planted as planted
 
@@ -15,7 +16,6 @@ from lightning_fastdata.insight.verdicts import late_batches
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.tuning import tuner
 from mutants.mutant import Mutant
-from rig.machine import DeadlockError
 
 
 def disturbed():

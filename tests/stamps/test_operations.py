@@ -19,8 +19,10 @@ from torch.utils.data import Dataset
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
+from rig.virtual_crew import on_machine
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
+from virtual_time import virtual_time
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.host import clock
@@ -28,8 +30,6 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.types import SampleKey
-from rig.virtual_crew import on_machine
-from virtual_time import virtual_time
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
 TENSOR = torch.from_numpy(PIXELS).permute(2, 0, 1).contiguous()

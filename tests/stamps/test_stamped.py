@@ -22,13 +22,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
+from virtual_time import virtual_time
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch
 from lightning_fastdata.stamps.stamped import Envelope
-from virtual_time import virtual_time
 
 
 @pytest.mark.realtime

@@ -13,13 +13,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from rig.machine import VirtualLock, sleep, work
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata import FastDataLoader, LoaderOptions
 from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.tuning.tuner import Phase, Pressure, Tuner
-from rig.machine import VirtualLock, sleep, work
-from rig.virtual_crew import on_machine
 
 
 class Drawn(Dataset):

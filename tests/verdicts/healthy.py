@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from rig.machine import sleep, work
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
-from rig.machine import sleep, work
 from verdicts.workloads import CPUS, Samples, Training
 
 HEALTHY = 50

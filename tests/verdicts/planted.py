@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from rig.machine import Machine, VirtualLock, machine, sleep, work
+from rig.virtual_crew import USUAL, Costs, on_machine
 from torch.utils.data import Dataset
 
 from lightning_fastdata.insight.model.evidence import Evidence
-from rig.machine import Machine, VirtualLock, machine, sleep, work
-from rig.virtual_crew import USUAL, Costs, on_machine
 from verdicts.workloads import (
     CPUS,
     Samples,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from rig.virtual_crew import on_machine
 
 from lightning_fastdata.insight.verdicts.catalogue import findings
-from rig.virtual_crew import on_machine
 from verdicts.healthy import HEALTHY, blames_data, healthy
 from verdicts.planted import LOADING
 from verdicts.planted_costs import COSTS

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from rig.machine import machine, sleep, work
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.host import clock
@@ -19,7 +20,6 @@ from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of
-from rig.machine import machine, sleep, work
 
 CPUS = 2
 SLEEPING = 0.05
