@@ -203,7 +203,7 @@ class Machine(clock.Clock):
         self.wait()
 
     def wait(self, until_ns: int | None = None) -> bool:
-        """Let the calling thread wait until it is woken; return False if that was not until then."""
+        """Let the calling thread wait until it is woken; return False if it was not until then."""
         thread = self.current
         self._check(thread)
         thread.turn += 1

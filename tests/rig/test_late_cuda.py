@@ -47,7 +47,9 @@ def test_a_program_that_orders_its_streams_computes_what_a_cpu_does(schedule):
 
 
 def thread_names():
-    return [Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task")]
+    return [
+        Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task")
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's names of threads are Linux's")

@@ -191,9 +191,9 @@ def test_epochs_of_a_few_batches_add_up():
 def test_batches_that_were_made_in_a_pause_are_no_reason_for_fewer_workers():
     # Four workers make a batch in 8 ms, which is what a step takes: fewer would be too few.
     def step(number):
-        sleep(0.4 if number % 30 == 0 else 0.008)
+        sleep(0.4 if number % 12 == 0 else 0.008)
 
-    loader, mine = run(Costly(8 * 240, waits(0.004)), step_s=step, workers=4)
+    loader, mine = run(Costly(8 * 480, waits(0.004)), step_s=step, workers=4)
     assert loader.num_workers >= 4
     assert not [move for move in mine.moves if move.after < 4 and move.outcome == "kept"]
 

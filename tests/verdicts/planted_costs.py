@@ -13,15 +13,17 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rig.machine import VirtualBarrier, machine, sleep, work
 
 from lightning_fastdata.insight.model.evidence import Evidence
 from verdicts.planted import BATCH, Plant, of_training
 from verdicts.virtual_stream import VirtualStream
 from verdicts.workloads import Samples, Stage, Training, sleep_for, train
+
+if TYPE_CHECKING:
+    import torch
 
 _STEP_S = 0.02
 _STEPS = 50
