@@ -17,7 +17,7 @@ from lightning_fastdata.host.clock import monotonic
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun, watch
 from lightning_fastdata.insight.measure.stage import LoopStage
-from lightning_fastdata.insight.measure.timeline import HostClock, StepTimeline
+from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.types import STAGES
@@ -38,7 +38,6 @@ class StepTimer:
         device: What computes, as for ``torch.device``. Default: the current CUDA device if there is
             one, else the CPU. Other devices are measured by the clock of the host, for which their
             work is done when it is queued.
-        clock: The clock for waits, and for everything if the device is the host.
 
     Raises:
         OptionsError: ``device`` is no device.
@@ -56,8 +55,6 @@ class StepTimer:
     def __init__(
         self,
         device: torch.device | str | int | None = None,
-        *,
-        clock: HostClock | None = None,
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +66,6 @@ class StepTimer:
             raise OptionsError(
                 f"device={device!r} is no device: {error}. Pass 'cpu', 'cuda' or a torch.device."
             ) from error
-        self._clock = HostClock() if clock is None else clock
         self._stages: dict[Stage, LoopStage] = {}
         self._readers = itertools.count()
         self._running: LoopStage | None = None
@@ -180,7 +176,7 @@ class StepTimer:
     def _iterate(self, loader: Iterable[Batch], name: Stage) -> Generator[Batch, None, None]:
         stage = self._stages.get(name)
         if stage is None:
-            stage = self._stages[name] = LoopStage(name, self.device, self._clock)
+            stage = self._stages[name] = LoopStage(name, self.device)
         reader = next(self._readers)
         self._requested(stage, reader)
         self._reading[reader] = stage.epoch_began(loader)

@@ -78,10 +78,9 @@ class _Note:
 class PaceMeter:
     """Notes once a second, where a step ends, what the thread that tells must not read itself."""
 
-    def __init__(self, clock_s: Callable[[], float] = clock.monotonic) -> None:
-        self._clock = clock_s
+    def __init__(self) -> None:
         self.pace = Pace()
-        self.step_ended_s = clock_s()
+        self.step_ended_s = clock.monotonic()
         """When the last step ended, of whatever stage; before the first one, when this began."""
         self.steps = 0
         self._due_s = 0.0
@@ -90,7 +89,7 @@ class PaceMeter:
 
     def step_ended(self, meter: StageMeter) -> None:
         """Note that a step of a stage has ended; to be called by the thread that measures it."""
-        now_s = self.step_ended_s = self._clock()
+        now_s = self.step_ended_s = clock.monotonic()
         self.steps += 1
         if now_s < self._due_s:
             return
@@ -133,8 +132,7 @@ def _shares(first: _Note, last: _Note) -> dict[str, float]:
 class WorkerWatch:
     """Notices for how long each worker has been at what it does."""
 
-    def __init__(self, clock_s: Callable[[], float] = clock.monotonic) -> None:
-        self._clock = clock_s
+    def __init__(self) -> None:
         self._since: dict[int, tuple[tuple[int, ...], float]] = {}
         self._lines: dict[int, tuple[float, tuple[str, ...]]] = {}
         self._may_ask = 0
@@ -146,7 +144,7 @@ class WorkerWatch:
             loaders: That are read now.
             hangs: No step has ended for long, so that stacks are worth their price.
         """
-        now_s, self._may_ask = self._clock(), _STACKS_AT_ONCE
+        now_s, self._may_ask = clock.monotonic(), _STACKS_AT_ONCE
         readers, found, ready, under_way = [], [], 0, 0
         before, self._since = self._since, {}
         known = False
@@ -187,10 +185,10 @@ class WorkerWatch:
     def _stack(self, worker: WorkerNow) -> tuple[str, ...]:
         pid = worker.child.pid
         taken_s, lines = self._lines.get(pid, (-_STACKS_EVERY_S, ()))
-        if self._may_ask and self._clock() - taken_s >= _STACKS_EVERY_S:
+        if self._may_ask and clock.monotonic() - taken_s >= _STACKS_EVERY_S:
             self._may_ask -= 1
             lines = stack_lines(_frames_in(worker.child.stack(wait_s=0.5)))
-            self._lines[pid] = self._clock(), lines
+            self._lines[pid] = clock.monotonic(), lines
         return lines
 
 

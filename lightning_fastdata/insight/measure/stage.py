@@ -14,7 +14,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
+from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
     evidence_of,
@@ -52,24 +52,18 @@ class StageMeter:
         device: torch.device,
         stamps: StageStamps,
         *,
-        host: HostClock | None = None,
         updates: int | None = None,
     ) -> None:
         self.stage: Stage = stage
         self.stamps = stamps
         self.updates = updates
-        clock = CudaClock(device=device) if device.type == "cuda" else None
-        self.timeline = StepTimeline(host=host, device=clock)
+        events = CudaClock(device=device) if device.type == "cuda" else None
+        self.timeline = StepTimeline(device=events)
         self._device = device
         self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
         self._cpu = SpentMeter()
-
-    @property
-    def duration_s(self) -> float:
-        """The wall time that was covered so far."""
-        return self._duration_s
 
     def epoch_opens(self) -> None:
         """Note that the next step is the first of an epoch, and counted apart."""
@@ -173,9 +167,9 @@ class StageMeter:
 class LoopStage(StageMeter):
     """A stage whose loaders are known when they are read, and may be read outside of it, too."""
 
-    def __init__(self, stage: Stage, device: torch.device, host: HostClock) -> None:
+    def __init__(self, stage: Stage, device: torch.device) -> None:
         prefix = "data" if stage == "train" else f"data_{stage}"
-        super().__init__(stage, device, StageStamps(prefix, lendable=True), host=host)
+        super().__init__(stage, device, StageStamps(prefix, lendable=True))
         self._facts = LoaderFacts()
         self._moved_by: dict[str, None] = {}
         self.epochs = 0
