@@ -204,6 +204,7 @@ class LateCuda:
         self.refusal = 0
         """The error that ``cudaHostRegister`` gives; 0: it locks the memory."""
         self._pinned: dict[int, int] = {}
+        self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
         self.notes = 0
         """Notes that the device has come to."""
@@ -490,6 +491,13 @@ class LateCuda:
                 self.push(stream, mark)
         if not non_blocking:
             self.host_waits("copy that blocks", stream)
+
+    def lock_memory(self, size: int) -> np.ndarray:
+        """Return int64 memory of the host that is locked, and lives as long as this machine."""
+        memory = np.empty(size, np.int64)
+        self._kept.append(memory)
+        self.cudaHostRegister(memory.ctypes.data, memory.nbytes, 1)
+        return memory
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert address not in self.locked, "CUDA locks memory once only"

@@ -388,9 +388,8 @@ def reused_batches(cuda: LateCuda, count: int, rows: int = 8) -> Iterator[list[t
     All numbers of batch ``n`` are ``n``.
     """
     for number in range(count):
-        kept = np.full(rows, number)
-        weakref.finalize(cuda, lambda memory: None, kept).atexit = False
-        cuda.cudaHostRegister(kept.ctypes.data, kept.nbytes, 1)
+        kept = cuda.lock_memory(rows)
+        kept[:] = number
         view = kept[:]
         weakref.finalize(view, kept.fill, GARBAGE).atexit = False
         yield [torch.from_numpy(view)]

@@ -204,8 +204,7 @@ def test_locked_memory_is_read_when_the_copy_is_carried_out():
 
 def test_memory_that_is_unlocked_under_a_copy_is_told():
     with late_cuda("late") as cuda:
-        memory = np.full(4, 1)
-        cuda.cudaHostRegister(memory.ctypes.data, memory.nbytes, 1)
+        memory = cuda.lock_memory(4)
         torch.from_numpy(memory).to("cuda", non_blocking=True)
         cuda.cudaHostUnregister(memory.ctypes.data)
         assert cuda.torn == ["memory was unlocked while a queued copy read from it"]
