@@ -345,8 +345,8 @@ def test_the_planted_cause_takes_all_of_the_waits(part, how):
 
 def test_what_other_programs_take_of_the_cpus_is_in_the_run_queue():
     parts, _ = shares(cost=lambda index: work(0.004), programs=4)
-    # Four of them share two CPUs with the worker, which is nicer.
-    assert parts["read_runqueue"] > 0.6
+    # Four of them share two CPUs with the worker.
+    assert parts["read_runqueue"] > 0.55
     assert parts["read_runqueue"] + parts["read_cpu"] == pytest.approx(1.0)
 
 
