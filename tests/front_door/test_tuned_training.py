@@ -207,7 +207,7 @@ class Two(FastDataModule):
         super().__init__(batch_size=BATCH, seed=3, options=LoaderOptions(**options))
 
     def train_dataset(self):
-        return {"slow": Waiting(BATCH * 100, quick=0), "quick": Waiting(BATCH * 100, wait_s=0.0)}
+        return {"slow": Waiting(BATCH * 100, quick=0), "quick": Waiting(BATCH * 100, wait_s=0.001)}
 
 
 class OfTwo(Module):
