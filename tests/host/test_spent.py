@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
+import pytest
+from virtual_time import virtual_time
+
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import SpentMeter, SpentTime, read_spent
 
 
@@ -21,15 +24,24 @@ def test_intervals_add_up_and_breaks_do_not_count():
 
 
 def test_threads_count_and_sleep_does_not():
+    with virtual_time() as virtual:
+        meter = SpentMeter()
+        meter.began()
+        thread = threading.Thread(target=virtual.work, args=(0.1,))
+        thread.start()
+        thread.join()
+        clock.sleep(0.2)
+        used = meter.used()
+    assert (used.wall_s, used.cpu_s) == (pytest.approx(0.3), pytest.approx(0.1))
+
+
+def test_the_cpu_time_of_real_threads_counts():
     meter = SpentMeter()
     meter.began()
-    thread = threading.Thread(target=spin, args=(0.1,))
+    thread = threading.Thread(target=spin, args=(0.05,))
     thread.start()
-    time.sleep(0.1)
     thread.join()
-    used = meter.used()
-    assert used.cpu_s >= 0.1
-    assert used.wall_s >= used.cpu_s / 1.5
+    assert meter.used().cpu_s >= 0.05
 
 
 def test_a_kernel_that_tells_nothing_leaves_the_run_queue_out(tmp_path):
@@ -41,6 +53,6 @@ def test_a_kernel_that_tells_nothing_leaves_the_run_queue_out(tmp_path):
 
 
 def spin(seconds):
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
+    until = clock.thread_time() + seconds
+    while clock.thread_time() < until:
         pass

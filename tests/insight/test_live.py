@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from processes import until
 from rich.console import Console
 from torch.utils.data import Dataset, IterableDataset
 
@@ -203,8 +204,8 @@ class Stuck(Dataset):
         return 40
 
     def __getitem__(self, index):
-        while index == 17 and self.file.exists():
-            time.sleep(0.01)
+        if index == 17:
+            until(lambda: not self.file.exists())
         return torch.tensor(index)
 
 
@@ -214,8 +215,7 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         yield from (torch.tensor(i) for i in range(4))
-        while self.file.exists():
-            time.sleep(0.01)
+        until(lambda: not self.file.exists())
 
 
 @linux
@@ -239,8 +239,8 @@ def test_what_each_worker_reads_is_seen_from_outside(tmp_path, executor):
     def read(told):
         return [each.index for each in told["workers"] if each.state == "reading"]
 
-    while read(told := look()) != expected:
-        time.sleep(0.01)
+    until(lambda: read(look()) == expected)
+    told = look()
     assert len(told["workers"]) == 2
     assert told["batches_under_way"] >= 1
     assert "2 workers" in told["readers"][0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rig.machine import sleep
+from rig.virtual_crew import on_machine
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -39,7 +40,7 @@ class Waiting(Dataset):
         return self.length
 
     def __getitem__(self, index):
-        time.sleep(self.seconds)
+        sleep(self.seconds)
         return torch.full((3,), index)
 
 
@@ -154,16 +155,17 @@ def test_torch_is_as_far_ahead_as_torch_says(prefetch):
 @pytest.mark.parametrize("executor", ["workers", "torch"])
 @pytest.mark.parametrize("collate_fn", [None, default_collate, stacked])
 def test_samples_are_shared_out_exactly_where_the_setup_says(executor, collate_fn):
-    # Eight samples take at least as long as the longest task, however busy the machine is.
+    # Eight samples take at least as long as the longest task.
     samples = Waiting(24, seconds=0.004)
-    loader = FastDataLoader(samples, 8, executor=executor, num_workers=2, collate_fn=collate_fn)
     records = deque()
-    loader.record_stamps(records)
-    try:
-        for _ in loader:
-            pass
-    finally:
-        loader.close()
+    with on_machine():
+        loader = FastDataLoader(samples, 8, executor=executor, num_workers=2, collate_fn=collate_fn)
+        loader.record_stamps(records)
+        try:
+            for _ in loader:
+                pass
+        finally:
+            loader.close()
     shared_out = any(len(batch.tasks) > 1 for batch in records)
     assert shared_out == (setup_of(loader, **HERE).scheduling == "sample")
 

@@ -7,11 +7,11 @@ import mmap
 import os
 import pickle
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
+from processes import until
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 import lightning_fastdata as ld
@@ -74,27 +74,22 @@ def evicted(paths):
     return paths
 
 
-def come_into_memory(paths, within_s=100):
-    ends_s = time.monotonic() + within_s
-    while not all(map(in_memory, paths)):
-        if time.monotonic() > ends_s:
-            return False
-        time.sleep(0.01)
-    return True
+def come_into_memory(paths):
+    until(lambda: all(map(in_memory, paths)))
 
 
 def test_files_that_a_dataset_lists_come_into_memory_before_they_are_read(evicted):
     ListedFiles(Listed(evicted)).begin(list(range(8)))
-    assert come_into_memory(evicted[1:8])
+    come_into_memory(evicted[1:8])
     assert not any(map(in_memory, evicted[8:]))
     ListedFiles(Subset(Listed(evicted), range(20, 30))).begin([np.int64(1), 3, 2])
-    assert come_into_memory(evicted[22:24])
+    come_into_memory(evicted[22:24])
 
 
 def test_those_of_a_source_do_so_when_samples_are_announced(evicted):
     dataset = sources.SourceDataset(sources.FileSource(evicted), lambda raw, _: raw)
     dataset.read_ahead([3, 4, 5])
-    assert come_into_memory(evicted[3:6])
+    come_into_memory(evicted[3:6])
     assert not any(map(in_memory, evicted[6:]))
 
 
@@ -110,7 +105,7 @@ def test_records_of_an_archive_do_so_too(tmp_path, evicted):
     source = sources.TarSource(tmp_path / "x.tar", parts=("bin",))
     evict(tmp_path / "x.tar")
     source.will_read([20, 19, 21])  # about the middle of the archive
-    assert come_into_memory([tmp_path / "x.tar"])
+    come_into_memory([tmp_path / "x.tar"])
     assert source.get_bytes([20]) == [{"bin": evicted[20].read_bytes()}]
 
 

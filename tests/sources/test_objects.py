@@ -7,11 +7,12 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 
 import pytest
 import torch
 from conformance.pieces import Linear, make_trainer
+from processes import until
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -243,15 +244,13 @@ def s3():
         aws_secret_access_key="secret",
         region_name="us-east-1",
     )
-    ends_s = time.monotonic() + 250
-    while True:
-        try:
-            client.create_bucket(Bucket="bucket")
-            break
-        except Exception:
-            assert process.poll() is None
-            assert time.monotonic() < ends_s
-            time.sleep(0.1)
+
+    def answers():
+        assert process.poll() is None
+        with suppress(Exception):
+            return client.create_bucket(Bucket="bucket")
+
+    until(answers, 250)
     yield client, {"config": config, "client_options": {"allow_http": True}}
     process.kill()
     process.wait()

@@ -11,13 +11,15 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from looked_at import looked_at, takes
+from processes import until
 
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.thread_waits import ThreadProbe
 from lightning_fastdata.stamps import line_names
 from lightning_fastdata.stamps.batch_stamps import TaskStamps, TaskWatch
@@ -27,8 +29,9 @@ from lightning_fastdata.stamps.lines import LineWatch
 LOCK = threading.Lock()
 
 
-def sleeps(_):
-    time.sleep(0.3)
+def sleeps(ends):
+    while ends.held:
+        clock.sleep(0.02)
 
 
 def reads_a_pipe(ends):
@@ -68,6 +71,7 @@ class Ends:
     """What a thread waits for until :meth:`let_go`."""
 
     def __init__(self):
+        self.held = True
         self.pipe = os.pipe()
         self.sockets = socket.socketpair()
         self.file = tempfile.NamedTemporaryFile()  # noqa: SIM115
@@ -75,6 +79,7 @@ class Ends:
         LOCK.acquire()
 
     def let_go(self):
+        self.held = False
         os.write(self.pipe[1], b"x")
         self.sockets[1].send(b"x")
         fcntl.flock(self.file, fcntl.LOCK_UN)
@@ -99,14 +104,6 @@ def waiting(function):
             end.close()
         for end in ends.pipe:
             os.close(end)
-
-
-def soon(look, wanted):
-    """Look until what is wanted is seen, and return what was seen last."""
-    until = time.monotonic() + 20
-    while (seen := look()) != wanted and time.monotonic() < until:
-        time.sleep(0.001)
-    return seen
 
 
 @pytest.mark.parametrize(
@@ -134,9 +131,8 @@ def test_the_function_and_what_a_thread_waits_in_are_told(function, kind):
             # A thread that starts waits for a lock, too.
             return (state, name.function) if name else None
 
-        seen = soon(look, ((True, kind), function.__name__))
+        until(lambda: look() == ((True, kind), function.__name__))
         probe.close()
-    assert seen == ((True, kind), function.__name__)
 
 
 def test_a_thread_that_wants_the_interpreter_waits_for_no_lock():
@@ -171,7 +167,7 @@ def test_a_probe_of_a_thread_that_is_gone_tells_nothing():
         return state
 
     # The interpreter is done with a thread shortly before the kernel is.
-    assert soon(look, None) is None
+    until(lambda: look() is None)
 
 
 def typed_in(filename, module):
@@ -238,100 +234,168 @@ def test_places_are_told_apart_by_line():
     assert key_of(one) != key_of(other._replace(line=9))
 
 
-def spin(seconds):
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
+@pytest.fixture
+def its_time():
+    with looked_at() as found:
+        yield found
 
 
-def tasks(watch, read, *, seconds=1.0):
-    """Return the lines of tasks of a thread that reads for some time."""
+def reads():
+    takes(0.004).result()
+
+
+def tasks(watch, read=reads, number=6):
+    """Return the stamps of so many tasks of four samples."""
     found = []
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    for _ in range(number):
         watch.begin()
         for index in range(4):
-            began_ns = time.monotonic_ns()
+            began_ns = clock.monotonic_ns()
             read()
             watch.read(index, began_ns)
         found.append(watch.end())
     return found
 
 
-@pytest.mark.flaky(reruns=2)
-def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
-    """To look takes the interpreter's lock, which is free while the reading thread waits."""
-    spent = {"computes": 0, "waits": 0}
+def ms_of(found):
+    """Return how long each function was seen; nothing of tasks that were not looked at."""
+    seen = {}
+    for task in found:
+        for line in task.lines or ():
+            seen[line.function] = seen.get(line.function, 0) + line.total_ns / 1e6
+    return seen
 
-    def timed(name, work, seconds):
-        began_ns = time.monotonic_ns()
-        work(seconds)
-        spent[name] += time.monotonic_ns() - began_ns
 
+def test_lines_share_the_time_as_they_take_it_from_the_third_task_on(its_time):
     def computes():
-        timed("computes", spin, 0.003)
+        going = threading.Event()
+        passed = takes(0.006, begins=going)
+        while not passed.done():
+            going.set()
 
     def waits():
-        timed("waits", time.sleep, 0.001)
+        takes(0.002).result()
 
     def read():
         computes()
         waits()
 
-    seen = {"spin": 0, "timed": 0}
-    for task in tasks(TaskWatch(0, None, LineWatch(every=1)), read, seconds=1.5):
-        for line in task.lines or ():
-            seen[line.function] = seen.get(line.function, 0) + line.total_ns
+    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read, number=5)
+    assert [task.lines is not None for task in found] == [False, False, True, True, True]
+    # Of 3 tasks of 4 samples. A look is due every 2 ms, and sees what is there just then.
+    name = "test_lines_share_the_time_as_they_take_it_from_the_third_task_on.<locals>."
+    seen = ms_of(found)
+    assert sum(seen.values()) == pytest.approx(3 * 4 * 8, abs=3 * 2)
+    assert seen[f"{name}computes"] == pytest.approx(3 * 4 * 6, abs=3 * 2)
+    assert seen[f"{name}waits"] == pytest.approx(3 * 4 * 2, abs=3 * 2)
+
+
+def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its_time):
+    def holds():
+        its_time.advance(50_000_000)  # as a call does that keeps the interpreter's lock
+        takes(0.002).result()
+
+    found = tasks(TaskWatch(0, None, LineWatch(every=1)), holds, number=3)
+    assert sum(ms_of(found).values()) == pytest.approx(4 * 52, abs=2)
+
+
+@pytest.mark.realtime
+def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
+    """To look takes the interpreter's lock, which is free while the reading thread waits."""
+    spent = {"computes": 0, "waits": 0}
+
+    def spin(seconds):
+        end = clock.thread_time() + seconds
+        while clock.thread_time() < end:
+            pass
+
+    def timed(name, work, seconds):
+        began_ns = clock.monotonic_ns()
+        work(seconds)
+        spent[name] += clock.monotonic_ns() - began_ns
+
+    def computes():
+        timed("computes", spin, 0.003)
+
+    def waits():
+        timed("waits", clock.sleep, 0.001)
+
+    def read():
+        computes()
+        waits()
+
+    seen = ms_of(tasks(TaskWatch(0, None, LineWatch(every=1)), read, number=90))
+    names = {name.rpartition(".")[2]: ms for name, ms in seen.items()}
     true_share = spent["computes"] / sum(spent.values())
-    assert seen["spin"] / sum(seen.values()) > true_share / 2
-    assert seen["timed"] > 0
+    assert names["spin"] / sum(names.values()) > true_share / 2
+    assert names["timed"] > 0
 
 
-@pytest.mark.flaky(reruns=2)
-def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row():
-    found = tasks(TaskWatch(0, None, LineWatch()), lambda: spin(0.0005), seconds=1.0)
+def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row(its_time):
+    found = tasks(TaskWatch(0, None, LineWatch()), number=240)
     looked = [number for number, task in enumerate(found) if task.lines]
-    assert looked
-    assert min(looked) >= 1
-    assert len(looked) < len(found) / 4
+    # Of 16 ms each: 7 of them are 100 ms, and so are looked at 7 of 224.
+    assert looked == [*range(2, 9), *range(226, 233)]
 
 
 @pytest.mark.parametrize("ends", ["well", "in an error"])
-def test_the_interpreter_switches_between_threads_as_before(ends):
-    before = sys.getswitchinterval()
+def test_the_interpreter_switches_between_threads_as_before(its_time, ends):
+    before, during = sys.getswitchinterval(), []
     watch = TaskWatch(0, None, LineWatch(every=1))
     for _ in range(5):
         watch.begin()
         try:
-            time.sleep(0.01)
+            during.append(sys.getswitchinterval() < before)
+            reads()
             if ends == "in an error":
                 raise ValueError
         except ValueError:
             pass
         finally:
             watch.end()
-    assert sys.getswitchinterval() == before
+        assert sys.getswitchinterval() == before
+    assert during == [False, False, True, True, True]
 
 
-def test_a_forked_process_starts_its_own_thread():
+def test_a_forked_process_starts_its_own_thread(its_time):
     watch = TaskWatch(0, None, LineWatch(every=1))
-    tasks(watch, lambda: time.sleep(0.001), seconds=0.1)
+    tasks(watch)
     watch.begin()
+    reads()
     child = os.fork()
     if child == 0:
-        found = tasks(watch, lambda: time.sleep(0.002), seconds=0.5)
-        os._exit(0 if any(task.lines for task in found) else 1)
+        code = 1
+        try:
+            with looked_at():
+                code = 0 if ms_of(tasks(watch)) else 1
+        finally:
+            os._exit(code)
     watch.end()
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_threads_that_share_a_watch_are_looked_at_one_at_a_time_and_none_is_forgotten():
+def in_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_threads_that_share_a_watch_are_looked_at_one_at_a_time_and_none_is_forgotten(its_time):
     lines = LineWatch(every=1)
-    found = {}
+    turns, found = threading.Barrier(3), {}
 
     def read(number):
-        watch = TaskWatch(number, None, lines)
-        found[number] = tasks(watch, lambda: time.sleep(0.002), seconds=1.0)
+        """Read one task after the other, of which one begins while another is under way."""
+        watch, found[number] = TaskWatch(number, None, lines), []
+        for turn in range(36):
+            if turn % 3 == number:
+                watch.begin()
+            turns.wait()
+            if turn % 3 == number:
+                reads()
+            turns.wait()
+            if (turn + 1) % 3 == number:
+                found[number].append(watch.end())
 
     for _ in range(2):  # the threads of the first turn end, the watch stays
         threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
@@ -339,26 +403,25 @@ def test_threads_that_share_a_watch_are_looked_at_one_at_a_time_and_none_is_forg
             thread.start()
         for thread in threads:
             thread.join()
-        assert any(task.lines for each in found.values() for task in each)
+        seen = [task for each in found.values() for task in each if task.lines]
+        assert seen
+        # Two that are looked at have nothing in common.
+        seen.sort(key=lambda task: task.began_ns)
+        assert all(one.ended_ns <= other.began_ns for one, other in zip(seen, seen[1:]))
+        clock.sleep(0.3)  # those that have ended are given up after 200 ms
 
 
-def test_a_thread_that_ends_leaves_the_watch_to_others():
+def test_a_thread_that_ends_leaves_the_watch_to_others(its_time):
     lines = LineWatch(every=1)
-
-    def read():
-        tasks(TaskWatch(0, None, lines), lambda: time.sleep(0.001), seconds=0.02)
-
-    first = threading.Thread(target=read)
-    first.start()
-    first.join()
+    in_a_thread(lambda: tasks(TaskWatch(0, None, lines), number=4))
     held = threading.Event()
     # Another thread gets the number that the interpreter had for the first one.
     other = threading.Thread(target=held.wait)
     other.start()
-    found = tasks(TaskWatch(1, None, lines), lambda: time.sleep(0.002), seconds=1.5)
+    found = tasks(TaskWatch(1, None, lines), number=24)
     held.set()
     other.join()
-    assert any(task.lines for task in found)
+    assert ms_of(found)
 
 
 def test_where_no_thread_can_be_started_nothing_is_named_and_nothing_fails():
@@ -366,14 +429,14 @@ def test_where_no_thread_can_be_started_nothing_is_named_and_nothing_fails():
     size = threading.stack_size()
     threading.stack_size(1 << 62)
     try:
-        found = tasks(TaskWatch(0, None, LineWatch(every=1)), lambda: spin(0.001), seconds=0.1)
+        found = tasks(TaskWatch(0, None, LineWatch(every=1)), int)
     finally:
         threading.stack_size(size)
-    assert found
-    assert not any(task.lines for task in found)
+    assert len(found) == 6
+    assert not ms_of(found)
 
 
-def test_no_variable_of_the_reading_function_is_kept():
+def test_no_variable_of_the_reading_function_is_kept(its_time):
     alive = []
 
     class Large:
@@ -383,21 +446,22 @@ def test_no_variable_of_the_reading_function_is_kept():
     def read():
         large = Large()
         alive.append(id(large))
-        time.sleep(0.003)
+        reads()
 
-    for task in tasks(TaskWatch(0, None, LineWatch(every=1)), read, seconds=0.3):
-        assert isinstance(task, TaskStamps)
-    assert soon(lambda: len(alive), 0) == 0
+    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read)
+    assert all(isinstance(task, TaskStamps) for task in found)
+    assert ms_of(found)
+    assert not alive
 
 
-def test_named_lines_are_small_and_hold_no_values():
+def test_named_lines_are_small_and_hold_no_values(its_time):
     def read():
         secret = "hunter2"
         np.sort(np.arange(20_000) % 7)
-        time.sleep(0.002)
+        reads()
         return secret
 
-    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read, seconds=0.4)
+    found = tasks(TaskWatch(0, None, LineWatch(every=1)), read)
     sent = [pickle.dumps(task) for task in found if task.lines]
     assert sent
     assert max(map(len, sent)) < 4000
