@@ -8,7 +8,6 @@ import itertools
 import pickle
 import random
 import sqlite3
-import time
 
 import numpy as np
 import pytest
@@ -366,8 +365,8 @@ def test_what_is_not_tuned_says_why(dataset, how, why):
 
 
 def test_what_is_tuned_says_so():
-    dataset = Costly(64, lambda index: time.sleep(0.004))  # it is probed in a process of its own
-    loader = FastDataLoader(dataset, 4, executor="auto")
+    with on_machine():  # on which it is also probed, in a process of its own
+        loader = FastDataLoader(Costly(64, waits(0.004)), 4, executor="auto")
     assert isinstance(loader.tune, Tuner)
     assert "tune" in loader.plan.explain()
     assert loader.tune.phase is Phase.MEASURING
