@@ -1,5 +1,8 @@
 """A program of several ranks: each trains as the cases say, and writes what it measured.
 
+Each lives in a time of its own, in which samples and steps take exactly what the cases say. Ranks
+that wait for each other's gradients wait in it: the slowest one says how late it is.
+
 Arguments: number of ranks, folder to write to, and the cases as JSON: name -> settings.
 """
 
@@ -9,18 +12,20 @@ import csv
 import json
 import os
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from conformance.forked_ranks import on_ranks
 from conformance.pieces import Linear, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, IterableDataset
+from virtual_time import virtual_time
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
+from lightning_fastdata.host import clock
 
 
 class Stream(IterableDataset):
@@ -31,20 +36,25 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         for i in range(self.samples):
-            time.sleep(self.sleep_s)
+            clock.sleep(self.sleep_s)
             yield torch.full((4,), float(i)), i
 
 
 class Paced(Linear):
-    """A step takes at least so long."""
+    """A step takes so long, and ends on all ranks at once."""
 
-    def __init__(self, step_s):
+    def __init__(self, virtual, step_s):
         super().__init__()
-        self.step_s = step_s
+        self.virtual, self.step_s = virtual, step_s
 
     def training_step(self, batch, batch_idx):
-        time.sleep(self.step_s)
+        clock.sleep(self.step_s)
         return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self):
+        latest_ns = torch.tensor(clock.monotonic_ns())
+        dist.all_reduce(latest_ns, dist.ReduceOp.MAX)
+        self.virtual.advance_to(int(latest_ns))
 
 
 def train(
@@ -62,7 +72,7 @@ def train(
     """Train once; ``batches`` and ``sleep_s`` (of one sample) have an entry for each rank."""
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Stream(2 * batches[rank], sleep_s[rank])
-    loader = (FastDataLoader if ours else DataLoader)(dataset, batch_size=2)
+    loader = (FastDataLoader if ours else DataLoader)(dataset, batch_size=2, num_workers=0)
     callback = DataThroughputCallback(summary=False, report=False, scalars="all")
     logger = CSVLogger(folder)
     trainer = make_trainer(
@@ -75,8 +85,8 @@ def train(
         **{"limit_val_batches": 0, **arguments},
     )
     profiler = profile(activities=[ProfilerActivity.CPU]) if counted else None
-    with profiler or nullcontext():
-        trainer.fit(Paced(step_s), loader)
+    with profiler or nullcontext(), virtual_time() as virtual:
+        trainer.fit(Paced(virtual, step_s), loader)
     logger.save()
     file = Path(logger.log_dir) / "metrics.csv"
     rows = list(csv.DictReader(file.open())) if rank == 0 and file.exists() else []

@@ -9,9 +9,9 @@ import re
 import stat
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
+import processes
 import pytest
 import torch
 from conformance.pieces import make_trainer
@@ -28,6 +28,7 @@ from lightning_fastdata import (
     StepTimer,
 )
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.host import clock
 from lightning_fastdata.insight.live.page import as_rich, live_page
 from lightning_fastdata.insight.live.status import read_all
 
@@ -58,13 +59,14 @@ def told(live):
 
 def until(live, holds):
     """Return the status of all processes as soon as something holds for them."""
-    end_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end_s:
-        found, _ = told(live)
-        if holds(found):
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"in vain: {told(live)}")
+    found = []
+
+    def looks():
+        found[:] = told(live)[0]
+        return holds(found)
+
+    processes.until(looks, PATIENCE_S)
+    return found
 
 
 def page(live, run=None):
@@ -102,11 +104,23 @@ def watched_by(look):
         raise found[0]
 
 
-class Hangs(Dataset):
-    """Samples of which one waits until a file is gone."""
+@pytest.fixture
+def server(tmp_path):
+    """A named pipe: whoever opens it to read hangs until :func:`answer`."""
+    os.mkfifo(tmp_path / "server")
+    return tmp_path / "server"
 
-    def __init__(self, file):
-        self.file = file
+
+def answer(server):
+    """Let those go on that wait for a server, and those that are still to come."""
+    os.open(server, os.O_RDWR | os.O_CLOEXEC)  # stays open until the program ends
+
+
+class Hangs(Dataset):
+    """Samples of which one waits for a server."""
+
+    def __init__(self, server):
+        self.server = server
 
     def __len__(self):
         return 160
@@ -117,15 +131,11 @@ class Hangs(Dataset):
         return torch.full((4,), float(index))
 
     def ask_a_server(self):
-        while self.file.exists():
-            time.sleep(0.01)
+        os.close(os.open(self.server, os.O_RDONLY))
 
 
 @linux
-def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(tmp_path, own, patient):
-    file = tmp_path / "hangs"
-    file.touch()
-
+def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(tmp_path, own, patient, server):
     def look():
         def reads(found):
             return any(worker.index == str(SLOW) for each in found for worker in each.workers)
@@ -136,7 +146,7 @@ def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(tmp_path, own, pa
             (status,) = until(own, lambda found: any(each.lines for each in found[0].workers))
             text = page(own, "logs-worker")
         finally:
-            file.unlink()
+            answer(server)
         assert status.hangs
         assert status.readers == ("Hangs: 2 workers, executor 'workers'",)
         assert {worker.worker for worker in status.workers} == {0, 1}
@@ -149,7 +159,7 @@ def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(tmp_path, own, pa
         assert "ask_a_server" in text
 
     data = FastDataModule.from_datasets(
-        Hangs(file), batch_size=2, shuffle=False,
+        Hangs(server), batch_size=2, shuffle=False,
         options=LoaderOptions(num_workers=2, executor="workers", tune="off", stall_timeout_s=0),
     )  # fmt: skip
     callback = DataThroughputCallback(summary=False, report=False)
@@ -160,12 +170,12 @@ def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(tmp_path, own, pa
 
 
 class HangsOnOneRank(LightningModule):
-    """The steps of the second of two ranks hang until a file is gone."""
+    """A step of the second of two ranks waits for a server."""
 
-    def __init__(self, patient, file):
+    def __init__(self, patient, server):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
-        self.patient, self.file = patient, file
+        self.patient, self.server = patient, server
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 3:
@@ -176,18 +186,16 @@ class HangsOnOneRank(LightningModule):
         return self.layer(batch).mean()
 
     def wait_for_ever(self):
-        while self.file.exists():
-            time.sleep(0.01)
+        os.close(os.open(self.server, os.O_RDONLY))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
 @linux
-def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(tmp_path, own, patient):
-    file = tmp_path / "hangs"
-    file.touch()
-
+def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(
+    tmp_path, own, patient, server
+):
     def look():
         def seen(found):
             # The first rank is where its gradients are made by now.
@@ -199,7 +207,7 @@ def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(tmp_pa
             first, last = until(own, seen)
             text, listed = page(own, str(last.pid)), page(own)
         finally:
-            file.unlink()
+            answer(server)
         assert (first.rank, last.rank) == (0, 1)
         assert re.fullmatch(r".*test_top\.py:\d+ wait_for_ever", last.stack[0])
         assert {first.activity, last.activity} == {"computing a step"}
@@ -212,7 +220,7 @@ def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(tmp_pa
     callback = DataThroughputCallback(summary=False, report=False)
     trainer = make_trainer(tmp_path, callbacks=[callback], strategy="ddp_fork", devices=2)
     with watched_by(look):
-        trainer.fit(HangsOnOneRank(patient, file), DataLoader(torch.zeros(16, 4), 2))
+        trainer.fit(HangsOnOneRank(patient, server), DataLoader(torch.zeros(16, 4), 2))
 
 
 class Model(LightningModule):
@@ -237,14 +245,15 @@ class Looks(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 2:
-            end_s = time.monotonic() + PATIENCE_S
-            while not self.found and time.monotonic() < end_s:
-                self.found = read_all(self.live, time.time())
-                time.sleep(0.01)
+            processes.until(self.finds_any, PATIENCE_S)
             self.files = [path for path in self.live.iterdir() if path.suffix == ".json"]
             self.modes = [stat.S_IMODE(path.stat().st_mode) for path in (self.live, *self.files)]
             if self.error is not None:
                 raise self.error
+
+    def finds_any(self):
+        self.found = read_all(self.live, clock.unix_s())
+        return self.found
 
 
 def fitted(tmp_path, *callbacks, method="fit"):

@@ -246,6 +246,7 @@ def test_a_second_fit_goes_on_with_what_the_first_has_learned(tmp_path):
 @pytest.mark.slow
 def test_ranks_tune_each_for_itself_and_see_what_they_would_have_seen(tmp_path):
     launched(Path(__file__).with_name("tuned_on_ranks.py"), str(tmp_path))
+    moves = []
     for rank in range(2):
         calm, tuned = (
             json.loads((tmp_path / f"{tune}-{rank}.json").read_text()) for tune in ("off", "auto")
@@ -253,3 +254,5 @@ def test_ranks_tune_each_for_itself_and_see_what_they_would_have_seen(tmp_path):
         assert calm["moves"] == []
         assert len(tuned["seen"]) == 100
         assert tuned["seen"] == calm["seen"]
+        moves += tuned["moves"]
+    assert moves

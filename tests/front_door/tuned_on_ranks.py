@@ -1,5 +1,7 @@
 """Two ranks train, tuned or not; one reads samples that wait longer. Each writes what it saw.
 
+The workers of each are on a virtual machine of its own.
+
 Argument: folder.
 """
 
@@ -8,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import lightning
 import torch
 from conformance.forked_ranks import on_ranks
+from rig.machine import sleep
+from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
@@ -27,8 +30,8 @@ class Waiting(Dataset):
         return 2 * BATCH * STEPS
 
     def __getitem__(self, index):
-        time.sleep(0.006 if os.environ.get("LOCAL_RANK") == "1" else 0.001)
-        return torch.cat([torch.full((2,), float(index)), torch.rand(2)])
+        sleep(0.006 if os.environ.get("LOCAL_RANK") == "1" else 0.001)
+        return torch.full((4,), float(index))
 
 
 class Module(lightning.LightningModule):
@@ -38,7 +41,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch, _index):
         self.seen.append(batch.tolist())
-        time.sleep(0.004)
+        sleep(0.004)
         return self.layer(batch).mean()
 
     def configure_optimizers(self):
@@ -69,6 +72,7 @@ if __name__ == "__main__":
 
     def both():
         for tune in ("off", "auto"):
-            run(folder, tune)
+            with on_machine():
+                run(folder, tune)
 
     on_ranks(2, both)

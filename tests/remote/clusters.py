@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import ray
+from processes import until
 from ray.cluster_utils import Cluster
 
 
@@ -52,9 +53,6 @@ def actors(cluster: Cluster) -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition, seconds: float = 60) -> None:
-    """Wait until something holds; an error if it does not within a long time."""
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it has not come to that"
-        time.sleep(0.05)
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait for what Ray does without fail, which takes it minutes on a loaded machine."""
+    until(condition, seconds=600)

@@ -9,7 +9,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 class Rows(Dataset):
-    """Slow enough that who is killed has something to do; ``deadly`` kills, ``stuck`` hangs."""
+    """Of samples one kills (``deadly``), one never comes (``stuck``), and one raises (``bad``)."""
 
     def __init__(self, length: int = 320, deadly: int = -1, stuck: int = -1, bad: int = -1) -> None:
         self.length, self.deadly, self.stuck, self.bad = length, deadly, stuck, bad
@@ -38,11 +37,10 @@ class Rows(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.005)
         if index == self.deadly:
             os.kill(os.getpid(), signal.SIGSEGV)
         if index == self.stuck:
-            time.sleep(600)
+            threading.Event().wait()
         if index == self.bad:
             raise OSError(f"sample {index} is damaged")
         return torch.full((5000,), index), torch.rand(3)
@@ -69,15 +67,16 @@ def expected() -> list[list[bytes]]:
     return rows(loader_of("workers"))
 
 
-@pytest.mark.flaky(reruns=2)  # an actor may be gone by itself when it is to be killed
 def test_actors_are_killed_alone_and_all_at_once(cluster, expected) -> None:
     loader, seen, dice = loader_of("ray"), [], random.Random(3)
     for number, batch in enumerate(loader):
         seen.append(plain(batch))
         if number in (10, 30, 50):
             wait_until(lambda: actors(cluster))
-            for actor in actors(cluster) if number == 50 else dice.choices(actors(cluster)):
-                actor.kill()
+            there = actors(cluster)
+            for actor in there if number == 50 else dice.choices(there or [None]):
+                with contextlib.suppress(psutil.Error, AttributeError):  # it may just have ended
+                    actor.kill()
     assert seen == expected
     assert loader.faults.deaths  # of those that had started
     loader.close()
@@ -176,27 +175,26 @@ def test_a_sample_that_hangs_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
-@pytest.mark.parametrize("policy", ["replace", "skip"])
-def test_bad_samples_go_by_the_same_rule(policy) -> None:
-    how = {"on_bad_sample": policy, "num_workers": 2}
+def test_bad_samples_go_by_the_same_rule() -> None:
+    how = {"on_bad_sample": "replace", "num_workers": 1}
     ours, theirs = (loader_of(each, Rows(60, bad=7), **how) for each in ("ray", "workers"))
     assert rows(ours) == rows(theirs)
     assert ours.faults.samples == 1
 
 
 def test_an_epoch_goes_on_with_another_number_of_actors(expected) -> None:
-    first = loader_of("ray", num_workers=2)
+    first = loader_of("ray", num_workers=1)
     seen = [plain(batch) for batch in itertools.islice(first, 57)]
     state = first.state_dict()
     first.close()
-    then = loader_of("ray")
+    then = loader_of("ray", num_workers=2)
     then.load_state_dict(state)
     assert seen + rows(then) == expected
 
 
 class Module(FastDataModule):
     def __init__(self, executor: str) -> None:
-        super().__init__(4, options=LoaderOptions(num_workers=2, executor=executor), seed=5)
+        super().__init__(4, options=LoaderOptions(num_workers=1, executor=executor), seed=5)
 
     def train_dataset(self) -> Any:
         return Rows(64)
