@@ -177,8 +177,12 @@ def test_who_is_fast_enough_is_left_alone():
 
 
 def test_workers_whose_cpus_other_programs_take_do_not_become_many():
-    loader, _ = run(Costly(8 * 700, computes(0.0004)), step_s=0.006, programs=4)
-    assert loader.num_workers <= 4
+    loader, mine = run(Costly(8 * 700, computes(0.0004)), step_s=0.006, programs=4)
+    *grown, last = mine.moves
+    assert {move.outcome for move in grown} == {"kept"}
+    # Each worker takes a share of the CPUs, until another one brings nothing more.
+    assert (last.outcome, last.after) == ("taken back", loader.num_workers + 1)
+    assert loader.num_workers == 3
 
 
 def test_epochs_of_a_few_batches_add_up():
