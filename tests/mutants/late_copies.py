@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import cache
 
 import torch
-from mutants.mutant import Mutant
 from rig.late_trainings import (
     Case,
     Seen,
@@ -25,6 +24,7 @@ from lightning_fastdata.batches.streams import CudaLockDriver, DeviceStreams, Fe
 from lightning_fastdata.device import prefetch
 from lightning_fastdata.device.lookahead import Crossing, SideLane
 from lightning_fastdata.insight.measure.timeline import CudaClock
+from mutants.mutant import Mutant
 
 
 @cache
@@ -82,7 +82,7 @@ def waits_for_the_mark(right):
 
 
 def blocks(right):
-    return lambda batch, device, *, non_blocking=False: right(batch, device)
+    return lambda batch, device, *, non_blocking=False: right(batch, device, non_blocking=False)
 
 
 def sends_from_ordinary_memory(right):

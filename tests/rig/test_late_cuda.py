@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from rig.late_cuda import SCHEDULES, late_cuda
 
 CUDA = torch.device("cuda", 0)
@@ -46,7 +47,9 @@ def test_a_program_that_orders_its_streams_computes_what_a_cpu_does(schedule):
 
 
 def thread_names():
-    return [Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task")]
+    return [
+        Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task")
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's names of threads are Linux's")
@@ -68,10 +71,15 @@ def test_nothing_is_left_of_it_even_after_an_error():
         }
 
     before, environment, drawn = surface(), dict(os.environ), torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), late_cuda("late"):
-        torch.rand(3, device="cuda")
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        raise ZeroDivisionError
+
+    def fails():
+        with late_cuda("late"):
+            torch.rand(3, device="cuda")
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     after = surface()
     assert all(after[name] is before[name] or after[name] == before[name] for name in before)
     assert after.keys() == before.keys()
