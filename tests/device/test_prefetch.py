@@ -122,7 +122,7 @@ def test_a_host_that_runs_ahead_takes_no_more_than_a_few_batches_of_memory(look_
                 crossings = (lane.send(batch, moved, after_consumer=False) for batch in sources)
                 batches = (crossing.land() for crossing in crossings)
             for (tensor,) in batches:
-                tensor + 0
+                tensor.add(0)  # a step whose result is let go of
                 del tensor
             peaks_bytes.append(cuda.peak_bytes)
     assert peaks_bytes[0] == peaks_bytes[1] <= 10 * 8000

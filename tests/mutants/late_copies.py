@@ -82,7 +82,7 @@ def waits_for_the_mark(right):
 
 
 def blocks(right):
-    return lambda batch, device, *, non_blocking=False: right(batch, device)
+    return lambda batch, device, *, non_blocking=False: right(batch, device, non_blocking=False)
 
 
 def sends_from_ordinary_memory(right):

@@ -553,7 +553,7 @@ def _reader(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 @contextlib.contextmanager
 def late_cuda(schedule: str = "random", seed: int = 0, *, devices: int = 2) -> Iterator[LateCuda]:
     """Put a pretended CUDA in the place of torch's while the block runs."""
-    global _machine
+    global _machine  # noqa: PLW0603 - torch.cuda is one for the whole process, too
     from rig.late_tensor import LateMode
 
     assert _machine is None, "one pretended CUDA at a time"
@@ -591,7 +591,7 @@ def _accept_tensors_on_cuda() -> None:
 
 
 def _forget() -> None:
-    global _machine
+    global _machine  # noqa: PLW0603 - as above
     _machine = None
 
 
@@ -599,6 +599,7 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what has names to be replaced, and what stands for them."""
     from lightning_fastdata.augment.replay import torch as replay
     from lightning_fastdata.augment.replay import triton, warm_up
+    from lightning_fastdata.batches import streams
 
     generators = machine.generators
 
@@ -674,3 +675,5 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     for module in (triton, replay, warm_up):
         yield module, {"has_kernels": lambda device: False}
+    # Streams of an earlier machine that something still holds are none of this one.
+    yield streams, {"_in_use": weakref.WeakSet()}

@@ -228,10 +228,9 @@ class _Operation:
         if self.name in _HOST_READS:
             # With the size of its result, the host has nothing to wait for.
             return self.kwargs.get("output_size") is None
-        by_mask = self.name == "aten::index" and any(
+        return self.name == "aten::index" and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in self.args[1]
         )
-        return by_mask
 
     def _read_by_host(self) -> Any:
         self.machine.host_waits(self.name, self.stream)

@@ -35,6 +35,8 @@ from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.batches.streams import DeviceStreams, cuda_page_locks
 from lightning_fastdata.device.lookahead import SideLane
+from lightning_fastdata.executors.kinds import open_executor
+from lightning_fastdata.loading import kept_executor
 from lightning_fastdata.loading.kept_executor import KeptExecutor
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 
@@ -245,16 +247,22 @@ def locked_slots(case: Case) -> Iterator[None]:
 
     The only place that knows how the package is told to.
     """
-    begin = KeptExecutor.__post_init__
+    if case.memory != "locked":
+        yield
+        return
+    finish, locks = KeptExecutor.finish, functools.cache(cuda_page_locks)
 
-    def begin_locked(executor: KeptExecutor) -> None:
-        begin(executor)
-        executor.page_locks = cuda_page_locks(executor.pin_on)
+    def open_locked(*args: Any, **kwargs: Any) -> Any:
+        return open_executor(*args, **{**kwargs, "page_locks": locks("cuda")})
 
-    if case.memory == "locked":
-        with mock.patch.object(KeptExecutor, "__post_init__", begin_locked):
-            yield
-    else:
+    def finish_and_note(executor: KeptExecutor, batch: Any) -> Any:
+        locks("cuda").driver.note_consumer()
+        return finish(executor, batch)
+
+    with (
+        mock.patch.object(kept_executor, "open_executor", open_locked),
+        mock.patch.object(KeptExecutor, "finish", finish_and_note),
+    ):
         yield
 
 

@@ -71,10 +71,15 @@ def test_nothing_is_left_of_it_even_after_an_error():
         }
 
     before, environment, drawn = surface(), dict(os.environ), torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), late_cuda("late"):
-        torch.rand(3, device="cuda")
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        raise ZeroDivisionError
+
+    def fails():
+        with late_cuda("late"):
+            torch.rand(3, device="cuda")
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     after = surface()
     assert all(after[name] is before[name] or after[name] == before[name] for name in before)
     assert after.keys() == before.keys()
