@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import multiprocessing
 import os
@@ -12,7 +13,6 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from looked_at import looked_at, takes
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 from torchvision.datasets import ImageFolder
@@ -39,6 +40,16 @@ LOADERS = {
     "workers": {"executor": "workers", "num_workers": 1},
 }  # fmt: skip
 SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
+
+
+@pytest.fixture(autouse=True)
+def its_time(request):
+    """Each process has a time of its own, which passes where the test says so, and is looked at."""
+    if "realtime" in request.keywords:
+        yield
+        return
+    with looked_at() as found:
+        yield found
 
 
 class Model(LightningModule):
@@ -100,15 +111,20 @@ class Rows(Dataset):
 
 class Computes(Rows):
     def read(self):
-        total = 0
-        for number in range(60_000):
-            total += number * number  # computed here
-        return total
+        going = threading.Event()
+        passed = takes(READ_S, begins=going)
+        while not passed.done():
+            going.set()  # computed here
 
 
 class Sleeps(Rows):
     def read(self):
         time.sleep(READ_S)
+
+
+class Waits(Rows):
+    def read(self):
+        takes(READ_S, waits_in="lock").result()  # waits here
 
 
 class Locked(Rows):
@@ -119,35 +135,53 @@ class Locked(Rows):
         self.lock.acquire()
 
     def read(self):
-        self.lock.acquire(timeout=READ_S)
+        going = threading.Event()
+        takes(READ_S, begins=going, waits_in="lock", then=self.lock.release)
+        going.set()
+        self.lock.acquire()
 
 
 class Piped(Rows):
-    def __init__(self, path):
-        self.path, self.file = str(path), None
+    def __init__(self):
+        end, self.other_end = os.pipe()
+        self.file = os.fdopen(end, "rb", buffering=0)
 
     def read(self):
-        if self.file is None:
-            self.file = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
+        takes(READ_S, waits_in="file", then=lambda: os.write(self.other_end, b"x"))
         self.file.read(1)
 
 
 class Remote(Rows):
-    def __init__(self, port):
-        self.port, self.connection = port, None
+    def __init__(self):
+        self.connection, self.server = socket.socketpair()
 
     def read(self):
-        if self.connection is None:
-            self.connection = socket.create_connection(("127.0.0.1", self.port))
+        takes(READ_S, waits_in="socket", then=lambda: self.server.send(b"x"))
         self.connection.recv(1)
 
 
+LIBRARY = """
+class HeldFile(io.BytesIO):
+    held = False
+
+    def read(self, size=-1):
+        if self.held:
+            self.held = False
+            takes(READ_S).result()
+        return super().read(size)
+"""
+library = {"io": io, "takes": takes, "READ_S": READ_S, "__name__": "files"}
+exec(compile(LIBRARY, "/venv/lib/python3.11/site-packages/files/held.py", "exec"), library)
+
+
 class Jpegs(Rows):
-    def __init__(self, path):
-        self.path = str(path)
+    def __init__(self, encoded):
+        self.encoded = encoded
 
     def __getitem__(self, index):
-        with Image.open(self.path) as image:
+        file = library["HeldFile"](self.encoded)
+        with Image.open(file) as image:
+            file.held = True
             pixels = np.asarray(image.convert("RGB"))  # decoded here
         return torch.tensor(pixels[0, 0, 0]).float().expand(4).clone()
 
@@ -155,7 +189,7 @@ class Jpegs(Rows):
 class Stream(IterableDataset):
     def __iter__(self):
         for index in range(BATCH * BATCHES):
-            time.sleep(READ_S)
+            takes(READ_S, waits_in="lock").result()  # waits here
             yield torch.full((4,), float(index))
 
 
@@ -173,7 +207,6 @@ def expect(line, function, marked, waits_in):
     assert line.waits_in == (waits_in if kernel_tells() else "")
 
 
-@pytest.mark.flaky(reruns=2)  # a short run is looked at a few times, which chance may share out
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 def test_the_line_that_computes_is_named_by_every_loader(tmp_path, options):
@@ -187,12 +220,12 @@ def test_the_line_that_computes_is_named_by_every_loader(tmp_path, options):
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
-def test_the_line_that_sleeps_is_named_by_every_loader(tmp_path, options):
-    report, _ = fit(tmp_path, Sleeps(), **options)
-    expect(longest(report), Sleeps.read, "time.sleep", "sleep")
+def test_the_line_that_waits_is_named_by_every_loader(tmp_path, options):
+    report, _ = fit(tmp_path, Waits(), **options)
+    expect(longest(report), Waits.read, "waits here", "lock")
 
 
-@pytest.mark.slow
+@pytest.mark.realtime
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_a_spawned_process_names_its_lines(tmp_path, executor):
     report, _ = fit(tmp_path, Sleeps(), executor=executor, **SPAWNED)
@@ -203,19 +236,22 @@ def test_a_spawned_process_names_its_lines(tmp_path, executor):
 @pytest.mark.parametrize("name", ["torch in the training", "torch, forked", "inline", "workers"])
 def test_a_line_of_a_stream_is_named(tmp_path, name):
     report, _ = fit(tmp_path, Stream(), **LOADERS[name])
-    expect(longest(report), Stream.__iter__, "time.sleep", "sleep")
+    expect(longest(report), Stream.__iter__, "waits here", "lock")
 
 
 def test_the_decoding_of_jpegs_is_named_with_the_users_line(tmp_path):
-    path = tmp_path / "image.jpg"
-    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
-    Image.fromarray(noise).save(path)
-    report, _ = fit(tmp_path, Jpegs(path), executor="workers", num_workers=1)
+    noise, encoded = (
+        np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8),
+        io.BytesIO(),
+    )
+    Image.fromarray(noise).save(encoded, "JPEG")
+    report, _ = fit(tmp_path, Jpegs(encoded.getvalue()), executor="workers", num_workers=1)
     line = longest(report)
-    expect(line, Jpegs.__getitem__, "decoded here", "")
+    expect(line, Jpegs.__getitem__, "decoded here", line.waits_in)
     assert line.calls.startswith("PIL Image.convert")
 
 
+@pytest.mark.realtime  # what decodes is written in C and takes what it takes
 @pytest.mark.parametrize("kind", [ImageFolder, FastImageFolder])
 def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
     folder = tmp_path / "images" / "class"
@@ -240,76 +276,43 @@ def test_a_line_that_waits_for_a_lock_is_named(tmp_path, name):
     expect(longest(report), Locked.read, "acquire", "lock")
 
 
-@contextmanager
-def given_out(give):
-    """Call a function every few milliseconds, in a thread, until nobody takes what it gives."""
-
-    def work():
-        try:
-            while True:
-                time.sleep(READ_S)
-                give()
-        except OSError:
-            pass
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield
-    thread.join()
-
-
 def test_a_line_that_waits_for_a_file_is_named(tmp_path):
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    end = os.open(path, os.O_RDWR)  # so that neither side waits to open it
-    with ExitStack() as stack:
-        stack.enter_context(given_out(lambda: os.write(end, b"x")))
-        stack.callback(os.close, end)
-        report, _ = fit(tmp_path, Piped(path), executor="workers", num_workers=1)
+    report, _ = fit(tmp_path, Piped(), executor="workers", num_workers=1)
     expect(longest(report), Piped.read, "self.file.read", "file")
 
 
 def test_a_line_that_waits_for_a_socket_is_named(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        accepted = []
-
-        def give():
-            if not accepted:
-                accepted.append(server.accept()[0])
-            accepted[0].send(b"x")
-
-        with given_out(give):
-            dataset = Remote(server.getsockname()[1])
-            report, _ = fit(tmp_path, dataset, executor="workers", num_workers=1)
+    report, _ = fit(tmp_path, Remote(), executor="workers", num_workers=1)
     expect(longest(report), Remote.read, "recv", "socket")
 
 
 def test_finding_summary_report_and_page_name_the_line(tmp_path):
-    report, folder = fit(tmp_path, Sleeps(), executor="workers", num_workers=1)
-    place = f"test_names_inside_reading.py:{line_of(Sleeps.read, 'time.sleep')}"
+    report, folder = fit(tmp_path, Waits(), executor="inline", num_workers=0)
+    place = f"test_names_inside_reading.py:{line_of(Waits.read, 'waits here')}"
     finding = next(found for found in report.verdict.findings if found.code in ("FD303", "FD309"))
     assert place in finding.cause
-    assert "Sleeps.read" in finding.cause
+    assert "Waits.read" in finding.cause
     written = json.loads((folder / "report.json").read_text())
     line = written["stages"]["train"]["causes"]["lines"][0]
     assert place == f"{Path(line['file']).name}:{line['line']}"
     assert place in (folder / "report.html").read_text()
     summary = " ".join(report.text(120).split())
-    assert summary.count("Sleeps.read") == 1
+    assert summary.count("Waits.read") == 1
 
 
 SCRIPT = """
-import io, time, torch
+import io, torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import Dataset
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
+from looked_at import looked_at, takes
 
 CELL = '''
 class Mine(Dataset):
     def __len__(self):
         return 96
     def __getitem__(self, index):
-        time.sleep(0.004)
+        takes(0.004).result()
         return torch.zeros(4)
 '''
 exec(compile(CELL, FILE, "exec"))
@@ -324,11 +327,12 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 callback = DataThroughputCallback(summary=False, report=False)
-loader = FastDataLoader(Mine(), 8, executor="workers", num_workers=1)
-Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback],
-        enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False).fit(Model(), loader)
-loader.close()
+with looked_at():
+    loader = FastDataLoader(Mine(), 8, executor="workers", num_workers=1)
+    Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback],
+            enable_progress_bar=False, enable_checkpointing=False,
+            enable_model_summary=False).fit(Model(), loader)
+    loader.close()
 line = callback.report.stages[0].causes.lines[0]
 print("LINE", line.file, line.line, line.function)
 """
