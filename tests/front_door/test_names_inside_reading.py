@@ -142,20 +142,22 @@ class Locked(Rows):
 
 
 class Piped(Rows):
-    def __init__(self):
-        end, self.other_end = os.pipe()
-        self.file = os.fdopen(end, "rb", buffering=0)
+    file = None
 
     def read(self):
+        if self.file is None:
+            end, self.other_end = os.pipe()
+            self.file = os.fdopen(end, "rb", buffering=0)
         takes(READ_S, waits_in="file", then=lambda: os.write(self.other_end, b"x"))
         self.file.read(1)
 
 
 class Remote(Rows):
-    def __init__(self):
-        self.connection, self.server = socket.socketpair()
+    connection = None
 
     def read(self):
+        if self.connection is None:
+            self.connection, self.server = socket.socketpair()
         takes(READ_S, waits_in="socket", then=lambda: self.server.send(b"x"))
         self.connection.recv(1)
 
