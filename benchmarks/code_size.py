@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_fastdata"
-MOST_LINES, MOST_IN_ROOM = 350, 10
+TESTS = Path(__file__).parents[1] / "tests"
 PRIVATE = re.compile(r"(?<!self)(?<!cls)(?<!super\(\))\._(?!_)[a-z]\w*")
 
 
@@ -99,7 +99,6 @@ def main() -> None:
     whole = "\n".join(texts.values())
     known = set(lines)
     circles = cycles({module_name(file): imports_of(tree, known) for file, tree in trees.items()})
-    large = {name: count for name, count in modules.items() if count > MOST_LINES}
     probes = sum(
         isinstance(node, ast.Call)
         and getattr(node.func, "id", "") in ("getattr", "hasattr")
@@ -111,15 +110,17 @@ def main() -> None:
     print(f"modules                       {len(modules)}")
     print(f"lines                         {sum(lines.values())}")
     print(f"lines of a module, median     {statistics.median(modules.values()):.0f}")
-    print(f"modules above {MOST_LINES} lines       {len(large)}  {', '.join(large)}")
     print(f"rooms                         {len(rooms)}")
-    full = {room: count for room, count in rooms.items() if count > MOST_IN_ROOM}
-    print(f"rooms of more than {MOST_IN_ROOM} modules {len(full)}  {full or ''}")
     print(f"import cycles                 {len(circles)}  of {[len(each) for each in circles]}")
     print(f"': Any' and '-> Any'          {len(re.findall(r'(?::|->) Any', whole))}")
     print(f"string getattr and hasattr    {probes}")
     print(f"private names of others       {len(PRIVATE.findall(whole))}")
     print(f"names of augment others use   {len(names_of_augment(trees))}")
+    tests = [file.read_text(encoding="utf-8") for file in TESTS.rglob("*.py")]
+    laws = sum(len(re.findall(r"^ *(?:async )?def test_", text, re.MULTILINE)) for text in tests)
+    print(f"lines of tests                {sum(text.count(chr(10)) for text in tests)}")
+    print(f"test functions                {laws}")
+    print(f"time.sleep in tests           {sum(text.count('time.sleep(') for text in tests)}")
 
 
 if __name__ == "__main__":
