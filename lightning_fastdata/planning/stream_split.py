@@ -7,12 +7,11 @@ a part of their own; from the others, several workers would give each sample sev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from torch.utils.data import ChainDataset, IterableDataset, IterDataPipe
 
@@ -24,9 +23,6 @@ from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import watch_worker_info
 from lightning_fastdata.tree import held, held_by, is_a
-
-if TYPE_CHECKING:
-    from lightning_fastdata.planning.loader_plan import LoaderSpec
 
 # Package and class of streams that share out their chunks.
 _OWN_SPLIT: Final = (
@@ -71,26 +67,6 @@ class Reading(NamedTuple):
 
 Read: TypeAlias = Callable[[object, int, int], Reading]
 """Reads a stream as the worker of a number, of so many."""
-
-
-def split_of(spec: LoaderSpec, start_method: str) -> StreamSplit:
-    """Return whether the stream of a loader shares itself out, or what the user says of it.
-
-    A stream of no known library is tried, where the number of workers rests on it, in a process
-    that is started as workers would be, and thrown away.
-    """
-    options, read = spec.options, None
-    if options.split == options.num_workers == "auto" and options.probe:
-        read = partial(_read_apart, worker_init_fn=spec.worker_init_fn, start_method=start_method)
-    found = splits_itself(
-        spec.dataset,
-        read,
-        configured=spec.worker_init_fn is not None,
-        wrapped=spec.transformed or bool(spec.pipelines),
-    )
-    if options.split == "auto" or found.here:
-        return found
-    return replace(found, splits=options.split, why=f"split={options.split} says so")
 
 
 def splits_itself(
@@ -246,7 +222,7 @@ def _shards_within(stream: object, depth: int = _DEEPEST) -> int | None:
     return min((each for each in bounds if each is not None), default=None)
 
 
-def _read_apart(
+def read_apart(
     stream: object,
     number: int,
     workers: int,
@@ -254,6 +230,7 @@ def _read_apart(
     worker_init_fn: Callable[[int], None] | None,
     start_method: str,
 ) -> Reading:
+    """Read the first samples of a stream in a process that is thrown away, as one of several."""
     arguments = stream, number, workers, worker_init_fn
     tried = try_apart(read_as_worker, *arguments, start_method=start_method, deadline_s=_DEADLINE_S)
     failure = tried.failure

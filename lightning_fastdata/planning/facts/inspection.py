@@ -21,7 +21,7 @@ from lightning_fastdata.executors.torch_guard import ReadingOn
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
-from lightning_fastdata.planning.stream_split import StreamSplit, split_of
+from lightning_fastdata.planning.stream_split import StreamSplit, read_apart, splits_itself
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.torch_internals import set_worker_info
 from lightning_fastdata.tree import held
@@ -256,3 +256,23 @@ def _unreadable(spec: LoaderSpec, key: object, failure: Failure) -> DatasetError
     )
     error.__cause__ = failure.error
     return error
+
+
+def split_of(spec: LoaderSpec, start_method: str) -> StreamSplit:
+    """Return whether the stream of a loader shares itself out, or what the user says of it.
+
+    A stream of no known library is tried, where the number of workers rests on it, in a process
+    that is started as workers would be, and thrown away.
+    """
+    options, read = spec.options, None
+    if options.split == options.num_workers == "auto" and options.probe:
+        read = partial(read_apart, worker_init_fn=spec.worker_init_fn, start_method=start_method)
+    found = splits_itself(
+        spec.dataset,
+        read,
+        configured=spec.worker_init_fn is not None,
+        wrapped=spec.transformed or bool(spec.pipelines),
+    )
+    if options.split == "auto" or found.here:
+        return found
+    return replace(found, splits=options.split, why=f"split={options.split} says so")

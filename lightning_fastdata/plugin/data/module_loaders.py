@@ -49,9 +49,9 @@ from lightning_fastdata.plugin.data.loaders import (
     shuffled_in_blocks,
 )
 from lightning_fastdata.plugin.data.training_run import TrainingProgress, TrainingRun
+from lightning_fastdata.plugin.placing.costs import device_type
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.seams.trainer import (
-    device_type,
     first_epoch,
     print_line,
     running_stage,

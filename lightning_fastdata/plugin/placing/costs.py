@@ -31,6 +31,8 @@ from lightning_fastdata.plugin.placing.decision import PlaceCosts, SampleCosts
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.insight.measure.timeline import DeviceClock
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
@@ -206,3 +208,10 @@ def time_on_device(
                 took_ms.append(clock.elapsed_ms(began, ended))
                 clock.forget_before(ended)
     return median(took_ms)
+
+
+def device_type(trainer: Trainer | None) -> str:
+    """Return ``"cpu"``, ``"cuda"`` or another type; without a trainer, the best there is."""
+    if trainer is not None:
+        return str(trainer.strategy.root_device.type)
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,7 @@ from lightning_fastdata.augment import PlaceSwitch
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs
+from lightning_fastdata.plugin.placing.costs import PlaceTask, device_type, read_place_costs
 from lightning_fastdata.plugin.placing.decision import (
     MOST_CHANGES,
     PlaceChoice,
@@ -29,7 +29,6 @@ from lightning_fastdata.plugin.placing.decision import (
 )
 from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, finish
 from lightning_fastdata.plugin.placing.step_watch import StepWatch
-from lightning_fastdata.plugin.seams.trainer import device_type
 
 if TYPE_CHECKING:
     import torch

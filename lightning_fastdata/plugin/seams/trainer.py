@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
-
 from lightning_fastdata.errors import TransformError, has_package
 from lightning_fastdata.loading.position import Place
 from lightning_fastdata.plugin.contracts import DataModule
@@ -28,6 +26,7 @@ from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
+    import torch
     from lightning.pytorch import LightningModule, Trainer
 
 _STAGE_OF_FN: dict[str, Stage] = {
@@ -51,13 +50,6 @@ def own_datamodule(trainer: Trainer) -> DataModule | None:
     """Return the trainer's data module if it is a FastDataModule, else None."""
     datamodule = attributes_of(trainer).datamodule
     return datamodule if isinstance(datamodule, DataModule) else None
-
-
-def device_type(trainer: Trainer | None) -> str:
-    """Return ``"cpu"``, ``"cuda"`` or another type; without a trainer, the best there is."""
-    if trainer is not None:
-        return str(trainer.strategy.root_device.type)
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def has_cuda(trainer: Trainer) -> bool:
