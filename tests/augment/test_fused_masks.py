@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import albumentations as A
 import cv2
+import numpy as np
 import pytest
 import torch
 from augment.batches import keys
-from augment.test_fused import DEVICE, photographs
+from augment.test_fused import DEVICE, photographs, tape_of
+from augment.test_warped_positions import matrix_of
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.replay.program import launches
+from lightning_fastdata.augment.ops.operation import Track
+from lightning_fastdata.augment.pipeline.bounds import opencv_major
+from lightning_fastdata.augment.replay.program import compile_tapes, launches
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.triton import is_movable, prepare, takes
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -87,6 +91,29 @@ def test_any_pipeline_moves_masks_alike(names, size, dtype, channels, seed):
     fused, single = both_ways(program, draws.blob, masks)
     assert fused.dtype == single.dtype
     assert fused.shape == single.shape
+    assert torch.equal(fused, single)
+
+
+@pytest.mark.skipif(opencv_major() < 5, reason="warps are in no run of a kernel")
+@each("role", ["image", "mask"])
+@each("projective", [False, True])
+def test_a_kernel_finds_the_nearest_pixel_in_the_columns_behind_opencvs_vectors(role, projective):
+    height, width, count = 11, 29, 48
+    nearest = A.Affine(interpolation=cv2.INTER_NEAREST)
+    if projective:
+        nearest = A.Perspective(interpolation=cv2.INTER_NEAREST, keep_size=False)
+    name, rng = type(nearest).__name__, np.random.default_rng(5)
+    size = {"output_shape": (height, width), "max_height": height, "max_width": width}
+    tapes = []
+    for _ in range(count):
+        params = {"matrix": matrix_of(rng, projective=projective), **size}
+        tapes.append({role: Track(role, (tape_of(name, nearest, params, (height, width, 3)),))})
+    draws = compile_tapes(tapes, DEVICE_OPS)
+    pixels = torch.from_numpy(rng.permuted(np.arange(count * height * width * 3)))
+    batch = (pixels % 251).to(torch.uint8).view(count, height, width, 3)
+    program = draws.programs[role]
+    assert takes(program.runs[0], batch)
+    fused, single = both_ways(program, draws.blob, batch)
     assert torch.equal(fused, single)
 
 

@@ -32,7 +32,8 @@ A sample may begin with one way of reading of its own:
 
 ====================  ==========================================================================
 ``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
-                      16 if projective; offset of float32 ``[3]``, the fill
+                      16 if projective, plus 32 if OpenCV rounds once behind its vectors; offset of
+                      float32 ``[3]``, the fill; the first column behind its vectors
 ``BOTH_AXES``         offset of float32 ``[size]``; size; number of the image among such images
 ``PLANE``             offset of float32 ``[rows, columns]``; rows; columns; numbers between rows
 ``MEDIAN``            size
@@ -81,6 +82,7 @@ _NEAREST: Final = 0
 _LINEAR: Final = 1
 _WARPED_NEAREST: Final = 8
 _PROJECTIVE: Final = 16
+_ROUNDS_ONCE: Final = 32
 
 
 def is_reading(instruction: Instruction) -> bool:
@@ -189,7 +191,8 @@ def _warp(
     if static["cells"]:
         return None  # the kernel reads between the pixels as OpenCV 5 does: without a grid
     how = static["border"] + _WARPED_NEAREST * nearest + _PROJECTIVE * static["projective"]
-    return [(WARP, offsets["inverse"], how, offsets[fill])]
+    how += _ROUNDS_ONCE * static["rounds_once"]
+    return [(WARP, offsets["inverse"], how, offsets[fill], static["scalar_from"])]
 
 
 def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:

@@ -107,11 +107,12 @@ def sample_cells(
     # Of other integers OpenCV takes the mean in float32.
     whole = images.dtype == torch.uint8
     table = _weights(interpolation == CUBIC, whole, images.device)
-    total = torch.zeros((), dtype=table.dtype, device=images.device)
+    sums = torch.float64 if images.dtype == torch.float64 else table.dtype
+    total = torch.zeros((), dtype=sums, device=images.device)
     for tap in range(taps * taps):
         pixels = read(images, y + (first + tap // taps), x + (first + tap % taps), mode, fill)
         weight = table[tap].index_select(0, part.view(-1)).view(part.shape)
-        total = total + pixels.to(table.dtype) * weight.unsqueeze(-1)
+        total = total + pixels.to(sums) * weight.unsqueeze(-1)
     if images.is_floating_point():
         return total.to(images.dtype)
     rounded = (total + (1 << (_WEIGHT_BITS - 1))) >> _WEIGHT_BITS if whole else total.round()

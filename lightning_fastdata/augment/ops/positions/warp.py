@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -30,7 +31,7 @@ from lightning_fastdata.augment.replay import instructions
 
 WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
 """Interpolations that warps and distortions have a device form for."""
-_STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64)
+_STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64, torch.float64)
 Settings: TypeAlias = tuple[tuple[str, object], ...]
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
@@ -38,6 +39,48 @@ _FOLDED: Final = 16
 """So many pixels of a border at least, or as many as the image has, are there to be read cubically;
 the last of them is repeated."""
 _IDENTITY: Final = np.eye(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How OpenCV 5 goes through the columns of a row of a warp: in vectors, then one by one."""
+
+    vector_columns: int
+    """So many columns fill a vector; 1: there is no column behind the last vector."""
+    rounds_once: bool
+    """Whether a product and a sum are rounded once behind the last vector, as they are in it."""
+
+    def scalar_from(self, width: int) -> int:
+        """Return the first column of a row that is behind the last vector, or the width."""
+        return width - width % self.vector_columns
+
+
+_LOOPS: Final = (Loop(1, True), *(Loop(2**n, once) for n in range(2, 7) for once in (True, False)))
+"""What compilers make of the loop: vectors of 128 bits have eight columns, those of 256 sixteen."""
+
+
+@cache
+def loop() -> Loop:
+    """Return how the installed OpenCV goes through a row, as it warps a ramp of 16 x 63 pixels.
+
+    A ramp read linearly is the position that it is read at, to the last bit.
+    """
+    import cv2
+
+    if cells.on_cells():
+        return _LOOPS[0]
+    height, width = size = 16, 63
+    ramp = np.tile(np.arange(128, dtype=np.float32), (height, 1))
+    inverse = np.array([[0.7, 0.3, 10.1], [0, 1, 0], [0, 0, 1]])
+    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    seen = torch.from_numpy(cv2.warpAffine(ramp, inverse[:2], (width, height), flags=flags))
+    one = torch.from_numpy(inverse.astype(np.float32))[None]
+
+    def misses(known: Loop) -> int:
+        how = (known.scalar_from(width), known.rounds_once)
+        return int((_positions(one, size, *how, projective=False)[1][0] != seen).sum())
+
+    return min(_LOOPS, key=misses)
 
 
 def still_on_cells(batch: Tensor) -> bool:
@@ -99,8 +142,10 @@ def _encode(transform: Transform, params: Values, shape: Shape, dtype: DType) ->
     if how is None or singular or (name == "Rotate" and transform.crop_border):
         return None
     exact = cells.invert(matrix, projective=projective)
-    arrays = {"inverse": np.linalg.inv(matrix).astype(np.float32), "exact": exact}
-    own = (("size", _out_shape(transform, params, shape)[:2]), ("projective", projective))
+    arrays = {"inverse": exact.astype(np.float32), "exact": exact}
+    size = _out_shape(transform, params, shape)[:2]
+    columns = (("scalar_from", loop().scalar_from(size[1])), ("rounds_once", loop().rounds_once))
+    own = (("size", size), ("projective", projective), *columns)
     return Encoded((*how.static, *own), {**arrays, **how.arrays})
 
 
@@ -110,21 +155,28 @@ def clamped(where: Tensor) -> Tensor:
 
 
 def _positions(
-    inverse: Tensor, size: tuple[int, int], *, projective: bool
+    inverse: Tensor, size: tuple[int, int], scalar_from: int, rounds_once: bool, *, projective: bool
 ) -> tuple[Tensor, Tensor]:
     """Return where each output pixel comes from: rows and columns, float32 ``[n, height, width]``.
 
     The columns are ``m00 x + (m01 y + m02)`` in float32, the first product and sum rounded once,
-    as in OpenCV 5 on CPUs that multiply and add in one instruction.
+    as in the vectors of OpenCV 5 on CPUs that multiply and add in one instruction. Behind the last
+    vector, from the column ``scalar_from``, they are ``(m00 x + m01 y) + m02``, where the first
+    product and sum are rounded once if ``rounds_once``.
     """
     y = torch.arange(size[0], device=inverse.device, dtype=inverse.dtype)[:, None]
     x = torch.arange(size[1], device=inverse.device, dtype=torch.float64)[None, :]
     m = inverse[:, :, :, None, None]
 
     def line(row: int) -> Tensor:
-        start = m[:, row, 1] * y + m[:, row, 2]
+        across, down, start = m[:, row].unbind(1)
         # The product of two float32 numbers is exact in float64.
-        return (m[:, row, 0].double() * x + start.double()).float()
+        found = (across.double() * x + (down * y + start).double()).float()
+        if scalar_from < size[1]:
+            products = across.double() * x[:, scalar_from:]
+            products = products if rounds_once else products.float().double()
+            found[..., scalar_from:] = (products + (down * y).double()).float() + start
+        return found
 
     columns, rows = line(0), line(1)
     if projective:
@@ -199,7 +251,10 @@ def _warp(setting: str, fill_name: str) -> Run:
             places = cells.cells_of_matrix(exact, size, projective=projective, nearest=nearest)
             out = cells.sample_cells(images, *places, kind, static["border"], fill)
         else:
-            places = _positions(arrays["inverse"], size, projective=projective)
+            # OpenCV reads cubically from positions of its own, all computed alike.
+            first = size[1] if kind == CUBIC else static["scalar_from"]
+            how = (first, static["rounds_once"])
+            places = _positions(arrays["inverse"], size, *how, projective=projective)
             out = sample(images, *places, kind, static["border"], fill)
         return out.view(*out.shape[:3], *batch.shape[3:])
 

@@ -170,8 +170,9 @@ def fused_kernel(
             inverse = floats + tl.load(code + 1) // 4
             fill = floats + tl.load(code + 3) // 4
             red, green, blue = read_warped(
-                image, inverse, tl.load(code + 2), fill, y, x, height, width, mask
-            )
+                image, inverse, tl.load(code + 2), tl.load(code + 4), fill,
+                y, x, height, width, mask,
+            )  # fmt: skip
         else:
             red, green, blue = read(image, y, x, width, mask)
     else:
@@ -307,7 +308,7 @@ def mask_kernel(
     elif GEOMETRY == 3:
         if tl.load(code) == 12:
             inverse = floats + tl.load(code + 1) // 4
-            from_y, from_x = nearest_warped(inverse, tl.load(code + 2), y, x)
+            from_y, from_x = nearest_warped(inverse, tl.load(code + 2), tl.load(code + 4), y, x)
             mode = tl.load(code + 2) & 7
             fills = fills + tl.load(code + 3) // 4
     row = fold(from_y, height, mode)

@@ -85,11 +85,21 @@ _FAR = tl.constexpr(1048576.0)
 
 
 @triton.jit
-def _line(row, y, x):
-    """Return ``m0 x + (m1 y + m2)``: the first product and sum rounded once."""
-    start = tl.load(row + 1) * y.to(tl.float32) + tl.load(row + 2)
+def _line(row, y, x, how, scalar_from):
+    """Return ``m0 x + (m1 y + m2)``, or behind OpenCV's vectors ``(m0 x + m1 y) + m2``.
+
+    The first product and sum are rounded once; behind the vectors only if ``how`` says so.
+    """
+    behind = x >= scalar_from
+    offset = tl.load(row + 2)
+    down = tl.load(row + 1) * y.to(tl.float32)
     # The product of two float32 numbers is exact in float64.
-    return (tl.load(row).to(tl.float64) * x.to(tl.float64) + start.to(tl.float64)).to(tl.float32)
+    across = tl.load(row).to(tl.float64) * x.to(tl.float64)
+    rounded = across.to(tl.float32).to(tl.float64)
+    across = tl.where(behind & (how & 32 == 0), rounded, across)
+    start = tl.where(behind, down, down + offset)
+    line = (across + start.to(tl.float64)).to(tl.float32)
+    return tl.where(behind, line + offset, line)
 
 
 @triton.jit
@@ -100,21 +110,21 @@ def _limited(position):
 
 
 @triton.jit
-def _back(matrix, columns, rows, how):
+def _back(matrix, columns, rows, how, scalar_from):
     """Return the columns and rows that positions come from, float32."""
-    x = _line(matrix, rows, columns)
-    y = _line(matrix + 3, rows, columns)
+    x = _line(matrix, rows, columns, how, scalar_from)
+    y = _line(matrix + 3, rows, columns, how, scalar_from)
     if how & 16 != 0:
-        depth = _line(matrix + 6, rows, columns)
+        depth = _line(matrix + 6, rows, columns, how, scalar_from)
         x = tl.div_rn(x, depth)
         y = tl.div_rn(y, depth)
     return _limited(x), _limited(y)
 
 
 @triton.jit
-def nearest_warped(inverse, how, y, x):
+def nearest_warped(inverse, how, scalar_from, y, x):
     """Return the nearest rows and columns that a warp reads, also outside the image."""
-    columns, rows = _back(inverse, x, y, how)
+    columns, rows = _back(inverse, x, y, how, scalar_from)
     return even(rows).to(tl.int32), even(columns).to(tl.int32)
 
 
@@ -134,14 +144,15 @@ def _lerp_pixels(c00, c01, c10, c11, across, down):
 
 
 @triton.jit
-def read_warped(image, inverse, how, fill, y, x, height, width, mask):
+def read_warped(image, inverse, how, scalar_from, fill, y, x, height, width, mask):
     """Return red, green and blue where a warp reads them for ``y, x``.
 
-    ``how``: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp.
+    ``how``: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp, plus 32
+    if OpenCV rounds once behind its vectors, which is from the column ``scalar_from``.
     ``inverse``: float32 ``[3, 3]``, from the result to the image; ``fill``: float32 ``[3]``.
     """
     mode = how & 7
-    columns, rows = _back(inverse, x, y, how)
+    columns, rows = _back(inverse, x, y, how, scalar_from)
     if how & 8 != 0:
         y0 = even(rows).to(tl.int32)
         x0 = even(columns).to(tl.int32)
