@@ -27,6 +27,8 @@ LOWEST := .venv-lowest
 demo: $(VENV)/.ready-demo
 	$(PY) -m lightning_fastdata demo
 
+# Memory in huge pages halves what a fork takes, of which the tests make thousands.
+test: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 test: $(VENV)/.ready-test
 	$(PY) -m pytest $(PYTEST_ARGS) --ignore=tests/remote
 

@@ -98,9 +98,14 @@ def no_global_seed(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def freed_memory_given_back():
-    """Give back what the tests of a file have freed: each fork copies the tables of all memory."""
+    """Give back what the tests of a file have freed: each fork copies the tables of all memory.
+
+    What stays, modules above all, is left out of later collections of garbage, of which the
+    batch-size guard makes many.
+    """
     yield
     gc.collect()
+    gc.freeze()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 

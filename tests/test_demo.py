@@ -39,6 +39,7 @@ def test_all_trainings_are_measured_by_the_same_clock(demo):
         assert train.steps == 2 * math.ceil(24 * len(PHOTOGRAPHS) / 64)
 
 
+@pytest.mark.slow
 def test_what_is_printed_compares_and_names_the_tensorboard_folder(demo):
     folder, said, _ = demo
     assert "the same training" in said

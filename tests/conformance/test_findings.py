@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from conformance.pieces import Rows
 from conformance.test_causes import Waits, fit, module
+from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader
 
 from lightning_fastdata.insight.measure.metrics import TIMED
 from lightning_fastdata.plugin.watch.measured_run import RunJudge
+
+
+@pytest.fixture(autouse=True)
+def machine():
+    """Let the samples take their time on a virtual machine."""
+    with on_machine() as virtual:
+        yield virtual
 
 
 @pytest.mark.cases(1)
@@ -38,14 +46,14 @@ def test_a_loader_without_stamps_is_judged_from_outside(tmp_path):
 
 
 def test_the_json_holds_the_findings_and_the_newest_steps(tmp_path):
-    report, _ = fit(tmp_path, module(Waits(64, sleep_s=0.005)))
+    report, _ = fit(tmp_path, module(Waits(160, sleep_s=0.01), executor="workers"))
     read = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     first = read["verdict"]["findings"][0]
     assert {"code", "severity", "cause", "remedy", "gain", "leave_alone"} == set(first)
     assert set(first["gain"]) == {"before_ms", "after_ms", "basis", "factor"}
     recent = read["stages"]["train"]["recent"]
     assert set(TIMED) < set(recent)
-    assert recent["step"] == list(range(16))
+    assert recent["step"] == list(range(40))
     assert all(value is None or np.isfinite(value) for value in recent["wait_ms"])
 
 

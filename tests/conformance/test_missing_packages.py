@@ -143,7 +143,7 @@ def test_a_training_runs_without_any_extra(tmp_path):
     assert hint("cli") in told["command"]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_a_training_runs_without_one_package(tmp_path, name):
     told = train_without(ALONE[name], tmp_path)

@@ -37,7 +37,7 @@ LATEST = [("late", 0), ("late-main", 0)]
 seen = functools.cache(train)
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(6)
 @CASES
 def test_the_bytes_of_a_batch_are_right_at_the_first_and_the_last_read_of_a_step(case):
     for schedule, seed in schedules(case):

@@ -178,6 +178,7 @@ def shared_files_of(pid: int) -> list[str]:
 
 
 @pytest.mark.cases(1)
+@pytest.mark.slow
 def test_a_stopped_process_ends_in_a_timeout_that_says_so() -> None:
     loader = loader_of("workers", None, num_workers=1, timeout=4)
     running = iter(loader)

@@ -44,6 +44,7 @@ def pool(dataset: Any, processes: int = 2, **how: Any) -> StreamExecutor:
     return StreamExecutor(plan, processes=processes)
 
 
+@pytest.mark.slow
 def test_a_timeout_shows_where_the_stream_is_stuck() -> None:
     loader = FastDataLoader(Stuck(), num_workers=2, timeout=4, executor="workers")
     with pytest.raises(WorkerError, match=r"(?s)timeout=4 s.*process 0 .*in __iter__"):

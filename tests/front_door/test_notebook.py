@@ -99,6 +99,7 @@ def printed(outputs):
     return "".join(each.text for each in outputs if each.output_type == "stream")
 
 
+@pytest.mark.slow
 def test_the_plan_is_laid_out_without_print(outputs):
     page, text = page_of(outputs["explain"])
     assert "FastDataModule.train_dataset()</span>\noption  " in page

@@ -178,6 +178,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(320)
 @pytest.mark.cases(1)  # macOS lacks a part of what Windows does
 @pytest.mark.parametrize("system", ["darwin", "win32"])

@@ -109,6 +109,7 @@ def test_a_script_is_measured_and_otherwise_stays_as_it_is(script):
     assert report.with_suffix(".html").exists()
 
 
+@pytest.mark.slow
 def test_a_callback_of_the_script_measures_alone(script):
     measured = start(script, "--own-callback", "--epochs", 1, before=RUN)
     assert measured.count("samples/s in a step") == 1

@@ -298,7 +298,7 @@ def test_training_after_the_guard_is_the_training_without_it(pl, tmp_path, optim
 PLACES = ["before_transfer", "after_transfer", "forward", "backward", "optimizer"]
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(("total", "tried"), [(8, {4, 8, 2}), (4, {4, 2, 3})])
 def test_out_of_memory_anywhere_is_undone_and_the_chosen_size_trains(
@@ -402,6 +402,7 @@ def test_the_gradient_scaler_is_restored_and_does_not_hide_the_optimizer_state(l
 # --- the steps are real ------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("owner", ["datamodule", "module", "both"])
 def test_a_tried_step_calls_the_data_hooks_as_the_first_real_batch_does(pl, owner):
     trace = []

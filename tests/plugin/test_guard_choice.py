@@ -300,7 +300,7 @@ def test_what_is_padded_is_tried_as_long_as_the_longest_that_was_read(tmp_path):
 # --- what Lightning's BatchSizeFinder is known to get wrong ------------------------------------
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("asked", [64, 256, 4096, "auto"])
 @pytest.mark.parametrize("length", [50, 64, 1000])
 def test_a_size_that_is_chosen_has_run_however_long_the_dataset_is(tmp_path, asked, length):

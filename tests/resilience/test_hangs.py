@@ -68,7 +68,7 @@ def batches_of(loader: FastDataLoader) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", [hang, stop_oneself, wait_for_a_program])
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 def test_what_hangs_once_is_delivered_as_if_it_had_not(tmp_path, how):
     calm = batches_of(loader_of(Stuck(how, Path("/")), "workers"))
     with pytest.warns(FastDataWarning, match=rf"got nowhere for 1 s[\s\S]*reading sample.* {BAD}"):
@@ -93,6 +93,7 @@ def test_what_hangs_twice_goes_the_way_of_bad_samples():
     assert [at for at in range(SAMPLES) if got[at] != at] == [BAD]
 
 
+@pytest.mark.slow
 def test_while_others_go_on_it_is_found_too():
     """Order does not matter, so that the training gets batches all the time."""
     loader = loader_of(Stuck(hang, None), "workers", in_order=False, num_workers=3)

@@ -15,7 +15,7 @@ from thoroughness import LONG
 pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = Path(__file__).with_name("preempted.py")
-SIGNALS = 20 if LONG else 3
+SIGNALS = 20 if LONG else 2
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_training(tmp_path):
     """What a training writes beside its checkpoints is worth less than the training."""
     disk = tmp_path / "disk"

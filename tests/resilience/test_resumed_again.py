@@ -121,7 +121,7 @@ def arguments_of(feature, length):
     return about | FEATURES[feature].get("trainer", {})
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("feature", sorted(AGAIN))
@@ -170,7 +170,7 @@ class StreamModule(Module):
         return Images(4)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("loader", ["inline", "workers-1", "workers-2"])
 @pytest.mark.parametrize("one_cycle", [False, True])

@@ -649,6 +649,7 @@ def test_streams_that_count_what_was_read_go_on_at_once(workers: int) -> None:
             rest.close()
 
 
+@pytest.mark.slow
 def test_litdata_goes_on_behind_any_batch(tmp_path: Any) -> None:
     litdata = pytest.importorskip("litdata")
     cache = litdata.streaming.Cache(str(tmp_path), chunk_size=4)

@@ -156,6 +156,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_lance_rows_are_read_in_forked_workers(tmp_path):
     """In processes of their own, as Lance does not survive the forks of other tests."""
     if importlib.util.find_spec("lance") is None:  # not imported, as it warns of each fork then

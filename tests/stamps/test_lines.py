@@ -241,7 +241,7 @@ def its_time():
 
 
 def reads():
-    takes(0.004).result()
+    takes(0.004, waits_in="lock").result()
 
 
 def tasks(watch, read=reads, number=6):
@@ -275,7 +275,7 @@ def test_lines_share_the_time_as_they_take_it_from_the_third_task_on(its_time):
             going.set()
 
     def waits():
-        takes(0.002).result()
+        takes(0.002, waits_in="lock").result()
 
     def read():
         computes()
@@ -290,7 +290,7 @@ def test_lines_share_the_time_as_they_take_it_from_the_third_task_on(its_time):
 def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its_time):
     def holds():
         its_time.advance(50_000_000)  # as a call does that keeps the interpreter's lock
-        takes(0.002).result()
+        takes(0.002, waits_in="lock").result()
 
     found = tasks(TaskWatch(0, None, LineWatch(every=1)), holds, number=3)
     assert sum(ms_of(found).values()) == 4 * 52
@@ -390,7 +390,7 @@ def test_threads_that_share_a_watch_are_looked_at_one_at_a_time_and_none_is_forg
                     watch.begin()
             together.wait()
             if turn % 3 == number:
-                takes(0.02).result()
+                takes(0.02, waits_in="lock").result()
             together.wait()
             found[number].append(watch.end())
 
