@@ -14,7 +14,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 # By files, as several have a fixture that takes long for all of their tests; in the order of
-# tests/thoroughness.py, the longest first. A third process for two CPUs gains nothing.
+# tests/thoroughness.py, the longest first. A third process for two CPUs gains nothing. What failed
+# once fails again: only long runs shuffle the tests.
+ORDER := -p no:randomly
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # Albumentations asks the network for its newest version at import unless this is set.
@@ -30,22 +32,23 @@ demo: $(VENV)/.ready-demo
 # Memory in huge pages halves what a fork takes, of which the tests make thousands.
 test: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 test: $(VENV)/.ready-test
-	$(PY) -m pytest $(PYTEST_ARGS) --ignore=tests/remote
+	$(PY) -m pytest $(ORDER) $(PYTEST_ARGS) --ignore=tests/remote
 
 # In one process, which has one cluster for nearly all of them.
 test-remote: $(VENV)/.ready-test
-	$(PY) -m pytest -n 0 -m remote tests/remote
+	$(PY) -m pytest $(ORDER) -n 0 -m remote tests/remote
 
 test-long: export TEST_LONG := 1
+test-long: ORDER :=
 test-long: test test-remote
 
 test-realtime: export TEST_REALTIME := 1
 test-realtime: $(VENV)/.ready-test
-	$(PY) -m pytest -n 0 -m realtime tests
+	$(PY) -m pytest $(ORDER) -n 0 -m realtime tests
 
 test-mutants: export TEST_MUTANTS := 1
 test-mutants: $(VENV)/.ready-test
-	$(PY) -m pytest -n 0 -m mutant tests
+	$(PY) -m pytest $(ORDER) -n 0 -m mutant tests
 
 # Apart from CI, since it installs another torch.
 test-lowest: $(LOWEST)/.ready
