@@ -14,10 +14,10 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 # By files, as several have a fixture that takes long for all of their tests; in the order of
-# tests/thoroughness.py, the longest first. A third process for two CPUs gains nothing. What failed
+# tests/thoroughness.py, the longest first. Three for two CPUs, as some wait for others. What failed
 # once fails again: only long runs shuffle the tests.
 ORDER := -p no:randomly
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # Albumentations asks the network for its newest version at import unless this is set.
 export NO_ALBUMENTATIONS_UPDATE := 1

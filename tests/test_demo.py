@@ -48,6 +48,7 @@ def test_what_is_printed_compares_and_names_the_tensorboard_folder(demo):
     assert "num_workers" in said
 
 
+@pytest.mark.slow
 def test_each_training_leaves_a_report_and_tensorboard_files(demo):
     folder, _, reports = demo
     for name in ("usual", "fastdata", "folder"):

@@ -67,6 +67,7 @@ def ragged(samples):
     return [sample["x"].sum().item() for sample in samples], [sample["y"] for sample in samples]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("varies", [False, True])
 @pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
 def test_loaders_deliver_the_same_with_a_cache(tmp_path, folder, varies, executor):

@@ -44,7 +44,7 @@ def test_the_bytes_of_a_batch_are_right_at_the_first_and_the_last_read_of_a_step
         check_bytes(case, seen(case, schedule, seed))
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(5)
 @CASES
 def test_no_locked_memory_is_written_while_a_queued_copy_reads_it(case):
     for schedule, seed in schedules(case):

@@ -151,6 +151,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 @pytest.mark.parametrize("name", BEHIND)
 def test_what_gets_values_of_another_range_gives_both_places_the_same(

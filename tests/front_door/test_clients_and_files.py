@@ -110,6 +110,7 @@ class Arrow(Opening):
         return self.opened.read_row_group(index // 8)["value"][index % 8].as_py()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("at_once", [False, True], ids=["on first use", "at once"])
 @pytest.mark.parametrize("dataset", [Sqlite, Hdf5, Lmdb, Arrow])
 def test_every_sample_is_the_one_that_was_asked_for(dataset, at_once, tmp_path):

@@ -199,7 +199,7 @@ def seen(module: Seen, way) -> list[int]:
     return module.labels
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_training_process_reads_no_sample(way, tmp_path):
     # Rather slow to read, so that no choice is to read it in the training process.
@@ -335,6 +335,7 @@ class Zipped(Dataset):
 LAZY = [WithReader, Wrapping, WithCachedOpen, WithGlobal, Zipped]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("dataset", LAZY)
 @pytest.mark.parametrize("options", [LoaderOptions(), LoaderOptions(num_workers=2)])
 def test_a_file_opened_on_first_use_gives_its_own_samples(dataset, options, numbers):

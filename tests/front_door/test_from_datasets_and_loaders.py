@@ -271,6 +271,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_training_gets_the_batches_that_the_loader_gives(kind) -> None:
     seed_everything(1, verbose=False)

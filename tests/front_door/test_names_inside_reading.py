@@ -209,7 +209,7 @@ def expect(line, function, marked, waits_in):
     assert line.waits_in == (waits_in if kernel_tells() else "")
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 def test_the_line_that_computes_is_named_by_every_loader(tmp_path, options):
     report, _ = fit(tmp_path, Computes(), **options)
@@ -220,7 +220,7 @@ def test_the_line_that_computes_is_named_by_every_loader(tmp_path, options):
     assert line.line in (marked, marked - 1)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 def test_the_line_that_waits_is_named_by_every_loader(tmp_path, options):
     report, _ = fit(tmp_path, Waits(), **options)

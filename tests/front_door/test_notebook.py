@@ -107,6 +107,7 @@ def test_the_plan_is_laid_out_without_print(outputs):
     assert "FastDataModule.train_dataset()\\noption" in text
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_fit_stands_below_its_bar(outputs):
     page, text = page_of(outputs["fit"])
     assert "fastdata · train · 16 steps in" in page

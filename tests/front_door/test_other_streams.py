@@ -129,7 +129,7 @@ def theirs(library, stream, workers):
     return epochs
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("shards", [6, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -189,7 +189,7 @@ def test_pixels_are_augmented_on_the_device_and_steps_are_measured(library, file
     assert "on the device" in data.explain()
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [5, 12, 17])
 def test_a_training_goes_on_from_a_checkpoint_behind_any_step(

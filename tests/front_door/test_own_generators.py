@@ -170,6 +170,7 @@ def test_each_kind_of_generator_is_keyed_and_left_as_it_was(kind):
     assert not {drawn for _, drawn in here} & {drawn for _, drawn in others}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("style", [Nested, Slots, Late, Batched, halves])
 def test_generators_are_found_wherever_a_dataset_holds_them(style):
     def make():

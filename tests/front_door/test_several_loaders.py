@@ -111,6 +111,7 @@ def test_the_slow_one_of_several_loaders_is_named_by_its_key(tmp_path, mode):
     assert first.gain.factor > 1
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
     ("train", "label", "names"),

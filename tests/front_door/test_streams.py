@@ -211,7 +211,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @SEVERAL
 @pytest.mark.parametrize("kind", SPLITTING)
 def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind, tmp_path) -> None:

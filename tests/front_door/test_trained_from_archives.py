@@ -90,6 +90,7 @@ def fit(dataset, *, workers, folder=None, resume=None):
     return module.seen
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*a sample waits")  # the number of workers is set, too low
 def test_a_training_sees_the_same_and_resumes(source, tmp_path):
     dataset = sources.SourceDataset(source, decode)

@@ -329,7 +329,7 @@ def test_nothing_is_written_and_the_loader_of_the_training_is_made_once(tmp_path
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "text",
     [

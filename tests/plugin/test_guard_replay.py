@@ -137,7 +137,7 @@ def calm():
     return {accumulate: fit(Model(), accumulate=accumulate) for accumulate in (1, 3)}
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     "fits",

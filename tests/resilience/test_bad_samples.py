@@ -119,7 +119,7 @@ def taken(batches: list[Any]) -> list[int]:
 # -- one rule for every executor -------------------------------------------------------------------
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(4)
 @SETUP
 @pytest.mark.parametrize("kind", [Numbers, Together])
 def test_replaced_samples_are_those_of_the_rule_for_every_executor(setup, kind) -> None:
@@ -550,7 +550,7 @@ def collate_whole(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate(samples)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("how", ["exit", "SIGSEGV", *(["SIGABRT", "SIGKILL"] if LONG else [])])
 @pytest.mark.parametrize("setup", ["workers-1", "workers-2"])
 @pytest.mark.parametrize("collated", [True, False])

@@ -86,6 +86,7 @@ def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack(
         batches_of(loader_of(Stuck(wait_for_a_lock, None), "workers"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
 def test_what_hangs_twice_goes_the_way_of_bad_samples():
     loader = loader_of(Stuck(hang, None), "workers", on_bad_sample="replace")
@@ -108,7 +109,7 @@ def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
         warnings.simplefilter("error", FastDataWarning)
         batches = iter(loader)
         got = [next(batches) for _ in range(BAD // 8)]
-        threading.Timer(2, go_on.touch).start()
+        threading.Timer(1.5, go_on.touch).start()
         got += batches
     loader.close()
     assert sum(map(len, got)) == SAMPLES

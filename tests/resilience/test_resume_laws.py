@@ -86,7 +86,7 @@ def stopped(cell, folder):
     return max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns)
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("cell", CELLS, ids="; ".join)
 def test_what_is_left_is_what_was_left(tmp_path, straight, cell):
     before, after = tmp_path / "before", tmp_path / "after"

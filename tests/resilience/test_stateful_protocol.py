@@ -72,7 +72,7 @@ def resumed(state, loader="inline", **how):
     return again
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
 @pytest.mark.parametrize("at", [0, 1, 3, STEPS - 1])
 def test_a_loop_that_is_left_goes_on_with_the_next_batch(loader, at):
@@ -274,7 +274,7 @@ def test_another_batch_size_goes_on_behind_the_same_samples():
 # -- samplers and datasets with a state of their own -----------------------------------------------
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("sampler", [Reversing, weighted])
 @pytest.mark.parametrize("loader", ["inline", "workers-2", "torch-2"])
 @pytest.mark.parametrize("at", [0, 1, 4, STEPS])

@@ -153,7 +153,7 @@ def run_of(
             batches.append(frozen(batch))
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @SILENT
 @pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
 @pytest.mark.parametrize("workers", [1, 2, 3])

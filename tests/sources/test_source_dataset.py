@@ -115,7 +115,7 @@ def test_records_come_in_any_order(tmp_path_factory, data):
     assert [bytes(raw) for raw in source.get_bytes(order)] == [record(index) for index in order]
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
 def test_every_executor_delivers_the_records(source, executor):
     dataset = sources.SourceDataset(source, decode)
@@ -143,6 +143,7 @@ def test_a_source_that_was_read_here_can_be_forked_and_pickled(source):
     assert torch.cat(list(loader))[:, 2].tolist() == list(range(COUNT))
 
 
+@pytest.mark.cases(3)
 def test_draws_are_those_of_the_sample(source):
     dataset = sources.SourceDataset(source, drawn)
     batches = [
