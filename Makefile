@@ -14,10 +14,10 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 # By files, as several have a fixture that takes long for all of their tests; in the order of
-# tests/thoroughness.py, the longest first. Three for two CPUs, as some wait for others. What failed
+# tests/thoroughness.py, the longest first. A third process for two CPUs gains nothing. What failed
 # once fails again: only long runs shuffle the tests.
 ORDER := -p no:randomly
-PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # Albumentations asks the network for its newest version at import unless this is set.
 export NO_ALBUMENTATIONS_UPDATE := 1
@@ -31,6 +31,8 @@ demo: $(VENV)/.ready-demo
 
 # Memory in huge pages halves what a fork takes, of which the tests make thousands.
 test: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+# What pytest makes of the asserts is kept for the next run.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.ready-test
 	$(PY) -m pytest $(ORDER) $(PYTEST_ARGS) --ignore=tests/remote
 

@@ -186,6 +186,7 @@ def test_albumentationsx_is_told_by_its_metadata_and_runs_whole_on_the_cpu(
     assert "AlbumentationsX" in table[5]
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @each(
     ("old", "new", "reason"),

@@ -47,7 +47,7 @@ def assert_the_same_on_the_device(samples, compose, batch_size=4):
     return {step.name for batch in staged for step in batch.draws.programs["image"].steps}
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @each("mask", [False, True])
 @each("turns", TURNS)
 def test_squares_are_turned_on_the_device(turns, mask):

@@ -148,7 +148,7 @@ COMPOSES = {
 STEPS = {"flip": 1, "crop": 0, "late": 2, "fixed": None, "rare": 1}
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("version", [T, v2], ids=["v1", "v2"])
 @pytest.mark.parametrize("name", COMPOSES)
 def test_the_steps_before_the_first_random_one_are_kept(tmp_path, photos, version, name):
@@ -425,6 +425,7 @@ if {killed}:
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(not folders._SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_cache_in_memory_ends_with_its_processes(tmp_path, folder, killed):

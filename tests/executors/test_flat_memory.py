@@ -65,6 +65,7 @@ loader.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("executor", "kind"),

@@ -142,6 +142,7 @@ def test_a_run_that_is_limited_by_steps_resumes_likewise(tmp_path, save):
     check(tmp_path, Model, Module, save=save, max_epochs=-1, max_steps=STEPS * EPOCHS)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", ["workers", "torch"])
 def test_workers_that_are_ahead_do_not_bring_back_the_old_epoch(tmp_path, executor):
     augment = A.Compose([A.ColorJitter(p=1), A.HorizontalFlip()])

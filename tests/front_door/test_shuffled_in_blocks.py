@@ -141,6 +141,7 @@ def number(row, _index):
     return torch.tensor(int(row["x"]))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*a sample waits")  # the number of workers is set, too low
 def test_a_training_goes_on_within_its_blocks(dataset, tmp_path):
     wanted = fit(datamodule=of_module(dataset, 2), epochs=2, folder=tmp_path / "saved")

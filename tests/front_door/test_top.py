@@ -278,6 +278,7 @@ def test_what_is_told_is_private_and_ends_with_the_run(tmp_path, own, error):
     assert list(own.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_loop_without_a_trainer_is_shown_while_it_reads(own):
     loader = FastDataLoader(list(range(64)), 4, num_workers=1, executor="workers")
     timer = StepTimer("cpu")

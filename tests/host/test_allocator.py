@@ -39,6 +39,7 @@ def run(how):
     return kept, faults
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 def test_batches_of_a_known_size_fault_no_pages_once_freed_memory_is_kept():
     kept, faults = run("keep")

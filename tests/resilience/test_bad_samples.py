@@ -607,6 +607,7 @@ def collate_to_death(samples: list[Any]) -> Any:
     return [sample["index"] for sample in samples]
 
 
+@pytest.mark.slow
 def test_a_collation_that_kills_its_worker_ends_with_an_error() -> None:
     data = loader(Numbers(32, ()), "workers-1", batch_size=8, collate_fn=collate_to_death)
     with pytest.raises(WorkerError):

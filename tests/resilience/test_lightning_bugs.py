@@ -261,11 +261,11 @@ def test_lightning_counts_a_batch_less_after_an_interrupted_step(tmp_path):
     assert again == ["0", "1", "2", "3", "3", "4", "5"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "at", [(0, 1), (2, 4), (2, STEPS - 1), (STEPS - 1, STEPS), (STEPS - 1, 8), (STEPS, 8), (8, 9)]
 )
-@pytest.mark.cases(3)
 def test_ours_takes_each_batch_once_after_an_interrupted_step(tmp_path, at, workers):
     train(Recorder(tmp_path / "straight"), Module(), tmp_path)
     got = three_lives(tmp_path, lambda: Module(workers=workers), at)

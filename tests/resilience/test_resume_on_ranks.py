@@ -64,6 +64,7 @@ def samples(folder, name):
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stop", [3, STEPS])
 def test_two_ranks_go_on_with_what_was_left_to_each(folder, stop):
     for rank in range(2):

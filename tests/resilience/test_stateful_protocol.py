@@ -168,6 +168,7 @@ def test_a_resumed_loop_that_is_left_goes_on_again():
 WAYS = ["inline", "workers-1", "workers-4", "torch-0", "torch-2"]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("before", "after"), list(pairwise([*WAYS, WAYS[0]])))
 def test_another_executor_and_other_workers_go_on(before, after):
     first, second = epochs(2)
@@ -286,7 +287,7 @@ def test_a_sampler_of_ones_own_goes_on(sampler, loader, at):
     assert seen(again) == left[: len(left) - STEPS or STEPS]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("before", "after"), [("inline", "inline"), ("workers-2", "workers-2")])
 @pytest.mark.parametrize("at", [1, 4, STEPS])
 def test_a_generator_of_the_loader_goes_on(before, after, at):

@@ -213,6 +213,7 @@ def test_a_resumed_epoch_is_resumed_again(stream: type) -> None:
         assert rest_after(found[-1], plan_of(stream(*LENGTHS)), 2, 1) == whole[stop:]
 
 
+@pytest.mark.cases(1)
 @SILENT
 @pytest.mark.parametrize("stream", [Drawing, DrawingWithState])
 def test_workers_that_had_read_an_epoch_before_draw_on(stream: type) -> None:
@@ -245,6 +246,7 @@ class Plus:
         return {**sample, "key": key.index}
 
 
+@pytest.mark.cases(2)
 @SILENT
 @pytest.mark.parametrize("stream", [Numbers, WithState])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -632,6 +634,7 @@ class Counted(Numbers):
         self.read = None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_streams_that_count_what_was_read_go_on_at_once(workers: int) -> None:
     executor = opened(plan_of(Counted(*LENGTHS)), workers)

@@ -116,7 +116,7 @@ def check(data, seen, run=None):
         assert len(again.draws) == len(again.indices)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
 @pytest.mark.parametrize("executor", ["inline", "workers"])
 def test_every_batch_is_made_again(executor, augment_on) -> None:
@@ -175,6 +175,7 @@ def test_the_words_say_what_was_drawn() -> None:
             assert np.array_equal(shown[:, 1:, 1:], expected[:, 1:, 1:])
 
 
+@pytest.mark.slow
 def test_a_look_back_disturbs_no_training() -> None:
     for executor in ("inline", "workers"):
         made = []

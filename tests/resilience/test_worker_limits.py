@@ -30,6 +30,7 @@ class DiesEverywhere(Dataset):
         return torch.tensor(index)
 
 
+@pytest.mark.slow
 def test_a_training_whose_workers_keep_dying_ends_and_says_what_the_kernel_says():
     loader = FastDataLoader(
         DiesEverywhere(), 8, num_workers=2, executor="workers", on_bad_sample="replace"

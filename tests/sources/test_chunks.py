@@ -65,6 +65,7 @@ def litdata_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_litdata_samples_are_those_that_were_written(litdata_folder):
     source = sources.LitDataSource(litdata_folder)

@@ -214,6 +214,7 @@ def test_credentials_are_in_no_file_and_no_text(server, tmp_path, capfd):
         assert "hunter2" not in text
 
 
+@pytest.mark.slow
 def test_other_file_systems_are_read_by_fsspec(server):
     pytest.importorskip("fsspec")
     urls = [f"{server.url}/data/{index:03}.bin" for index in range(COUNT)]
