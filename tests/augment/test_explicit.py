@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import os
 import pickle
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -10,9 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 
 from lightning_fastdata import BatchTransform
 from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all

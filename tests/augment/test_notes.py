@@ -1,9 +1,5 @@
 """What a pipeline writes down of its draws reaches the batch, sample by sample."""
 
-import os
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 import albumentations as A
 import numpy as np
 import pytest

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import os
-
+import albumentations as A
 import numpy as np
 import pytest
 import torch
 from misses import each
 from torch.utils.data import Dataset
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 
 from lightning_fastdata import BatchTransform, FastDataLoader
 from lightning_fastdata.augment.mixing import MixUp, mixed

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import os
-
-import pytest
-from misses import each
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import numpy as np
+import pytest
+from misses import each
 
 from benchmarks.parity import examples, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS

@@ -5,14 +5,10 @@ import pickle
 import subprocess
 import sys
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
-from misses import each
-from torch.utils.data import Dataset, default_collate
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 from augment.batches import in_worker, on_device
 from augment.own_transforms import (
     BrightRow,
@@ -25,6 +21,8 @@ from augment.own_transforms import (
     encode_roll,
     roll,
 )
+from misses import each
+from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import BatchTransform, FastDataLoader
 from lightning_fastdata.augment import register

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
+import albumentations as A
 import numpy as np
 import pytest
 import torch
 from misses import each
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader

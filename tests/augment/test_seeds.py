@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 
+import albumentations as A
 import numpy as np
 from misses import each
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 
 from lightning_fastdata.randomness.search import find_composes, is_users
 from lightning_fastdata.randomness.seeds import reseed, reseeder

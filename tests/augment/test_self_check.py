@@ -14,8 +14,6 @@ import pytest
 import torch
 from misses import each
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 from lightning_fastdata.augment.pipeline.trial import alike, recording_fault, refusal
 
 ORIGINAL = Path(importlib.util.find_spec("albumentations").origin).parent

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import warnings
 from collections import defaultdict
 
+import albumentations as A
 import cv2
 import numpy as np
 import pytest
+from augment.test_trees import EXACTLY, HEADS, OPTIONS, SEEDS, TAILS
+from augment.trees import SIDE, compare, finish, logged, some_samples, targets, trees
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
-from augment.test_trees import EXACTLY, HEADS, OPTIONS, SEEDS, TAILS
-from augment.trees import SIDE, compare, finish, logged, some_samples, targets, trees
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse

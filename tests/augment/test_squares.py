@@ -1,9 +1,5 @@
 """Quarter turns and transpositions, which change the shape of some images: squares stay squares."""
 
-import os
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 import albumentations as A
 import numpy as np
 import pytest

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
 from misses import each
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.randomness.search import find_composes

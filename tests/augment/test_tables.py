@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
+import albumentations as A
 import numpy as np
+from albucore import add_constant
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
-from albucore import add_constant
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import os
-
+import albumentations as A
 import numpy as np
 import pytest
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.pipeline.plan import analyse

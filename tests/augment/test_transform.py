@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 from torch.utils.data import default_collate
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all, run_each
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded

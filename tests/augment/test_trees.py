@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 import albumentations as A
 from augment.test_pipelines import EQUAL
 from augment.trees import TARGETS, compare, logged, some_samples, targets, trees

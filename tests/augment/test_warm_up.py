@@ -1,9 +1,5 @@
 """What was compiled before the training is all that its batches need."""
 
-import os
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 import albumentations as A
 import numpy as np
 import pytest

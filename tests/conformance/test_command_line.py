@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 import contextlib
 import io
+import os
 import sys
 
 import pytest

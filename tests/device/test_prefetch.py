@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import os
 import pickle
 import random
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import numpy as np

@@ -6,10 +6,6 @@ draws that depend on seed, epoch and index alone, so that both places draw alike
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 

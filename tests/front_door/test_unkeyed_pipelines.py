@@ -1,9 +1,6 @@
 """Pipelines whose draws cannot be keyed by sample are told of when the training starts."""
 
-import os
 import warnings
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import lightning as L

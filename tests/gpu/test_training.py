@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-
 import albumentations as A
 import pytest
 import torch

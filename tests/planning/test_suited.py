@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import numpy as np

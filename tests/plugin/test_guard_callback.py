@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import lightning.pytorch

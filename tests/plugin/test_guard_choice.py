@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import pytest
 import torch

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import inspect
 import io
-import os
 import warnings
 from pathlib import Path
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import numpy as np

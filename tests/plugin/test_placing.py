@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import numpy as np

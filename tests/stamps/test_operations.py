@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
 import threading
 from collections import deque
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rig.virtual_crew import on_machine
 from thoroughness import max_examples
 from torch.utils.data import Dataset
-
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
-from rig.virtual_crew import on_machine
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 from virtual_time import virtual_time
