@@ -94,6 +94,7 @@ def test_any_pipeline_moves_masks_alike(names, size, dtype, channels, seed):
     assert torch.equal(fused, single)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(opencv_major() < 5, reason="warps are in no run of a kernel")
 @each("role", ["image", "mask"])
 @each("projective", [False, True])

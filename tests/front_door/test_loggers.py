@@ -200,6 +200,7 @@ def wandb_history(folder):
 KEPT = {"csv": of_csv, "wandb": of_wandb, "mlflow": of_mlflow, "comet": of_comet}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_every_logger_keeps_the_scalars_of_tensorboard(trained, name):
     def rounded(kept):

@@ -234,7 +234,7 @@ def test_a_spawned_process_names_its_lines(tmp_path, executor):
     expect(longest(report), Sleeps.read, "time.sleep", "sleep")
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["torch in the training", "torch, forked", "inline", "workers"])
 def test_a_line_of_a_stream_is_named(tmp_path, name):
     report, _ = fit(tmp_path, Stream(), **LOADERS[name])
@@ -272,6 +272,7 @@ def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
     assert line.calls.startswith(("torchvision ", "lightning_fastdata "))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["torch, forked", "workers"])
 def test_a_line_that_waits_for_a_lock_is_named(tmp_path, name):
     report, _ = fit(tmp_path, Locked(), **LOADERS[name])

@@ -129,7 +129,7 @@ def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint(
     assert first_difference(lines(tmp_path / "record"), whole[at:]) is None
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("feature", ["plain", "deferred augment", "sampler with state"])
 @pytest.mark.parametrize("loaders", [["inline"], ["inline", "workers-1", "torch-0"]])
 def test_a_training_that_is_stopped_after_each_step_is_the_straight_one(
