@@ -7,7 +7,7 @@
 # make test-mutants  known faults put into the package one by one, each of which a law must see
 # make test-lowest   the front door with the lowest versions that pyproject.toml allows
 # make dist-check   sdist and wheel, built, installed in an environment of their own, and used
-# make check   everything CI runs: lint, types, layers, tests
+# make check   everything CI runs: lint, types, layers, tests, mutants
 # make docs    the site of the documentation, in docs/_build/html
 # make measure  how large the package is, and how entangled
 PYTHON ?= python3
@@ -50,7 +50,7 @@ test-realtime: $(VENV)/.ready-test
 
 test-mutants: export TEST_MUTANTS := 1
 test-mutants: $(VENV)/.ready-test
-	$(PY) -m pytest $(ORDER) -n 0 -m mutant tests
+	$(PY) -m pytest $(ORDER) -n 0 tests/mutants
 
 # Apart from CI, since it installs another torch.
 test-lowest: $(LOWEST)/.ready
@@ -61,7 +61,7 @@ test-lowest: $(LOWEST)/.ready
 dist-check: $(VENV)/.ready-demo
 	$(PY) tools/check_dist.py
 
-check: lint test test-remote
+check: lint test test-mutants test-remote
 
 lint: $(VENV)/.ready-test
 	$(PY) -m ruff check .
