@@ -189,6 +189,7 @@ def test_a_damaged_record_is_read_again(log, tmp_path):
     assert len(asked(log)) <= 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")
 def test_in_memory(log):
     cached = CachedSource(Records(log), "ram")
