@@ -14,7 +14,7 @@ from lightning_fastdata.batches.libraries import batches_of_workers, settle_rank
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.torch_guard import OpenedNotes
-from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
+from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
 from lightning_fastdata.loading.resume import Resumable
 from lightning_fastdata.loading.source import (
@@ -66,13 +66,15 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs. None: if ``executor="auto"`` is given.
+        persistent_workers: Keep the workers between epochs, as torch does: they read the dataset of
+            the first one. ``"unchanged"``: while what they read is as it was when they started,
+            down to each element; else they start anew, as torch's do by default. None: that, if
+            ``num_workers="auto"``, or not at all.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness. None: that of ``seed_everything``, else 0.
-        epoch: Asked for the epoch, counted from 0, at the start of each iteration and again at its
-            first batch; an iteration that began as another epoch begins anew. Default: the number
-            of iterations that gave a batch so far.
+        epoch: Asked for the epoch, counted from 0, when the first batch of each iteration is asked
+            for. Default: the number of iterations that gave a batch so far.
         transform: A transform of this package, of which the part that belongs to the workers runs
             on each sample. With ``on_device`` that is what prepares its run on the device;
             otherwise it is the whole Albumentations pipeline.
@@ -130,7 +132,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         generator: Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool | None = None,
+        persistent_workers: Keeps | None = None,
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
@@ -205,7 +207,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             )
             tune = tuner_for(plan, tune if isinstance(tune, Tuner) else None) or "off"
             executor, num_workers = plan.executor, plan.num_workers
-            persistent_workers = plan.persistent_workers and num_workers > 0
+            persistent_workers = plan.persistent_workers if num_workers else False
             if not num_workers:
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
@@ -213,6 +215,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self.asked_prefetch_factor = prefetch_factor
         """As it was given; None: the executor chooses how far it is ahead."""
         self.executor = executor
+        self.keeps: Keeps = persistent_workers or False
+        """Whether workers are kept between epochs, as it was asked for or chosen."""
         self._keep(None)
         super().__init__(
             dataset,
@@ -229,7 +233,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=bool(persistent_workers),
+            persistent_workers=bool(self.keeps),
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
@@ -269,8 +273,11 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         return length
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Start an epoch; the order and the randomness are those of ``epoch()``."""
-        return CountedBatches(self._next_pass, self._begin, self._position.settle)
+        """Return the batches of an epoch, which begins when the first of them is asked for.
+
+        Order and randomness are those of ``epoch()``.
+        """
+        return CountedBatches(self._next_pass, self._begin, self._position.settle, self)
 
     def _begin(self, begun: Pass) -> Iterator[Batch]:
         epoch = begun.epoch
@@ -278,15 +285,14 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
             set_epoch(self, epoch)
         self._epoch_cell.set(epoch)
-        tell_epoch(self.dataset, epoch)
-        try:
-            settle_ranks(self.dataset)
-            batches = self._batches(begun)
-        except Exception as error:
-            if self.epoch is None and self.run is None:
-                raise
-            # Lightning hides what is raised before there is an iterator behind an error of its own.
-            return EpochIterator(error=error)
+        inner = self._inner
+        if isinstance(inner, KeptExecutor):
+            inner.look()
+        told = tell_epoch(self.dataset, epoch)
+        if isinstance(inner, KeptExecutor):
+            inner.told = told
+        settle_ranks(self.dataset)
+        batches = self._batches(begun)
         if isinstance(self.tune, Tuner) and not begun.aside:
             batches = self.tune.batches(batches, self)
         return batches if self.ahead is None else self.ahead(batches)
@@ -300,6 +306,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
+        if self.transform is not None:
+            vars(self)["transform"] = self.transform.renewed()
         settings = self._settings()
         inner = self._inner
         if inner is None or self._inner_settings != (settings, stamped):

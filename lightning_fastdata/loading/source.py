@@ -46,7 +46,7 @@ Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
 
 _PASSED_ON: Final = (
     "num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator",
-    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    "prefetch_factor", "pin_memory_device", "in_order",
 )  # fmt: skip
 """Settings that torch's own loader takes as they are."""
 
@@ -135,6 +135,7 @@ def open_source(
         dataset,
         collate_fn=collate_fn,
         worker_init_fn=start,
+        persistent_workers=settings.keeps is True,
         **order,
         **{name: getattr(settings, name) for name in _PASSED_ON},
     )

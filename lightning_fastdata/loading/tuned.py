@@ -16,7 +16,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.kept_executor import KeptExecutor
+from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor
 from lightning_fastdata.loading.source import LoaderFacts, makes_batches, reads_with_torch
 from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -153,6 +153,7 @@ class LoaderWorkers:
     executor: ExecutorName
     num_workers: int
     persistent_workers: bool
+    keeps: Keeps
     tune: str | Tuner
     _inner: Source | None
     _inner_settings: tuple[SourceSettings, bool] | None
@@ -234,8 +235,9 @@ class LoaderWorkers:
         if bool(workers) != bool(self.num_workers):
             twin.executor = "workers" if workers else "inline"
         twin.num_workers = workers
+        twin.keeps = self.keeps if workers else False
         # torch refuses to change this one, as its own workers are kept by it.
-        vars(twin)["persistent_workers"] = self.persistent_workers and workers > 0
+        vars(twin)["persistent_workers"] = bool(twin.keeps)
         return twin
 
     def _keep(

@@ -209,6 +209,17 @@ class MixedTransform:
         pipeline = None if self.pipeline is None else self.pipeline.for_samples(samples)
         return MixedTransform(pipeline, self._mixer, self.repeats)
 
+    def made_of(self) -> tuple[object, ...]:
+        """Return the pipeline, and what mixes."""
+        return (self.compose, *self._mixer.steps)
+
+    def renewed(self) -> MixedTransform:
+        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
+        pipeline = None if self.pipeline is None else self.pipeline.renewed()
+        if pipeline is self.pipeline:
+            return self
+        return MixedTransform(pipeline, self._mixer, self.repeats)
+
     def in_worker(self, *, on_device: bool) -> MixedWorker:
         """Return the part that runs on each sample in the side process."""
         inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_fastdata.caches.folders import CacheFolder
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
     Auto,
@@ -148,6 +149,28 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         self.notes: list[str] = []
 
     _guard_callback: type | None = None
+
+    @property
+    def augment(self) -> Any:
+        """What was given as ``augment``. To set it holds for loaders that are made afterwards.
+
+        Raises:
+            OptionsError: A trainer has made the loaders already. A pipeline may be changed in
+                place; its next epoch is as the pipeline is then.
+        """
+        return self._transforms.given
+
+    @augment.setter
+    def augment(
+        self, augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+    ) -> None:
+        if self._trainer is not None and self._trainer.training:
+            raise OptionsError(
+                "augment= was set while the training runs, whose loaders were made with what it "
+                "was before. Change the pipeline itself in place (its transforms, or their p), "
+                "which the next epoch sees, or set augment before trainer.fit()."
+            )
+        self._transforms.assign(augment)
 
     @property
     def augment_on(self) -> AugmentOn:

@@ -50,6 +50,13 @@ class StageTransforms:
         """Of each stage, what was registered, and what it was last made to suit a dataset."""
         self._warm: set[tuple[object, ...]] = set()
         """Forms of the kernels that were compiled."""
+        self.assign(augment)
+
+    def assign(self, augment: object) -> None:
+        """Have these transforms, and none else, as :class:`StageTransforms` takes them."""
+        self.given = augment
+        for registered in self._of.values():
+            registered.clear()
         by_stage: Mapping[Any, object]
         by_stage = augment if isinstance(augment, Mapping) else {"train": augment}
         for stage, transform in by_stage.items():
