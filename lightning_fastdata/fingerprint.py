@@ -32,6 +32,7 @@ from lightning_fastdata.tree import held, held_by
 
 _AT_ONCE_BYTES: Final = 2**24
 """So much is digested between two looks at the clock."""
+_LARGE_BYTES: Final = 2**20
 _LOOKED_AT: Final = 1000
 """Elements of a global container that are looked at to see whether it holds plain data."""
 _DEPTH: Final = 4
@@ -58,14 +59,17 @@ class Fingerprint(NamedTuple):
     """They hold memory that other processes see change."""
 
 
-def fingerprint(*objects: object, within_s: float = math.inf) -> Fingerprint | None:
+def fingerprint(
+    *objects: object, within_s: float = math.inf, roughly: bool = False
+) -> Fingerprint | None:
     """Return what objects are now, or None if they cannot be compared.
 
     So it is of what cannot be pickled (an open file, a generator), of memory on a device, and of
     what takes longer than ``within_s`` seconds. The ``__getstate__()`` of objects is called.
+    ``roughly``: of tensors above 1 MiB torch's count of changes is compared, of such arrays a part.
     """
     sink = _Sink(clock.monotonic() + within_s)
-    digesting = _Digesting(sink)
+    digesting = _Digesting(sink, roughly=roughly)
     try:
         digesting.dump(objects)
     except Exception:  # whatever the __reduce__() of an object raises
@@ -98,9 +102,10 @@ class _Sink:
 class _Digesting(pickle.Pickler):
     """Digests what a pickle would hold; code by its address, and what it holds."""
 
-    def __init__(self, sink: _Sink) -> None:
+    def __init__(self, sink: _Sink, *, roughly: bool) -> None:
         super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
         self.shared = False
+        self._roughly = roughly
         self._modules: set[str] = set()
         self._shared_kinds = tuple(
             kind for module, *names in _SHARED for kind in loaded_classes(module, *names)
@@ -139,6 +144,9 @@ class _Digesting(pickle.Pickler):
         if tensor.device.type != "cpu":
             raise TypeError("It would have to be copied from its device.")
         self.shared |= _is_shared(tensor)
+        if self._roughly and tensor.nbytes > _LARGE_BYTES:
+            yield from (tensor._version, tensor.data_ptr(), tuple(tensor.shape))
+            return
         plain = tensor.detach().contiguous().reshape(-1)
         yield from (str(tensor.dtype), tuple(tensor.shape))
         yield _as_buffer(plain.view(torch.uint8).numpy())
@@ -160,6 +168,9 @@ class _Digesting(pickle.Pickler):
             self.shared |= _is_shared(owner)
         elif not isinstance(owner, np.ndarray | bytes):
             self.shared = True  # it may be: the memory is somebody else's
+        if self._roughly and array.nbytes > _LARGE_BYTES:
+            yield array.ctypes.data
+            array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
         plain = np.ascontiguousarray(array).reshape(-1)
         yield _as_buffer(plain.view(np.uint8) if plain.size else plain)
 

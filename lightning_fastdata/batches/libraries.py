@@ -72,9 +72,10 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
 
     ``set_epoch`` of datasets of this package and of libraries is called: :class:`FastImageFolder`
     and Hugging Face's iterable datasets draw by it. That of the user's own classes is the user's to
-    call, as torch does not call it either. Streams that count epochs themselves count from this one on, so that a
-    training that goes on in another process reads them in the order in which it began. Only what
-    wrappers hold themselves is looked at: a property may open what is to be opened in the workers.
+    call, as torch does not call it either. Streams that count epochs themselves count from this one
+    on, so that a training that goes on in another process reads them in the order in which it
+    began. Only what wrappers hold themselves is looked at: a property may open what is to be opened
+    in the workers.
     """
     told: list[object] = []
 

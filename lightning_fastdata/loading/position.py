@@ -13,6 +13,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.indices import Drawn
 
 if TYPE_CHECKING:
+    from lightning_fastdata.loading.state_watch import StateWatch
     from lightning_fastdata.types import Batch
 
 VERSION: Final = 1
@@ -171,9 +172,11 @@ class CountedBatches:
         begin: Callable[[Pass], Iterator[Batch]],
         settle: Callable[[Pass], None],
         loader: Sized,
+        watch: StateWatch | None = None,
     ) -> None:
         self._ask: tuple[Any, ...] | None = next_pass, begin, settle
         self._loader = loader
+        self._watch = watch
         self._pass: Pass | None = None
         self._batches: Iterator[Batch] = iter(())
 
@@ -187,13 +190,17 @@ class CountedBatches:
             self._batches = begin(self._pass)
             self._ask = None
             settle(self._pass)
-        begun = cast("Pass", self._pass)
+        begun, watch = cast("Pass", self._pass), self._watch
+        if watch is not None:
+            watch.asked()
         try:
             batch = next(self._batches)
         except StopIteration:
             begun.exhausted = True
             raise
         begun.handed += 1
+        if watch is not None:
+            watch.handed_out()
         return batch
 
     def __len__(self) -> int:
