@@ -50,8 +50,8 @@ _CHANGED_WHILE_READ: Final = (
     'them and executor="workers" for the latter.'
 )
 _PIPELINE_CHANGED: Final = (
-    "Step {} of the training changed the pipeline of augment=, and the next epoch is the first that "
-    "is drawn so. Change it between epochs, or have the dataset call it."
+    "Step {} of the training changed the pipeline of augment=, and the next epoch is the first "
+    "that is drawn so. Change it between epochs, or have the dataset call it."
 )
 
 
