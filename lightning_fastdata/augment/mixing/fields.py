@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     has_field,
     put_fields,
 )
+from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import Batch
@@ -103,6 +104,7 @@ class Mixer:
                 self._shares(get_field(batch, place), classes, form.image.device)
                 for place, classes in zip(labels, self._num_classes, strict=False)
             ]
+            self._check_beside(batch, {*found.values(), *labels}, form.image)
             parts = _parts(batch, found, form.image, shares)
             start = 0
             for number, step in enumerate(self.steps):
@@ -138,6 +140,15 @@ class Mixer:
             if place is not None
         }
         return {"image": image, **others}
+
+    def _check_beside(self, batch: Batch, known: Collection[Location], image: Tensor) -> None:
+        """Raise BatchError if something of the images' size would not be mixed."""
+        name = next((type(step).__name__ for step in self.steps if step.sees_others), None)
+        if name is not None:
+            height, width = image.shape[2:]
+            mover = Mover(name, takes_boxes=self.places.boxes is not None)
+            known = {*known, *self.places.fields.stays}
+            check_beside(batch, known, (height, width), mover, samples=len(image))
 
     def _find_labels(self, batch: Batch, image: Location) -> Sequence[int | str]:
         if not self._sees_others:
