@@ -238,7 +238,7 @@ def test_what_cannot_be_put_together_is_refused(steps, said):
     ("batch", "options", "said"),
     [
         ((torch.rand(2, 3, 8, 8), torch.arange(2)), {}, "num_classes"),
-        ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "num_classes"),
+        ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "float32"),
         ((torch.rand(2, 3, 8, 8), ["a", "b"]), {}, "label="),
         ({"image": torch.rand(2, 3, 8, 8)}, {"label": "y"}, "no field 'y'"),
         ({"image": torch.rand(2, 3, 8, 8), "mask": torch.rand(2, 9, 9)}, {}, "size of the images"),

@@ -63,9 +63,10 @@ class Mixer:
         return any(step.sees_others for step in self.steps)
 
     def check_classes(self, sample: Batch) -> None:
-        """Raise BatchError if a class of a sample is not below ``num_classes``.
+        """Raise BatchError if a class of a sample is none of ``num_classes``.
 
-        It would train as if it had no label, and on the device a look at it would have to wait.
+        It would train as if it had no label: so would -100, which a loss leaves out, as a share of
+        a mixture it cannot. On the device a look at it would have to wait.
         """
         if not self._sees_others or not any(self._num_classes):
             return
@@ -73,11 +74,10 @@ class Mixer:
         places = self._label_places(sample, image)
         for place, classes in zip(places, self._num_classes, strict=False):
             value = get_field(sample, place) if has_field(sample, place) else None
-            if classes is not None and isinstance(value, int | np.integer) and value >= classes:
-                raise BatchError(
-                    f"The label {place!r} of a sample is class {value}, but num_classes={classes} "
-                    f"means classes 0 to {classes - 1}."
-                )
+            if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+                value = value.item()
+            if classes is not None and isinstance(value, int | np.integer):
+                _check_class(int(value), classes, f"The label {place!r} of a sample")
 
     def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
         """Return a collated batch with its samples mixed.
@@ -176,13 +176,31 @@ class Mixer:
             )
         if labels.ndim == 2:
             return labels.float()
-        if num_classes is None or labels.is_floating_point():
+        if labels.is_floating_point():
+            dtype = str(labels.dtype).removeprefix("torch.")
+            raise BatchError(
+                f"The labels are {describe(labels)}, numbers of {dtype}. Classes are integers: "
+                "have the dataset return int(label). One number for each sample to regress on is "
+                "mixed as rows of one, [n, 1]: torch.tensor([value])."
+            )
+        if num_classes is None:
             raise BatchError(
                 f"The labels are {describe(labels)}. To mix classes their number is needed: "
                 "mixed(..., num_classes=10)."
             )
+        if labels.device.type == "cpu" and len(labels):
+            for value in labels.long().aminmax():
+                _check_class(int(value), num_classes, "A label of the batch")
         # By comparison: one_hot would ask the device for the largest class.
         return (labels[:, None] == torch.arange(num_classes, device=device)).float()
+
+
+def _check_class(value: int, classes: int, what: str) -> None:
+    if not 0 <= value < classes:
+        raise BatchError(
+            f"{what} is class {value}, but num_classes={classes} means classes 0 to {classes - 1}. "
+            "What has no class cannot be mixed: leave such samples out of the dataset."
+        )
 
 
 def _existing(batch: Batch, place: int | str, name: str) -> int | str:
