@@ -155,7 +155,7 @@ def test_the_training_gets_mixed_batches_and_the_validation_does_not(augment_on,
         4,
         augment={
             "train": mixed(PIPELINE, CutMix(), num_classes=CLASSES),
-            "val": A.Compose([A.Resize(32, 40), A.ToTensorV2()]),
+            "val": A.Compose([A.Resize(32, 40), A.Normalize(), A.ToTensorV2()]),
         },
         augment_on=augment_on,
     )
