@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
 from lightning_fastdata.augment.ops.output import OutputForm, check_form
-from lightning_fastdata.augment.pipeline.fields import (
-    Fields,
-    describe,
-    find_fields,
-    get_field,
-    to_hwc,
-)
+from lightning_fastdata.augment.pipeline.fields import Fields, describe
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, redrawn
 from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
 from lightning_fastdata.augment.record.targets import convert_images, target_roles
@@ -142,9 +136,8 @@ class PipelineTransform:
         )
 
     def check_sample(self, sample: Batch) -> None:
-        """Raise BatchError if a sample of the dataset holds no image that can be read."""
-        found = find_fields(sample, self._fields, batched=False)
-        to_hwc(get_field(sample, found.image))
+        """Raise BatchError if a sample holds no image, or something that would stay behind it."""
+        ComposeWorker(self.compose, self._fields, None, self._ops).form_of(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):

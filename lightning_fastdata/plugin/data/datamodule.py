@@ -85,7 +85,9 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             that the dataset calls itself runs in the workers.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
-        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
+        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none. Anything
+            else of the image's size is an error beside Albumentations operations that move pixels;
+            :func:`as_batch_transform` says how to name it, or to leave it.
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
             ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
             ``"raise"`` an error; ``"off"``: nothing. All but the last two train in parts what does

@@ -259,6 +259,7 @@ class ModuleLoaders:
         if facts.sampled:
             for transform in transforms:
                 transform.check_sample(facts.sample)
+            self._transforms.warn_if_unlike_training(stage, spec.name, facts.sample)
         return facts
 
     def explain(self, module: DataModule) -> str:
