@@ -3,8 +3,8 @@
 It tells of this process alone. Compared are the attributes and elements of an object and of all
 that it holds, numbers in arrays and tensors, what functions close over, the attributes of the
 user's classes, and the plain data (numbers, texts, and containers of these) among the globals of
-the user's modules that have a part in it. Not compared are files, the environment, and globals of
-other kinds.
+the user's modules that have a part in it; of a few files that are named alone, size and time. Not
+compared are other files, the environment, and globals of other kinds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import enum
 import hashlib
 import math
 import pickle
+import stat
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from pathlib import Path, PurePath
 from types import FunctionType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
@@ -33,6 +35,8 @@ from lightning_fastdata.tree import held, held_by
 _AT_ONCE_BYTES: Final = 2**24
 """So much is digested between two looks at the clock."""
 _LARGE_BYTES: Final = 2**20
+_FEW: Final = 16
+"""Files that are looked at."""
 _LOOKED_AT: Final = 1000
 """Elements of a global container that are looked at to see whether it holds plain data."""
 _DEPTH: Final = 4
@@ -71,7 +75,7 @@ def fingerprint(
     sink = _Sink(clock.monotonic() + within_s)
     digesting = _Digesting(sink, roughly=roughly)
     try:
-        digesting.dump(objects)
+        digesting.dump((objects, [_files(one) for one in objects]))
     except Exception:  # whatever the __reduce__() of an object raises
         return None
     return Fingerprint(sink.digest.digest(), digesting.shared)
@@ -106,6 +110,7 @@ class _Digesting(pickle.Pickler):
         super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
         self.shared = False
         self._roughly = roughly
+        self._looked_up = 0
         self._modules: set[str] = set()
         self._shared_kinds = tuple(
             kind for module, *names in _SHARED for kind in loaded_classes(module, *names)
@@ -119,6 +124,9 @@ class _Digesting(pickle.Pickler):
             return _stand_in, (id(obj), tuple(self._of_class(obj)))
         if isinstance(obj, FunctionType):
             return _stand_in, (id(obj.__code__), tuple(self._of_function(obj)))
+        if isinstance(obj, PurePath) and self._looked_up < _FEW:
+            self._looked_up += 1
+            return _stand_in, (str(obj), _of_file(str(obj)))
         if isinstance(obj, ModuleType):
             return _stand_in, ("module", obj.__name__)
         if isinstance(obj, torch.Tensor):
@@ -207,6 +215,21 @@ class _Digesting(pickle.Pickler):
             elif _is_plain(value, _DEPTH):
                 found[key] = value
         return found
+
+
+def _files(owner: object) -> list[object]:
+    """Return what the system says of the files that an object names in attributes of its own."""
+    texts = (value for value in held_by(owner).values() if type(value) is str)
+    return [_of_file(text) for text in islice(texts, _FEW)]
+
+
+def _of_file(path: str) -> tuple[int, int] | None:
+    """Return size and time of the last change of a file; None: it is none."""
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError):  # a text that names no file
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

@@ -133,7 +133,7 @@ def choose_executor(
     here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
     if workers == 0:
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
-    if facts.rows:
+    if facts.rows and spec.options.persistent_workers is not True:  # which read what was once there
         why = "its batches are rows of numbers, copied with one call per column"
         return ExecutorChoice("gather", why)
     lacks = "" if shared_memory else "; this system has no memory files for side processes"
