@@ -69,10 +69,10 @@ def fingerprint(
     """Return what objects are now, or None if they cannot be compared.
 
     So it is of what cannot be pickled (an open file, a generator), of memory on a device, and of
-    what takes longer than ``within_s`` seconds. The ``__getstate__()`` of objects is called.
+    what takes more than ``within_s`` seconds of a CPU. The ``__getstate__()`` of objects is called.
     ``roughly``: of tensors above 1 MiB torch's count of changes is compared, of such arrays a part.
     """
-    sink = _Sink(clock.monotonic() + within_s)
+    sink = _Sink(clock.thread_time() + within_s)
     digesting = _Digesting(sink, roughly=roughly)
     try:
         digesting.dump((objects, [_files(one) for one in objects]))
@@ -95,7 +95,7 @@ class _Sink:
     def write(self, data: Any) -> None:
         raw = memoryview(data).cast("B")
         for start in range(0, len(raw), _AT_ONCE_BYTES):
-            if clock.monotonic() > self._until_s:
+            if clock.thread_time() > self._until_s:
                 raise _TooLongError
             self.digest.update(raw[start : start + _AT_ONCE_BYTES])
 
