@@ -83,7 +83,7 @@ def slow_collation(samples):
 
 def loaders(data, batch_size=BATCH, **settings):
     """The two ways to an automatic loader."""
-    yield FastDataLoader(data, batch_size, executor="auto", **settings)
+    yield FastDataLoader(data, batch_size, **{"num_workers": "auto", **settings})
     yield FastDataModule.from_datasets(data, batch_size=batch_size, **settings).train_dataloader()
 
 

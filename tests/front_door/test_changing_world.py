@@ -38,7 +38,13 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    FastDataWarning,
+    LoaderOptions,
+)
 
 LENGTH, BATCH, EPOCHS = 8, 2, 2
 IN_A_GLOBAL: dict[str, int] = {"added": 0}
@@ -448,3 +454,24 @@ def _judge(seen: Seen, wanted: Iterable[list[Any]]) -> None:
             return
     told = "nothing was said" if seen.warned is None else f"batch {seen.warned} was warned of"
     raise AssertionError(f"{told}, and batch {max(others)} was another one: {seen.batches}")
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_to_keep_workers_is_not_advised_where_they_would_read_something_else(changes) -> None:
+    data = Rows(lambda own, _: own.number, number=0)
+    callback = DataThroughputCallback(summary=False)
+    trainer = Trainer(
+        max_epochs=8,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    # Each step starts an epoch, so that to start workers takes nearly all of the time.
+    module = Seen("epoch end" if changes else "nobody", partial(plus_one, data, "number"), [])
+    trainer.fit(module, DataLoader(data, LENGTH, num_workers=1))
+    told = str(callback.report.as_dict())
+    assert "FD106" in told or "FD310" in told
+    assert ("persistent_workers=True" in told) is not changes

@@ -226,7 +226,7 @@ def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind,
     litdata = kind == "LitData"
     theirs = [batch["x"].tolist() for batch in given] if litdata else fitted(None, given)
     assert fitted(data) == theirs
-    alone = FastDataLoader(stream, 4, executor="auto")
+    alone = FastDataLoader(stream, 4, num_workers="auto")
     assert alone.num_workers == workers
     assert [batch["x"].tolist() for batch in alone] == theirs
     assert sorted(flat(theirs)) == list(range(COUNT))

@@ -274,8 +274,10 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             test: To test on.
             predict: To predict.
             keep_workers: Keep ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and
-                ``pin_memory`` too. Otherwise they are chosen for this machine, except for the
-                workers of a stream, since the number of those decides its batches.
+                ``pin_memory`` too. Otherwise they are chosen for this machine, except for a loader
+                without workers, which is read in the training process, and for the workers of a
+                stream, whose number decides its batches: ``num_workers="auto"`` has these chosen,
+                too.
             **arguments: The other arguments of the constructor, except ``batch_size`` and
                 ``shuffle``.
 
