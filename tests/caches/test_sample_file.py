@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, manifest):
 
 def test_a_cache_of_another_length_is_refused(tmp_path):
     create(tmp_path / "c", varies=False).close()
-    with pytest.raises(DatasetError, match="400 samples in format 1, not 401"):
+    with pytest.raises(DatasetError, match=r"400 samples in format \d, not 401"):
         reopened(tmp_path / "c", 401)
 
 

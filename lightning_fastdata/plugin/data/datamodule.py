@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_fastdata.caches.folders import CacheFolder
+from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
     Auto,
@@ -137,6 +137,8 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
+        if cache is not None:
+            check_folder(cache, ("auto", "disk", "ram"))
         self.cache = cache
         self.collate_fn = collate_fn
         self.drop_last = drop_last
