@@ -61,9 +61,10 @@ class CachedDataset(Kept, Dataset[Any]):
         always_same: The dataset always returns the same samples, though it seems to draw.
 
     Raises:
-        OptionsError: An argument has an impossible value, or there is no such memory.
+        OptionsError: An argument has an impossible value, there is no such memory, or the folder of
+            the cache belongs to another user, is a link, or cannot be written to.
         DatasetError: The dataset has no length, cannot be recognised in another run, or draws at
-            random.
+            random; or what is in the folder is damaged.
 
     Example:
         >>> data = CachedDataset(ImageFolder("photos", Resize(256)), "disk")  # doctest: +SKIP
@@ -268,8 +269,9 @@ class CachedSource(Kept):
         key: As for :class:`CachedDataset`.
 
     Raises:
-        OptionsError: An argument has an impossible value, or there is no such memory.
-        DatasetError: The source cannot be recognised in another run.
+        OptionsError: As of :class:`CachedDataset`.
+        DatasetError: The source cannot be recognised in another run; or what is in the folder is
+            damaged.
 
     Example:
         >>> photos = ObjectSource("s3://bucket/photos")  # doctest: +SKIP

@@ -95,7 +95,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             Albumentations drew runs there, too. The batches are the same in any case.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
             make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
-            samples show that it pays. See :class:`CachedDataset`.
+            samples show that it pays and a cache can be used. See :class:`CachedDataset`.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
