@@ -154,9 +154,9 @@ class CachedDataset(Kept, Dataset[Any]):
 
     def explain(self) -> str:
         """Return what is kept and where, as text."""
-        file = self._existing()
+        file = self._seen()
         if file is None:
-            return f"cache: {self.folder}, empty yet"
+            return f"cache: {self.folder}, {'not used' if self._given_up else 'empty yet'}"
         said = file.manifest.get("kept", "samples")
         used_mb = file.used_bytes() / 1e6
         return f"cache: {self.folder}, {file.stored()} of {self._length}, {used_mb:.0f} MB: {said}"
@@ -176,7 +176,7 @@ class CachedDataset(Kept, Dataset[Any]):
 
         None unless all samples are kept as they are returned, whole, in one form of numbers alone.
         """
-        file = None if self.transform is not None or self._given_up else self._existing()
+        file = None if self.transform is not None else self._seen()
         if file is None or file.manifest.get("steps") is not None:
             return None
         if self._columns is None:
@@ -188,7 +188,7 @@ class CachedDataset(Kept, Dataset[Any]):
 
     def form(self) -> dict[str, Any] | None:
         """Return the form of all samples in the cache; None: they differ, or there is none yet."""
-        file = self._existing()
+        file = self._seen()
         return None if file is None else file.form
 
     def _existing(self) -> SampleFile | None:

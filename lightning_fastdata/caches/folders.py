@@ -90,19 +90,18 @@ def cache_root(folder: CacheFolder) -> Path:
         OptionsError: There is no such memory, or it is no folder.
     """
     check_folder(folder)
-    name = os.fspath(folder)
+    if is_memory(folder):
+        if not _SHARED_MEMORY.is_dir():
+            raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
+        return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
     try:
-        if name == "disk":
-            return cache_folder() / "samples"
-        if not is_memory(folder):
-            return Path(name).expanduser()
+        root = cache_folder() / "samples" if folder == "disk" else Path(folder).expanduser()
     except RuntimeError as error:
         raise OptionsError(
             f"There is no place for a cache: {error} Set LIGHTNING_FASTDATA_CACHE to a folder."
         ) from error
-    if not _SHARED_MEMORY.is_dir():
-        raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
-    return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
+    check_folder(root)  # what the environment says may be an address, too
+    return root
 
 
 def hold(folder: Path, *, until_the_end: bool = False) -> None:
@@ -308,13 +307,13 @@ class Kept:
     @property
     def stored(self) -> int:
         """How many records are in the cache."""
-        file = self._existing()
+        file = self._seen()
         return 0 if file is None else file.stored()
 
     @property
     def stored_bytes(self) -> int:
         """How many bytes the records in the cache take."""
-        file = self._existing()
+        file = self._seen()
         return 0 if file is None else file.used_bytes()
 
     def fill(self, num_workers: int = 0) -> None:
@@ -337,9 +336,19 @@ class Kept:
 
     def flush(self) -> None:
         """Wait until the disk has all records that were written."""
-        file = self._existing()
+        file = self._seen()
         if file is not None:
             file.flush()
+
+    def _seen(self) -> SampleFile | None:
+        """Return the cache; None: there is none yet, or it is optional and cannot be used."""
+        if self._given_up:
+            return None
+        try:
+            return self._existing()
+        except (DatasetError, OptionsError) as error:
+            self._go_without(error)
+            return None
 
     def _existing(self) -> SampleFile | None:
         if self._file is not None or not is_there(self.folder):

@@ -306,7 +306,9 @@ def cache_in(root, owner, *, optional):
     return cached
 
 
-def all_of(data):
+def all_of(data, *, looked_at=False):
+    if looked_at:
+        assert str(data.folder) in data.explain()
     one = getattr(data, "get_bytes", None)
     return [data[index] if one is None else one([index]) for index in range(COUNT)]
 
@@ -322,15 +324,16 @@ def test_a_cache_that_cannot_be_used_is_one_error_that_names_it(tmp_path, owner,
 
 @each("owner", OWNERS)
 @each("break_it", UNUSABLE)
+@each("looked_at", [False, True])
 def test_without_a_cache_that_is_optional_samples_are_made_and_that_is_said(
-    tmp_path, owner, break_it
+    tmp_path, owner, break_it, looked_at
 ):
     root, _ = broken(tmp_path, owner, None)
     cached = cache_in(root, owner, optional=True)
     folders._held.pop(cached.folder, None)
     break_it(root, cached.folder)  # after it was decided to use it
     with pytest.warns(FastDataWarning, match="no cache can be used") as told:
-        found = all_of(cached)
+        found = all_of(cached, looked_at=looked_at)
     assert equal(found, all_of(owner))
     assert len(told) == 1
     if not isinstance(owner, Texts):
@@ -417,6 +420,13 @@ def test_folders_of_other_names_are_used(tmp_path, monkeypatch, make, folder):
     monkeypatch.chdir(tmp_path)
     all_of(make(folder))
     assert Path(folder).is_dir()
+
+
+def test_an_address_in_the_environment_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", "s3://bucket/x")
+    with pytest.raises(OptionsError, match=r"The place of a cache is .*s3:"):
+        CachedDataset(Rows(), "disk")
 
 
 def test_auto_is_for_data_modules():
