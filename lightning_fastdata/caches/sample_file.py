@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ class SampleFile:
             names = [f"column-{number}.bin" for number in range(len(self._sizes))]
         self.paths = [folder / name for name in names]
         self._files: list[int] = []
+        self._closing = weakref.finalize(self, _close, self._files)
+        self._closing.atexit = False
         self._first: Raw = np.empty(0, np.uint8)
         """The first of the files, as far as it was mapped."""
         count = manifest["samples"]
@@ -260,37 +263,34 @@ class SampleFile:
 
     def _all_are_whole(self) -> bool:
         """Hold all rows against their checksums, and take out those that have not theirs."""
+        step = max(1, _CHECKED_BYTES // max(1, sum(self._sizes or ())))
+        for start in range(0, len(self), step):
+            rows = range(start, min(start + step, len(self)))
+            unknown = [index for index in rows if index not in self._known]
+            if unknown:
+                self._check(unknown)
+        return self.stored() == len(self)
+
+    def _check(self, unknown: list[int]) -> None:
         assert self._sizes is not None
-        count, sizes = len(self), self._sizes
-        step = max(1, _CHECKED_BYTES // max(1, sum(sizes)))
-        for start in range(0, count, step):
-            unknown = [i for i in range(start, min(start + step, count)) if i not in self._known]
-            if not unknown:
-                continue
-            first, rows = unknown[0], unknown[-1] + 1 - unknown[0]
-            try:
-                columns = zip(self._files, sizes, strict=True)
-                raws = [_read(file, first * size, rows * size).data for file, size in columns]
-            except (OSError, ValueError):
-                raws = []
-            for index in unknown:
-                crc, at = index, index - first
-                for raw, size in zip(raws, sizes, strict=False):
-                    crc = zlib.crc32(raw[at * size : at * size + size], crc)
-                if raws and crc == self._index["crc"][index]:
-                    self._known.add(index)
-                else:
-                    self._take_out(index)
-        return self.stored() == count
+        first, count = unknown[0], unknown[-1] + 1 - unknown[0]
+        try:
+            columns = zip(self._files, self._sizes, strict=True)
+            raws = [_read(file, first * size, count * size).data for file, size in columns]
+        except (OSError, ValueError):
+            raws = []
+        for index in unknown:
+            crc, at = index, index - first
+            for raw, size in zip(raws, self._sizes, strict=False):
+                crc = zlib.crc32(raw[at * size : at * size + size], crc)
+            if raws and crc == self._index["crc"][index]:
+                self._known.add(index)
+            else:
+                self._take_out(index)
 
     def close(self) -> None:
         """Let go of the files."""
-        while self._files:
-            os.close(self._files.pop())
-
-    def __del__(self) -> None:
-        if hasattr(self, "_files"):
-            self.close()
+        self._closing()
 
     def flush(self) -> None:
         """Wait until the disk has what was written."""
@@ -361,6 +361,11 @@ def _make(path: Path, size: int, *, filled: bool) -> None:
             # A memory map that finds no room would end the process.
             os.posix_fallocate(file.fileno(), 0, size)
         os.fsync(file.fileno())
+
+
+def _close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 def _read(file: int, offset: int, size: int) -> Raw:

@@ -177,6 +177,17 @@ def test_a_folder_without_a_manifest_is_no_cache(tmp_path):
     assert reopened(tmp_path / "c") is None
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc (Linux)")
+def test_a_cache_that_is_no_longer_held_leaves_no_file_open(tmp_path):
+    create(tmp_path / "c", varies=False).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert reopened(tmp_path / "c").stored() == 0
+    (tmp_path / "c" / "column-1.bin").unlink()
+    assert reopened(tmp_path / "c") is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_sample_without_bytes_is_there(tmp_path):
     (tmp_path / "c").mkdir()
     form, _ = taken_apart((None, torch.empty(0)))
