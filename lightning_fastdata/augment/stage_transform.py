@@ -80,6 +80,12 @@ class StageTransform(Protocol):
         It may do less in the workers, and has to be right for any other sample, too.
         """
 
+    def made_of(self) -> tuple[object, ...]:
+        """Return what the user gave and may change: a pipeline, say."""
+
+    def renewed(self) -> StageTransform:
+        """Return the transform as what it is made of is now: itself, if nothing has changed."""
+
     def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
         """Return runs that have each kernel compiled which batches may need on a device.
 
@@ -123,6 +129,14 @@ class CallableTransform:
         return ()
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
+        """Return it as it is."""
+        return self
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return nothing: it is called itself, and no copy of it."""
+        return ()
+
+    def renewed(self) -> Self:
         """Return it as it is."""
         return self
 
@@ -260,6 +274,15 @@ class SwitchedTransform:
     def for_samples(self, samples: Iterable[Batch]) -> StageTransform:
         """Return the same switch on the transform for a dataset."""
         return self._switch.on(self.inner.for_samples(samples))
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return what the transform is made of."""
+        return self.inner.made_of()
+
+    def renewed(self) -> StageTransform:
+        """Return the same switch on the transform as it is now."""
+        inner = self.inner.renewed()
+        return self if inner is self.inner else self._switch.on(inner)
 
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
         """Return the part that runs on each sample; without a device, the whole of it."""

@@ -147,7 +147,7 @@ class LoaderPlan:
 
     num_workers: int
     pin_memory: bool
-    persistent_workers: bool
+    persistent_workers: bool | Literal["unchanged"]
     prefetch_factor: int | None
     multiprocessing_context: str | None
     timeout_s: float

@@ -50,7 +50,8 @@ _WORTH_IT: Final = 0.8
 # Shorter waits may come from other programs, which is no reason to warn of what the user set.
 _SURELY_MS: Final = 2
 _PIN: Final = "page-locked memory speeds up copies to CUDA devices only"
-_KEEP: Final = "kept between the epochs of training and validation; a single pass does not need it"
+_KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
+_NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
 _AS_IT_IS: Final = (None, "left as Python has it")
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
@@ -128,13 +129,13 @@ def choose_executor(
     aside: ExecutorName = "workers" if shared_memory else "torch"
     if spec.is_stream and workers != 0:
         return ExecutorChoice(aside, "each process reads its own stream")
-    if facts.rows:
-        why = "its batches are rows of numbers, copied with one call per column"
-        return ExecutorChoice("gather", why)
-    # Keys for draws that are not made would cost each step of the training some 50 us.
+    # Keys for draws that are not made would cost each step of the training some 20 us.
     here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
     if workers == 0:
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
+    if facts.rows and spec.options.persistent_workers is not True:  # which read what was once there
+        why = "its batches are rows of numbers, copied with one call per column"
+        return ExecutorChoice("gather", why)
     lacks = "" if shared_memory else "; this system has no memory files for side processes"
     if isinstance(workers, int):
         return ExecutorChoice(aside, f"num_workers={workers} asks for them{lacks}")
@@ -190,12 +191,12 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         queue = torch_queue(count, why, options, situation)
         count, why, prefetch, prefetch_why, bounds = queue
         limits += bounds
-    kept = count > 0 and situation.stage in ("train", "val")
+    kept = count > 0 and situation.stage in ("train", "val") and ours
     forks = situation.instead_of_fork is None
     auto: dict[str, tuple[Value, str]] = {
         "num_workers": (count, why),
         "pin_memory": (situation.accelerator == "cuda", _PIN),
-        "persistent_workers": (kept, _KEEP),
+        "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
         "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
         "timeout_s": (0, "wait for ever, as long as there is progress"),

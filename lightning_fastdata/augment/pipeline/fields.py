@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     Any,
@@ -12,6 +12,7 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeGuard,
+    TypeVar,
     runtime_checkable,
 )
 
@@ -27,6 +28,8 @@ Location: TypeAlias = int | str | None
 
 Layout: TypeAlias = Literal["pil", "hwc", "hw", "chw"]
 """The form in which an image was found."""
+
+_Entry = TypeVar("_Entry", bound="int | str | None")
 
 _USUAL: Final = frozenset({"uint8", "float32"})
 _HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -49,6 +52,15 @@ class Fields:
     """None finds it: the key ``"image"``, or the first element that looks like an image."""
     mask: int | str | None = None
     """None takes the key ``"mask"`` where there is one."""
+    stays: tuple[int | str, ...] = ()
+    """Others that are left as they are, though the image beside them is moved."""
+
+
+def listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
+    """Return keys or numbers that were given as one, as several, or not."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int | str) else tuple(value)
 
 
 class Found(NamedTuple):
@@ -64,6 +76,7 @@ class _PilImage(Protocol):
     """A PIL image, recognised without importing PIL."""
 
     mode: str
+    size: tuple[int, int]
 
     def getbands(self) -> tuple[str, ...]: ...
 

@@ -34,6 +34,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, Plan, analyse, device_form
+from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
 from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
     Size,
@@ -44,7 +45,12 @@ from lightning_fastdata.augment.pipeline.tree import (
 )
 from lightning_fastdata.augment.pipeline.values import States, Values, changes_form, values_of
 from lightning_fastdata.augment.record.tape import Recorder
-from lightning_fastdata.augment.record.targets import argument_names, convert_images, target_roles
+from lightning_fastdata.augment.record.targets import (
+    argument_names,
+    convert_images,
+    named_places,
+    target_roles,
+)
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.randomness.seeds import reseeder
 
@@ -189,6 +195,7 @@ class ComposeWorker:
         self._roles = target_roles(compose)
         self._masks = _MASKS | {name for name, role in self._roles.items() if role == "mask"}
         self._taken = argument_names(compose)
+        self._mover = mover_of(compose)
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, object]:
@@ -204,7 +211,7 @@ class ComposeWorker:
         ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
 
         Raises:
-            BatchError: the sample has no image.
+            BatchError: the sample has no image, or one that leaves something beside it behind.
         """
         data, places = self._arguments(sample)
         plan = self._plan
@@ -279,16 +286,19 @@ class ComposeWorker:
         places: dict[str, Location] = {"image": found.image}
         if found.mask is not None:
             places["mask"] = found.mask
-        if isinstance(sample, Mapping):
-            for name in sample:
-                if name in self._taken and name not in places and _fits(name, sample[name]):
-                    places[name] = name
+        for name, place in named_places(sample, self._taken).items():
+            taken = name in places or place in places.values()
+            if not taken and _fits(name, sample[place]):
+                places[name] = place
         data = {}
         for name, place in places.items():
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and value is not None:
                 value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
+        if self._mover is not None:
+            known = {*places.values(), *self._fields.stays}
+            check_beside(sample, known, data["image"].shape[:2], self._mover)
         return data, places
 
 

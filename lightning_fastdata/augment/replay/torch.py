@@ -129,6 +129,8 @@ def replay_batch(
     values: dict[Location, torch.Tensor] = {}
     for target, program in draws.programs.items():
         location = {"image": found.image, "mask": found.mask}.get(target, target)
+        if isinstance(location, str) and location.isdecimal() and isinstance(batch, list | tuple):
+            location = int(location)
         value = get_field(batch, location)
         if not isinstance(value, torch.Tensor) or len(value) != draws.samples:
             raise BatchError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
     Auto,
@@ -84,7 +85,9 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             that the dataset calls itself runs in the workers.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
-        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
+        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none. Anything
+            else of the image's size is an error beside Albumentations operations that move pixels;
+            :func:`as_batch_transform` says how to name it, or to leave it.
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
             ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
             ``"raise"`` an error; ``"off"``: nothing. All but the last two train in parts what does
@@ -150,6 +153,28 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         self.notes: list[str] = []
 
     _guard_callback: type | None = None
+
+    @property
+    def augment(self) -> Any:
+        """What was given as ``augment``. To set it holds for loaders that are made afterwards.
+
+        Raises:
+            OptionsError: A trainer has made the loaders already. A pipeline may be changed in
+                place; its next epoch is as the pipeline is then.
+        """
+        return self._transforms.given
+
+    @augment.setter
+    def augment(
+        self, augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+    ) -> None:
+        if self._trainer is not None and self._trainer.training:
+            raise OptionsError(
+                "augment= was set while the training runs, whose loaders were made with what it "
+                "was before. Change the pipeline itself in place (its transforms, or their p), "
+                "which the next epoch sees, or set augment before trainer.fit()."
+            )
+        self._transforms.assign(augment)
 
     @property
     def augment_on(self) -> AugmentOn:
