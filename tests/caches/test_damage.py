@@ -154,7 +154,7 @@ DAMAGE = st.tuples(
 @pytest.mark.parametrize(
     ("kind", "executor"), [("columns", "inline"), ("columns", "gather"), ("records", "inline")]
 )
-@max_examples(150)
+@max_examples(75)
 @example(what=[(2, ("cut", 0.5, 0))])  # the index of columns
 @example(what=[(0, ("cut", 0.5, 0))])  # and of records
 @given(what=st.lists(st.tuples(st.integers(0, 3), DAMAGE), min_size=1, max_size=2))
@@ -204,7 +204,7 @@ def mixed_pages(old, new, chosen):
 
 
 @pytest.mark.parametrize("kind", DATASETS)
-@max_examples(60)
+@max_examples(36)
 @given(
     order=st.permutations(range(COUNT)),
     before=st.integers(1, COUNT - 1),
