@@ -143,20 +143,19 @@ def private_folder(path: Path, *, make: bool = True) -> Path | None:
         if make:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()  # of a link itself, which may lead to the folder of anybody
-    except FileNotFoundError:
-        if not make:
-            return None
-        raise
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if ours and stat.S_IMODE(found.st_mode) != 0o700:
+            path.chmod(0o700)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not make:
+            return None
         raise OptionsError(f"{path} cannot be used as a folder: {error}.") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not ours:
         owner = f"user {found.st_uid}" if stat.S_ISDIR(found.st_mode) else "nobody: it is no folder"
         raise OptionsError(
             f"{path} belongs to {owner}, and this is user {os.getuid()}. Nothing is written to it "
             "or read from it. Remove it, or name another place."
         )
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        path.chmod(0o700)
     return path
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from operator import index as as_index
+from pathlib import Path
 from types import ModuleType
 from typing import (
     Any,
@@ -198,6 +199,12 @@ def _answer(question: Callable[[], object]) -> tuple[object, str | None]:
 
 def _send_answer(question: Callable[[], object], pipe: Connection) -> None:
     pipe.send(_answer(question))
+
+
+def named_status(path: Path) -> tuple[str, int, int]:
+    """Return path, size and time of change of a file, by which a cache knows it."""
+    status = path.stat()
+    return os.fspath(path), status.st_size, status.st_mtime_ns
 
 
 def imported(name: str, asked: str) -> ModuleType:

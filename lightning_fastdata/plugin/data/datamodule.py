@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_fastdata.caches.folders import CacheFolder
+from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
@@ -98,7 +98,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             Albumentations drew runs there, too. The batches are the same in any case.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
             make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
-            samples show that it pays. See :class:`CachedDataset`.
+            samples show that it pays and a cache can be used. See :class:`CachedDataset`.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
@@ -140,6 +140,8 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
+        if cache is not None:
+            check_folder(cache, ("auto", "disk", "ram"))
         self.cache = cache
         self.collate_fn = collate_fn
         self.drop_last = drop_last
