@@ -39,6 +39,7 @@ from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName, TransferHooks
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
+from lightning_fastdata.plugin.seams.trainer import refuse_other_tree
 from lightning_fastdata.types import STAGES, Shuffle, Stage
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
     ``predict_dataset()``. Each returns a dataset; a dict or list of datasets becomes one loader per
-    dataset, combined by Lightning.
+    dataset, combined by Lightning. A dataset in the place of its method, as ``setup()`` puts it by
+    ``self.train_dataset = ...``, does as well.
 
     A subclass with a constructor of its own passes on what it takes of these arguments. Of
     ``batch_size``, ``drop_last`` and ``seed`` that it does not pass on, what it saves by
@@ -195,6 +197,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         self._trainer = trainer
         if trainer is None:
             return
+        refuse_other_tree(self, trainer)
         take_over_hyperparameters(self)
         self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
@@ -262,9 +265,9 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
     ):
         """Return a data module of the datasets of DataLoaders, in the same batches.
 
-        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or Lightning's
-        ``CombinedLoader``. Of a loader are kept: dataset, sampler or batch sampler, batch size,
-        ``drop_last``, ``collate_fn``, ``worker_init_fn``, ``generator``, ``timeout``,
+        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, Lightning's
+        ``CombinedLoader``, or none. Of a loader are kept: dataset, sampler or batch sampler, batch
+        size, ``drop_last``, ``collate_fn``, ``worker_init_fn``, ``generator``, ``timeout``,
         ``multiprocessing_context`` and ``in_order``. A plain ``shuffle=True`` becomes this
         package's shuffle by seed and epoch. ``batch_size`` of the data module is that of the first
         training loader; setting it, as ``Tuner.scale_batch_size`` and the guard do, scales those of

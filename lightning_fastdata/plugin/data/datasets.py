@@ -50,6 +50,15 @@ _ABOUT_LOADERS: Final = ("batch_size", "shuffle", "options", *LOADER_ARGUMENTS)
 # -- what a dataset method returns -----------------------------------------------------------------
 
 
+def datasets_of(module: DataModule, stage: Stage) -> Any:
+    """Return what the dataset method of a stage returns, or the dataset that took its place.
+
+    ``self.train_dataset = ...`` in ``setup()``, as many data modules have it, hides the method.
+    """
+    found = getattr(module, DATASET_METHOD[stage])
+    return found() if callable(found) and not isinstance(found, Dataset) else found
+
+
 def named(datasets: object, name: str) -> list[tuple[str, Any]]:
     """Return each dataset with the name that messages call it by.
 
@@ -339,7 +348,7 @@ def of_datasets(
 
 def of_loaders(
     cls: Callable[..., M],
-    loaders: Mapping[Stage, object],
+    loaders: Mapping[Stage, Any],
     arguments: Mapping[str, Any],
     *,
     keep_workers: bool,
@@ -360,7 +369,7 @@ def of_loaders(
     given = {
         stage: _given_loaders(own, stage, keep_workers=keep_workers, chosen=chosen)
         for stage, own in loaders.items()
-        if own is not None
+        if not is_missing(own if combined_mode(own) is None else own.iterables)
     }
     sizes = [one.batch_size for form, _ in given.values() for _, one in named(form, "")]
     base = next((size for size in sizes if size is not None), None)

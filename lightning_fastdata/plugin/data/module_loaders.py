@@ -35,6 +35,7 @@ from lightning_fastdata.plugin.data.datasets import (
     DATASET_METHOD,
     Constant,
     GivenLoader,
+    datasets_of,
     held_pipelines,
     in_form_of,
     is_missing,
@@ -339,7 +340,7 @@ def _plan(module: DataModule, spec: LoaderSpec, facts: DatasetFacts) -> LoaderPl
 def _named_datasets(module: DataModule, stage: Stage) -> tuple[object, list[tuple[str, Any]]]:
     name = _name_of(module, stage)
     try:
-        datasets = getattr(module, DATASET_METHOD[stage])()
+        datasets = datasets_of(module, stage)
     except Exception as error:
         if module.trainer is not None:
             raise  # setup() has run; it is the user's own error
