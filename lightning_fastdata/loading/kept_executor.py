@@ -156,6 +156,8 @@ class KeptExecutor:
         self.told = False
         """The dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
+        self._mortal: _Respawns | None = None
+        """The executor of the epoch that began last, if its processes may die."""
         self._respawned = 0
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
         self.records: deque[BatchStamps] | None = None
@@ -178,7 +180,7 @@ class KeptExecutor:
         if other is not None and unfinished and self.persistent:
             other.end("another epoch of its loader has begun, which keeps its workers")
             unfinished = False
-        keep = self._keeps_now() and not unfinished
+        keep = self._keeps_now(in_use=unfinished) and not unfinished
         executor = self._iterator if keep else None
         if executor is None:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
@@ -199,6 +201,8 @@ class KeptExecutor:
             raise
         if keep:
             self._iterator = executor
+        self._mortal = executor if isinstance(executor, _Respawns) else None
+        self._respawned = 0 if self._mortal is None else self._mortal.respawned
         reported = None if self.reported_batches is None else self.reported_batches()
         running = EpochIterator(executor, self.finish, reported, keep=keep)
         self._running = weakref.ref(running)
@@ -212,17 +216,19 @@ class KeptExecutor:
         if self.aside and self._state is not None:
             self._seen = self._read_state()
 
-    def _keeps_now(self) -> bool:
+    def _keeps_now(self, *, in_use: bool) -> bool:
         """Return whether the executor of the epoch that begins may outlive it.
 
-        One that stays from the epoch before is closed where what it reads has changed since.
+        One that stays from the epoch before is let go where what it reads has changed since; while
+        it is ``in_use`` by an iterator of before, it ends with that.
         """
         if not self.aside:
             return True  # Threads and reused memory cost nothing between epochs.
         seen, self._seen = self._seen, None
         same = seen is not None and seen == self._state
         if not same and self._iterator is not None and not self.persistent:
-            self._iterator.close()
+            if not in_use:
+                self._iterator.close()
             self._iterator = None
         if same or self._iterator is None:
             self._state = seen if same and not self.told else self._read_state()
@@ -339,7 +345,7 @@ class KeptExecutor:
 
     def _tell_other_state(self) -> None:
         """Warn where a worker that took a dead one's place may read something else."""
-        respawned = sum(each.respawned for each in self._at_work() if isinstance(each, _Respawns))
+        respawned = 0 if self._mortal is None else self._mortal.respawned
         if respawned > self._respawned and self._has_changed():
             warnings.warn(
                 f"A worker that died was replaced, and the new one may read other samples: "
