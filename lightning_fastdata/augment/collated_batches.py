@@ -115,10 +115,10 @@ class ForeignBatches:
             refuse_cpu(self.plan(size, channels, values))
         shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
         recorder = None if shortcut else self.recorder(size, channels, values)
-        if recorder is None:
-            results, is_chw = run_each(tensors, key, self._compose)
-        else:
-            results, is_chw = replay_all(tensors, key, recorder, self._ops, strict=self._strict)
+        replayed = None
+        if recorder is not None:
+            replayed = replay_all(tensors, key, recorder, self._ops, strict=self._strict)
+        results, is_chw = replayed or run_each(tensors, key, self._compose)
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
         return put_fields(batch, {places[name]: results[name] for name in places})
 
@@ -235,11 +235,12 @@ def replay_all(
     ops: Mapping[str, DeviceOp],
     *,
     strict: bool = False,
-) -> tuple[dict[str, torch.Tensor], bool]:
+) -> tuple[dict[str, torch.Tensor], bool] | None:
     """Draw every sample here, and compute the draws where the batch lies.
 
     Samples in which an operation needs real pixels are fetched one by one and put back, or are an
-    error if it is ``strict``.
+    error if it is ``strict``. None: by then they have another shape or dtype than the others, so
+    that nothing can be left to the device.
     """
     samples = len(tensors["image"])
     shown = {
@@ -261,6 +262,10 @@ def replay_all(
         for name, tensor in tensors.items():
             if not callable(result[name]):
                 ran[name][row] = _as_tensor(result[name], tensor)
+    for name, tensor in tensors.items():
+        rows = [*ran[name].values(), *([] if len(ran[name]) == samples else [tensor[0]])]
+        if len({(row.shape, row.dtype) for row in rows}) > 1:
+            return None
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
     results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():

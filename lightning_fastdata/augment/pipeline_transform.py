@@ -12,9 +12,6 @@ from lightning_fastdata.augment.ops.output import OutputForm, check_form
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
-    find_fields,
-    get_field,
-    to_hwc,
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, redrawn
 from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
@@ -111,8 +108,7 @@ class PipelineTransform:
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
-        found = find_fields(sample, self._fields, batched=False)
-        to_hwc(get_field(sample, found.image))
+        self.in_worker(on_device=False).form_of(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):
@@ -125,11 +121,17 @@ class PipelineTransform:
                     stacklevel=2,
                 )
 
-    def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
+    def _analyse(
+        self,
+        *,
+        channels: int | None,
+        values: Collection[States] = OF_BYTES,
+        why_not: str | None = None,
+    ) -> Plan:
         return analyse(
             self.compose,
             self.ops,
-            refusal=refusal(),
+            refusal=refusal() or why_not,
             same_pixels=self._same_pixels,
             channels=channels,
             values=values,
@@ -156,16 +158,22 @@ class PipelineTransform:
         another size are still right, but cost more than without.
         """
         worker = ComposeWorker(self.compose, self._fields, None, self._ops)
-        forms: list[SampleForm] = []
+        found: list[SampleForm | None] = []
         for sample in samples:
             try:
-                forms.append(worker.form_of(sample))
+                found.append(worker.form_of(sample))
             except BatchError:
-                if not forms:
+                if not found:
                     raise
                 break  # Training reports it, if it reads that sample.
-        if not forms:
+        if not found:
             return self
+        fitted = copy.copy(self)
+        fitted._foreign, fitted._crop = None, None
+        if not (forms := [form for form in found if form is not None]):
+            why_not = "the samples hold no image, but frames or volumes"
+            fitted.plan = fitted._any_size = self._analyse(channels=3, why_not=why_not)
+            return fitted
         (size, channels, first), crop = forms[0], None
         values = [frozenset(form.values.get(name, first[name]) for form in forms) for name in first]
         if size is not None and all(form.size == size for form in forms):
@@ -178,8 +186,6 @@ class PipelineTransform:
                 channels=channels,
                 values=values,
             )
-        fitted = copy.copy(self)
-        fitted._foreign = None
         fitted._any_size = self._analyse(channels=channels, values=values)
         fitted._crop = crop
         fitted.plan = fitted._any_size if crop is None else crop.plan

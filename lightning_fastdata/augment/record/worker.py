@@ -23,6 +23,7 @@ import torch
 from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, TapeOp, Track
 from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.augment.pipeline.fields import (
+    CHANNELS,
     Fields,
     Location,
     find_fields,
@@ -31,6 +32,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     mask_as_given,
     mask_to_numpy,
     put_fields,
+    target_places,
     to_hwc,
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, Plan, analyse, device_form
@@ -46,6 +48,8 @@ from lightning_fastdata.augment.pipeline.values import States, Values, changes_f
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.record.targets import argument_names, convert_images, target_roles
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.replay.torch import replay_image
+from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.randomness.seeds import reseeder
 
 if TYPE_CHECKING:
@@ -204,16 +208,17 @@ class ComposeWorker:
         ``[H, W, C]`` or ``[H, W]`` when there is a tape, else whatever the pipeline yields.
 
         Raises:
-            BatchError: the sample has no image.
+            BatchError: the sample has no image, and neither frames nor volumes.
         """
         data, places = self._arguments(sample)
-        plan = self._plan
+        plan = self._plan if "image" in data else None
         if plan is not None and self._crop is not None and self._size(data) == self._crop.size:
             plan = self._crop.plan
         run, seed = self._own(plan)
         seed(key)
+        tape: Tape | None = None if self._plan is None else {}
         if plan is None:
-            result, tape = run(**data), None
+            result = run(**data)
         else:
             result, tape = run(data)
             if self._crop is not None:
@@ -233,9 +238,15 @@ class ComposeWorker:
         """Return what is drawn for a sample, in words, of a part that does everything here."""
         return [drawn_words([self._own(None)[0]], lambda: self(sample, key))]
 
-    def form_of(self, sample: Batch) -> SampleForm:
-        """Return what the images and masks of a sample look like."""
+    def form_of(self, sample: Batch) -> SampleForm | None:
+        """Return what the images and masks of a sample look like; None: it has volumes alone.
+
+        Raises:
+            BatchError: it has no image, and neither frames nor volumes.
+        """
         data, _ = self._arguments(sample)
+        if "image" not in data:
+            return None
         shape = data["image"].shape
         images = [name for name, role in self._roles.items() if role == "image"]
         values = {name: values_of(data[name]) for name in images if data.get(name) is not None}
@@ -246,6 +257,45 @@ class ComposeWorker:
     ) -> Draws:
         """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
         return compile_tapes([tape or {} for tape in tapes], self._device_ops, beside)
+
+    def stacks(
+        self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None
+    ) -> bool:
+        """Return whether the images that wait for the device can be stacked; in a batch, are so.
+
+        They cannot if some samples lack one, or have it in another shape or dtype. A
+        ``collate_fn`` may keep them in lists, pad, sort or convert them, or leave them out, which
+        raises an error.
+        """
+        targets = {frozenset(tape or ()) for tape in tapes}
+        if len(targets) != 1:
+            return not targets
+        if not (names := targets.pop()):
+            return True
+        pixels = [_pixels(sample, self._fields, names) for sample in samples]
+        if batch is None:
+            return len({tuple((one.shape, one.dtype) for one in row) for row in pixels}) == 1
+        stacked = _pixels(batch, self._fields, names, batched=True)
+        return all(map(_are_rows, stacked, zip(*pixels, strict=True)))
+
+    def finish_each(
+        self, samples: Sequence[Batch], tapes: Sequence[Tape | None]
+    ) -> tuple[list[Batch], list[Tape]]:
+        """Return samples of which nothing waits for the device, for their batch is no tensor."""
+        done = [self._finished(*pair) for pair in zip(samples, tapes, strict=True)]
+        return done, [{} for _ in done]
+
+    def _finished(self, sample: Batch, tape: Tape | None) -> Batch:
+        if not tape:
+            return sample
+        draws, values = compile_tapes([tape]), {}
+        places = target_places(sample, self._fields, tape, batched=False)
+        with plain_tensors():
+            for name, place in places.items():
+                pixels, program = get_field(sample, place)[None], draws.programs[name]
+                made = replay_image(program, draws.blob, pixels, self._device_ops)[0]
+                values[place] = made if program.makes_tensor else made.numpy()
+        return put_fields(sample, values)
 
     def finish(self, batch: Batch, drawn: Sequence[object]) -> Batch:  # noqa: ARG002
         """Return the batch, on whose samples the pipeline has run, in its output form."""
@@ -275,13 +325,17 @@ class ComposeWorker:
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and where each of them sits in the sample."""
-        found = find_fields(sample, self._fields, batched=False)
-        places: dict[str, Location] = {"image": found.image}
-        if found.mask is not None:
-            places["mask"] = found.mask
+        places: dict[str, Location] = {}
+        if self._has_volumes_alone(sample):
+            mask = self._fields.mask
+        else:
+            places["image"], mask = find_fields(sample, self._fields, batched=False)
+        if mask is not None:
+            places["mask"] = mask
         if isinstance(sample, Mapping):
             for name in sample:
-                if name in self._taken and name not in places and _fits(name, sample[name]):
+                known = name in self._taken and name not in places and name not in places.values()
+                if known and _fits(name, sample[name]):
                     places[name] = name
         data = {}
         for name, place in places.items():
@@ -290,6 +344,15 @@ class ComposeWorker:
                 value = _own_if_gray(value) if role == "image" else mask_to_numpy(value)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
         return data, places
+
+    def _has_volumes_alone(self, sample: Batch) -> bool:
+        named = self._fields.image
+        if not isinstance(sample, Mapping) or named not in {None, *_VOLUMES}:
+            return False
+        if named is None and "image" in sample:
+            return False
+        held = (_VOLUMES - _MASKS) & self._taken & sample.keys()
+        return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
 
 
 def device_ops(
@@ -304,12 +367,43 @@ def device_ops(
     return {**ops, **registered} if registered else ops
 
 
+def _pixels(
+    item: Batch, fields: Fields, names: Collection[str], *, batched: bool = False
+) -> list[Any]:
+    """Return the images and masks of a sample or batch with these names in a pipeline."""
+    places = target_places(item, fields, sorted(names), batched=batched)
+    return [get_field(item, place) for place in places.values()]
+
+
+def _are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
+    """Return whether a batch is a tensor of these rows, in their order, to the bit."""
+    if not isinstance(batch, torch.Tensor) or batch.is_nested or batch.layout != torch.strided:
+        return False
+    form = len(rows), *rows[0].shape
+    if batch.shape != form or {batch.dtype} != {row.dtype for row in rows}:
+        return False
+    return all(torch.equal(_bytes(one), _bytes(row)) for one, row in zip(batch, rows, strict=True))
+
+
+def _bytes(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels.cpu().reshape(-1).view(torch.uint8)
+
+
 def _fits(name: str, value: object) -> bool:
     # Samples may use the names of volumes for something else: a loudness, file names.
     if value is None or name not in _VOLUMES:
         return value is not None
     values = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(one, np.ndarray | torch.Tensor) or is_pil(one) for one in values)
+
+
+def _is_one_image(sample: Mapping[str, Any], name: str) -> bool:
+    """Return whether what is called frames is one image, with channels first or last."""
+    value = sample[name]
+    if name != "images" or isinstance(value, list | tuple):
+        return False
+    shape: tuple[int, ...] = getattr(value, "shape", ())
+    return len(shape) < 3 or (len(shape) == 3 and not {shape[0], shape[2]}.isdisjoint(CHANNELS))
 
 
 def _as_arrays(value: Batch, *, image: bool) -> Batch:
