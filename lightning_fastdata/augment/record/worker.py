@@ -28,6 +28,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     Location,
     find_fields,
     get_field,
+    has_field,
     is_pil,
     mask_as_given,
     mask_to_numpy,
@@ -50,6 +51,7 @@ from lightning_fastdata.augment.record.targets import argument_names, convert_im
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
 from lightning_fastdata.augment.stage_transform import plain_tensors
+from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
 
 if TYPE_CHECKING:
@@ -193,6 +195,8 @@ class ComposeWorker:
         self._roles = target_roles(compose)
         self._masks = _MASKS | {name for name, role in self._roles.items() if role == "mask"}
         self._taken = argument_names(compose)
+        leaves = list_leaves(compose)
+        self._makes_tensors = any(type(one.transform).__name__ == "ToTensorV2" for one in leaves)
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, object]:
@@ -264,19 +268,27 @@ class ComposeWorker:
         """Return whether the images that wait for the device can be stacked; in a batch, are so.
 
         They cannot if some samples lack one, or have it in another shape or dtype. A
-        ``collate_fn`` may keep them in lists, pad, sort or convert them, or leave them out, which
-        raises an error.
+        ``collate_fn`` may keep them in lists, pad, sort or convert them, or leave them out.
+
+        Raises:
+            BatchError: the batch has no image.
         """
-        targets = {frozenset(tape or ()) for tape in tapes}
-        if len(targets) != 1:
-            return not targets
-        if not (names := targets.pop()):
+        names = {name for tape in tapes for name in tape or ()}
+        if not names:
             return True
-        pixels = [_pixels(sample, self._fields, names) for sample in samples]
+        try:
+            each = [self._tensors(sample) for sample in samples]
+        except BatchError:
+            return False
+        if not all(names <= one.keys() for one in each):
+            return False
+        pixels = {name: [one[name][1] for one in each] for name in names}
         if batch is None:
-            return len({tuple((one.shape, one.dtype) for one in row) for row in pixels}) == 1
-        stacked = _pixels(batch, self._fields, names, batched=True)
-        return all(map(_are_rows, stacked, zip(*pixels, strict=True)))
+            return all(len({(one.shape, one.dtype) for one in row}) == 1 for row in pixels.values())
+        stacked = self._tensors(batch, batched=True)
+        return names <= stacked.keys() and all(
+            _are_rows(stacked[name][1], row) for name, row in pixels.items()
+        )
 
     def finish_each(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None]
@@ -286,16 +298,32 @@ class ComposeWorker:
         return done, [{} for _ in done]
 
     def _finished(self, sample: Batch, tape: Tape | None) -> Batch:
-        if not tape:
+        if self._has_volumes_alone(sample):
             return sample
-        draws, values = compile_tapes([tape]), {}
-        places = target_places(sample, self._fields, tape, batched=False)
+        draws, values = compile_tapes([tape or {}]), {}
         with plain_tensors():
-            for name, place in places.items():
-                pixels, program = get_field(sample, place)[None], draws.programs[name]
-                made = replay_image(program, draws.blob, pixels, self._device_ops)[0]
-                values[place] = made if program.makes_tensor else made.numpy()
+            for name, (place, pixels) in self._tensors(sample).items():
+                made, program = pixels, draws.programs.get(name)
+                if program is not None:
+                    made = replay_image(program, draws.blob, pixels[None], self._device_ops)[0]
+                values[place] = made if self._makes_tensors else made.numpy()
         return put_fields(sample, values)
+
+    def _tensors(
+        self, item: Batch, *, batched: bool = False
+    ) -> dict[str, tuple[Location, torch.Tensor]]:
+        """Return where the images and masks of a sample or batch are, and those that are tensors.
+
+        Raises:
+            BatchError: it has no image.
+        """
+        found = {}
+        places = target_places(item, self._fields, self._roles, batched=batched)
+        for name, place in places.items():
+            there = name == "image" if place is None else has_field(item, place)
+            if there and isinstance(value := get_field(item, place), torch.Tensor):
+                found[name] = place, value
+        return found
 
     def finish(self, batch: Batch, drawn: Sequence[object]) -> Batch:  # noqa: ARG002
         """Return the batch, on whose samples the pipeline has run, in its output form."""
@@ -365,14 +393,6 @@ def device_ops(
 
         ops = DEVICE_OPS
     return {**ops, **registered} if registered else ops
-
-
-def _pixels(
-    item: Batch, fields: Fields, names: Collection[str], *, batched: bool = False
-) -> list[Any]:
-    """Return the images and masks of a sample or batch with these names in a pipeline."""
-    places = target_places(item, fields, sorted(names), batched=batched)
-    return [get_field(item, place) for place in places.values()]
 
 
 def _are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
