@@ -13,6 +13,7 @@ import torch
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     channels_first,
+    describe,
     get_field,
     mask_as_given,
     numpy_dtype,
@@ -30,7 +31,7 @@ from lightning_fastdata.augment.record.targets import (
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import put_rows, replay_image
-from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class ForeignBatches:
         Images are ``[n, C, H, W]`` or ``[n, H, W, C]``; sample ``i`` draws with ``key.index + i``.
 
         Raises:
-            BatchError: the image is no batch, or one of floats outside of [0, 1].
+            BatchError: the image is no batch, or one of floats outside of [0, 1]; or a mask or
+                another image is no tensor of as many samples.
             TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
                 that is not wanted.
         """
@@ -103,6 +105,15 @@ class ForeignBatches:
         height, width = image.shape[2:] if first else image.shape[1:3]
         size = int(height), int(width)
         given = {name: get_field(batch, place) for name, place in places.items()}
+        for place in places.values():
+            if not isinstance(mask := get_field(batch, place), torch.Tensor) or len(mask) != len(
+                image
+            ):
+                raise BatchError(
+                    f"The field {place!r} is {describe(mask)}. Expected a tensor of {len(image)} "
+                    "samples, as the images are. If some samples lack it, give the pipeline to "
+                    "FastDataModule(augment=...), which sees samples before they are collated."
+                )
         tensors, turned = channels_behind(given, size)
         channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
         roles = target_roles(self._compose)
