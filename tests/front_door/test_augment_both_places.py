@@ -236,6 +236,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.cases(13)
 @pytest.mark.filterwarnings("ignore")
 @each("name", CASES)
 def test_what_trains_in_the_workers_trains_alike_on_the_device(name):
