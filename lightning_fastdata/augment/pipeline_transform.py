@@ -77,6 +77,8 @@ class PipelineTransform:
         """Channels and values of the images that the plan is for."""
         self._unfitted: PipelineTransform | None = None
         """What :meth:`for_samples` has made this of; it runs on the device."""
+        self._why_not: str | None = None
+        """Why nothing of it runs on a device; None: something may."""
         self._take_in(fingerprint(compose))
 
     def _take_in(self, state: Fingerprint | None) -> None:
@@ -85,7 +87,9 @@ class PipelineTransform:
         self._state = state
         self._epoch: int | None = None
         self._registered = registered_forms(self.compose)
-        self.plan = self._any_size = self._analyse(channels=channels, values=values)
+        self.plan = self._any_size = self._analyse(
+            channels=channels, values=values, why_not=self._why_not
+        )
         self._crop: CropOnDevice | None = None
         self._roles = target_roles(self.compose)
         self._foreign: ForeignBatches | None = None
@@ -137,7 +141,7 @@ class PipelineTransform:
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
-        ComposeWorker(self.compose, self._fields, None, self._ops).form_of(sample)
+        self.in_worker(on_device=False).form_of(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):
@@ -150,11 +154,17 @@ class PipelineTransform:
                     stacklevel=2,
                 )
 
-    def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
+    def _analyse(
+        self,
+        *,
+        channels: int | None,
+        values: Collection[States] = OF_BYTES,
+        why_not: str | None = None,
+    ) -> Plan:
         return analyse(
             self.compose,
             self.ops,
-            refusal=refusal(),
+            refusal=refusal() or why_not,
             same_pixels=self._same_pixels,
             channels=channels,
             values=values,
@@ -181,16 +191,23 @@ class PipelineTransform:
         another size are still right, but cost more than without.
         """
         worker = ComposeWorker(self.compose, self._fields, None, self._ops)
-        forms: list[SampleForm] = []
+        found: list[SampleForm | None] = []
         for sample in samples:
             try:
-                forms.append(worker.form_of(sample))
+                found.append(worker.form_of(sample))
             except BatchError:
-                if not forms:
+                if not found:
                     raise
                 break  # Training reports it, if it reads that sample.
-        if not forms:
+        if not found:
             return self
+        fitted = copy.copy(self)
+        fitted._foreign, fitted._crop, fitted._unfitted = None, None, self
+        if not (forms := [form for form in found if form is not None]):
+            why_not = "the samples hold no image, but frames or volumes"
+            fitted._why_not = why_not
+            fitted.plan = fitted._any_size = self._analyse(channels=3, why_not=why_not)
+            return fitted
         (size, channels, first), crop = forms[0], None
         values = [frozenset(form.values.get(name, first[name]) for form in forms) for name in first]
         if size is not None and all(form.size == size for form in forms):
@@ -203,8 +220,6 @@ class PipelineTransform:
                 channels=channels,
                 values=values,
             )
-        fitted = copy.copy(self)
-        fitted._foreign, fitted._unfitted = None, self
         fitted._images = channels, values
         fitted._any_size = self._analyse(channels=channels, values=values)
         fitted._crop = crop

@@ -47,6 +47,14 @@ class WorkerTransform(Protocol):
     def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
         """Return a collated batch, complete, where no device takes part."""
 
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
+        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[Any], /
+    ) -> tuple[list[Any], list[Any]]:
+        """Return samples of which nothing waits for the device, and what else was drawn."""
+
     def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
         """Return for each row that becomes of a sample what is drawn for it, in words.
 
@@ -323,6 +331,18 @@ class SwitchedWorker:
         if not self._whole.needs_batches:
             return batch
         return self._whole.finish(batch, [own for _, own in drawn])
+
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
+        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        whole = bool(drawn) and drawn[0][0]
+        return whole or self._deferred.stacks(samples, [own for _, own in drawn], batch)
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return samples of which nothing waits for the device, and what else was drawn."""
+        done, left = self._deferred.finish_each(samples, [own for _, own in drawn])
+        return done, [(False, own) for own in left]
 
     def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
         """Return what is drawn for each row that becomes of a sample, in words."""

@@ -316,6 +316,27 @@ class MixedWorker:
             return _pack(numbers)
         return self._inner.collate([tape for tape, _ in each], stack_drawn(numbers))
 
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
+        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        tapes = [tape for tape, _ in self._each(drawn)]
+        return self._inner is None or self._inner.stacks(self._each(samples), tapes, batch)
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return samples of which only the mixing waits for the device, and what it drew."""
+        if self._inner is None:
+            return list(samples), list(drawn)
+        tapes, numbers = zip(*self._each(drawn), strict=True)
+        done, left = self._inner.finish_each(self._each(samples), tapes)
+        each = list(zip(left, numbers, strict=True))
+        if self.repeats == 1:
+            return done, each
+        firsts = range(0, len(done), self.repeats)
+        return [done[at : at + self.repeats] for at in firsts], [
+            each[at : at + self.repeats] for at in firsts
+        ]
+
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Return a batch that was collated here, mixed; for where nothing runs on the device."""
         return _mix(self._mixer, batch, _pack([numbers for _, numbers in self._each(drawn)]))
