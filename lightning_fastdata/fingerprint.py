@@ -58,9 +58,12 @@ _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 class Fingerprint(NamedTuple):
     """What some objects were at one moment; equal to another one if nothing has changed."""
 
-    digest: bytes
+    own: bytes
+    """A digest of what belongs to this process, and is copied into others when they start."""
+    live: bytes
+    """A digest of what other processes see change: shared memory, and files."""
     shared: bool
-    """They hold memory that other processes see change."""
+    """They hold shared memory."""
 
 
 def fingerprint(
@@ -75,10 +78,12 @@ def fingerprint(
     sink = _Sink(clock.thread_time() + within_s)
     digesting = _Digesting(sink, roughly=roughly)
     try:
-        digesting.dump((objects, [_files(one) for one in objects]))
+        for one in objects:
+            digesting.note_live(_files(one))
+        digesting.dump(objects)
     except Exception:  # whatever the __reduce__() of an object raises
         return None
-    return Fingerprint(sink.digest.digest(), digesting.shared)
+    return Fingerprint(sink.digest.digest(), digesting.live.digest(), digesting.shared)
 
 
 class _TooLongError(Exception):
@@ -108,6 +113,7 @@ class _Digesting(pickle.Pickler):
 
     def __init__(self, sink: _Sink, *, roughly: bool) -> None:
         super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
+        self.live = hashlib.blake2b(digest_size=16)
         self.shared = False
         self._roughly = roughly
         self._looked_up = 0
@@ -126,7 +132,8 @@ class _Digesting(pickle.Pickler):
             return _stand_in, (id(obj.__code__), tuple(self._of_function(obj)))
         if isinstance(obj, PurePath) and self._looked_up < _FEW:
             self._looked_up += 1
-            return _stand_in, (str(obj), _of_file(str(obj)))
+            self.note_live(_of_file(str(obj)))
+            return _stand_in, ("path", str(obj))
         if isinstance(obj, ModuleType):
             return _stand_in, ("module", obj.__name__)
         if isinstance(obj, torch.Tensor):
@@ -134,24 +141,36 @@ class _Digesting(pickle.Pickler):
         if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
             return _stand_in, tuple(self._of_array(obj))
         if isinstance(obj, self._with_locks):
-            self.shared = True
-            return _stand_in, (bytes(cast("Any", obj).get_obj()),)
+            return self._shared(obj, bytes(cast("Any", obj).get_obj()))
         if isinstance(obj, _C_DATA):
-            self.shared = True
-            return _stand_in, (bytes(cast("Any", obj)),)
+            return self._shared(obj, bytes(cast("Any", obj)))
         if isinstance(obj, self._shared_kinds):
-            self.shared = True
-            return _stand_in, ("shared", id(obj))
+            return self._shared(obj)
         if isinstance(obj, _LOCKS):
             return _stand_in, ("lock", id(obj))
         if held(obj, "__wrapped__") is not None:  # by functools.lru_cache, say
             return _stand_in, (type(obj).__qualname__, obj.__wrapped__)
         return NotImplemented
 
+    def note_live(self, what: object) -> None:
+        """Take something into the digest of what others see change, too."""
+        self.live.update(repr(what).encode())
+
+    def _shared(self, obj: object, content: bytes = b"") -> tuple[Any, tuple[object, ...]]:
+        self.shared = True
+        self.live.update(content)
+        return _stand_in, ("shared", id(obj))
+
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
         if tensor.device.type != "cpu":
             raise TypeError("It would have to be copied from its device.")
-        self.shared |= _is_shared(tensor)
+        if _is_shared(tensor):
+            self.shared = True
+            self.live.update(
+                _as_buffer(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            )
+            yield from (tensor.data_ptr(), tensor.stride(), str(tensor.dtype), tuple(tensor.shape))
+            return
         if self._roughly and tensor.nbytes > _LARGE_BYTES:
             yield from (tensor._version, tensor.data_ptr(), tuple(tensor.shape))
             return
@@ -172,10 +191,9 @@ class _Digesting(pickle.Pickler):
             self.shared = True
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
-        if isinstance(owner, torch.Tensor):
-            self.shared |= _is_shared(owner)
-        elif not isinstance(owner, np.ndarray | bytes):
-            self.shared = True  # it may be: the memory is somebody else's
+        private = isinstance(owner, np.ndarray | bytes)
+        if not private and not (isinstance(owner, torch.Tensor) and not _is_shared(owner)):
+            self.shared = True  # or it may be: the memory is somebody else's
         if self._roughly and array.nbytes > _LARGE_BYTES:
             yield array.ctypes.data
             array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]

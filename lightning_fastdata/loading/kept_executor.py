@@ -153,6 +153,8 @@ class KeptExecutor:
         self._state: Fingerprint | None = None
         """What the workers read, as it was when they started; None: it cannot be compared."""
         self._seen: Fingerprint | None = None
+        self._fresh = True
+        """Nothing that was read ahead of the epoch may be used."""
         self.told = False
         """The dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
@@ -225,7 +227,9 @@ class KeptExecutor:
         if not self.aside:
             return True  # Threads and reused memory cost nothing between epochs.
         seen, self._seen = self._seen, None
-        same = seen is not None and seen == self._state
+        same = _is_same(seen, self._state)
+        # What was read ahead is older than a file, if that has changed since.
+        self._fresh = seen != self._state
         if not same and self._iterator is not None and not self.persistent:
             if not in_use:
                 self._iterator.close()
@@ -282,7 +286,7 @@ class KeptExecutor:
         if order is None or not arms or not isinstance(executor, ArmingExecutor):
             executor.start_epoch(iter(indices), epoch)
             return
-        executor.start_epoch(iter(indices), epoch, order)
+        executor.start_epoch(iter(indices), epoch, None if self._fresh else order)
         # An epoch that is not shuffled is one of several passes over data, as a validation is, and
         # may be repeated or followed by none.
         if order.shuffle:
@@ -340,8 +344,7 @@ class KeptExecutor:
 
     def _has_changed(self) -> bool:
         """Return whether what the workers of this epoch read may have changed since they began."""
-        now = self._read_state()
-        return now is None or now != self._state
+        return not _is_same(self._read_state(), self._state)
 
     def _tell_other_state(self) -> None:
         """Warn where a worker that took a dead one's place may read something else."""
@@ -387,6 +390,11 @@ class KeptExecutor:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
+
+
+def _is_same(one: Fingerprint | None, other: Fingerprint | None) -> bool:
+    """Return whether processes that were started with either read the same."""
+    return one is not None and other is not None and one.own == other.own
 
 
 class EpochIterator:

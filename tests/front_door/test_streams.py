@@ -272,7 +272,7 @@ class Configured(IterableDataset):
 @SEVERAL
 def test_a_worker_init_fn_may_split_the_stream() -> None:
     given = DataLoader(Configured(), 4, worker_init_fn=take_part)
-    data = FastDataModule.from_loaders(given)
+    data = FastDataModule.from_loaders(given, num_workers="auto")
     assert data.train_dataloader().num_workers > 1
     assert sorted(flat(fitted(data))) == list(range(COUNT))
 
