@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -121,6 +122,20 @@ def held_signals() -> Iterator[None]:
                     undo.callback(signal.signal, number, handler)
                     signal.signal(number, lambda number, _: came.append(number))
         yield
+
+
+@contextmanager
+def started(process: BaseProcess) -> Iterator[None]:
+    """Have a process in the block, however that ends: it has ended behind it."""
+    try:
+        with held_signals():
+            process.start()
+        yield
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+            process.close()
 
 
 def cache_folder() -> Path:

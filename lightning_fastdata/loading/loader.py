@@ -292,6 +292,9 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
 
         Order and randomness are those of ``epoch()``.
         """
+        if self.run is not None:
+            # Lightning counts batches from here on, and may have to count what was taken anew.
+            self.run.resumed(self)
         watch = self._state_watch()
         return CountedBatches(self._next_pass, self._begin, self._position.settle, self, watch)
 

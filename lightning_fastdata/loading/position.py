@@ -207,7 +207,7 @@ class CountedBatches:
         return len(self._loader)  # as torch's iterators, which have a length
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name in ("_ask", "_batches", "_loader", "_pass", "_watch"):
             raise AttributeError(name)
         return getattr(self._batches, name)
 

@@ -26,7 +26,7 @@ from typing import (
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.host.system_calls import held_signals
+from lightning_fastdata.host.system_calls import started
 from lightning_fastdata.tree import has_method
 
 T = TypeVar("T")
@@ -179,14 +179,12 @@ class OpenedInEachProcess(Generic[Handle]):
             context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_send_answer, args=(question, theirs))
-            with held_signals():
-                process.start()
-            theirs.close()
-            try:
-                answer, error = ours.recv()
-            except EOFError:
-                answer, error = None, "the process that asked died"
-            process.join()
+            with ours, theirs, started(process):
+                theirs.close()
+                try:
+                    answer, error = ours.recv()
+                except EOFError:
+                    answer, error = None, "the process that asked died"
         if error is not None:
             raise DatasetError(error)
         return cast("T", answer)

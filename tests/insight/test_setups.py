@@ -135,6 +135,7 @@ def test_the_loader_is_as_far_ahead_as_its_executor_is_told(workers, prefetch, s
         dataset, executor="workers", num_workers=workers, prefetch_factor=prefetch, **settings
     )
     batches = iter(loader)
+    next(batches)
     try:
         plan = batches.executor.plan
         assert setup_of(loader, **HERE).look_ahead == plan.look_ahead

@@ -129,10 +129,10 @@ def test_a_worker_that_hoards_is_replaced_and_no_sample_is_lost_or_doubled():
     how = {"num_workers": 2, "persistent_workers": True}
     loader = FastDataLoader(Hoards(), 4, executor="workers", **how)
     batches = iter(loader)
+    got = next(batches).tolist()
     crew = loader._iterator._crew
     clock_s = [0.0]
     crew._growth = Growth(lambda: clock_s[0], left_bytes=lambda: 100 * MIB)
-    got = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for batch in batches:

@@ -257,9 +257,9 @@ def test_the_iterator_is_torchs_own_but_for_its_batches():
     loader.record_stamps(deque())
     batches = iter(loader)
     assert len(batches) == 4
+    assert isinstance(next(batches), dict)
     assert batches._num_workers == 1
     assert list(pickle.loads(pickle.dumps(batches))) == []
-    assert isinstance(next(batches), dict)
     copied = copy.copy(loader)
     assert copied.records is None
     assert len(list(copied)) == 4

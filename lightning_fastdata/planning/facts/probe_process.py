@@ -31,8 +31,8 @@ from lightning_fastdata.host.system_calls import (
     OpenFile,
     die_with,
     files_being_read,
-    held_signals,
     open_anew,
+    started,
 )
 
 Tell: TypeAlias = Callable[[str, object], None]
@@ -96,24 +96,17 @@ def try_apart(
         daemon=True,
         name="fastdata-probe",
     )
-    with ours, theirs, stacks, stack_end:
+    with ours, theirs, stacks, stack_end, contextlib.ExitStack() as running:
         try:
-            with held_signals():
-                process.start()
+            running.enter_context(started(process))
         except Exception as error:  # what cannot be pickled, and processes that may have no others
             what = f"could not be started: {type(error).__name__}: {error}"
             return Findings(failure=Failure(kind="not started", what=what))
         theirs.close()
         stack_end.close()
         values: dict[str, object] = {}
-        try:
-            return Findings(
-                values=values, failure=_listen(process, ours, stacks, deadline_s, values)
-            )
-        finally:
-            process.kill()
-            process.join()
-            process.close()
+        failure = _listen(process, ours, stacks, deadline_s, values)
+        return Findings(values=values, failure=failure)
 
 
 def _listen(
