@@ -229,7 +229,7 @@ class InlineExecutor:
         self._plan = plan
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
-        self._count = 0
+        self._count = self._begun = 0
         self._first = True
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
@@ -245,7 +245,7 @@ class InlineExecutor:
         Raises:
             OptionsError: It is a position of several workers, or of other batches.
         """
-        self._epoch, self._first = epoch, True
+        self._epoch, self._first, self._begun = epoch, True, 0
         fetcher = self._fetcher
         if not isinstance(fetcher, StreamFetcher):
             self._batches = fetcher.asks(batches)
@@ -266,6 +266,10 @@ class InlineExecutor:
         """
         return None if self._history is None else self._history.position(delivered)
 
+    def under_way(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many batches of the epoch were begun, and which were not handed over: none."""
+        return self._begun, ()
+
     def __iter__(self) -> InlineExecutor:
         return self
 
@@ -277,6 +281,7 @@ class InlineExecutor:
     def _next(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
+        self._begun += 1
         plan, left_out = self._plan, list[Fault]()
         if plan.faults.quarantine:
             indices, left_out = plan.faults.left_out(

@@ -260,7 +260,7 @@ class StreamExecutor:
 
     def _ask(self, lane: _Lane, ask: StreamAsk) -> None:
         self._count += 1
-        batch = PendingBatch(self._count, self._generation, self._epoch, ask, open_tasks=1)
+        batch = PendingBatch(self._count, self._generation, self._epoch, 0, ask, open_tasks=1)
         if self._whole_bytes:
             batch.slot = self._slots.take(self._whole_bytes)
         lane.batches.append(batch)

@@ -53,6 +53,13 @@ class _Announces(Protocol):
     def ready(self) -> bool: ...
 
 
+@runtime_checkable
+class _Numbers(Protocol):
+    """An executor that knows which batches of the epoch it has handed over."""
+
+    def under_way(self) -> tuple[int, tuple[int, ...]]: ...
+
+
 class SourceSettings(NamedTuple):
     """The attributes of a FastDataLoader that its source rests on, under the same names.
 
@@ -309,6 +316,10 @@ class EpochIterator:
     def ready(self) -> bool:
         """Return whether the next batch, or the end, comes without waiting for a side process."""
         return self.executor.ready() if isinstance(self.executor, _Announces) else True
+
+    def under_way(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return how many batches were begun, and which were not handed over; None: not known."""
+        return self.executor.under_way() if isinstance(self.executor, _Numbers) else None
 
     def end(self, why: str) -> None:
         """Give no more batches."""

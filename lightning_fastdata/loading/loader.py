@@ -16,7 +16,7 @@ from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.torch_guard import OpenedNotes
 from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
-from lightning_fastdata.loading.resume import Resumable
+from lightning_fastdata.loading.resume import Resumable, WatchedBatches
 from lightning_fastdata.loading.source import (
     Source,
     epoch_of,
@@ -312,12 +312,15 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
                 inner.record(self.all_records)
             self._keep(inner, (settings, stamped))
         self._go_on(begun)
-        batches = epoch_of(inner, reported=bool(self._reported))
+        batches = source = epoch_of(inner, reported=bool(self._reported))
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
         if self.faults.is_asked and reads_with_torch(self):
             batches = OpenedNotes(batches, self.faults)
+        skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
+        if self._indices is not None and (skips or not self.in_order):
+            batches = WatchedBatches(batches, begun, source)
         return self._dropped(batches, begun)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ What counts is what the training took, not what was fetched or handed out ahead 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 VERSION: Final = 1
+_KEPT: Final = 2**12
+"""Batches that are handed out ahead of the training at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,12 @@ class LoaderState:
     batches: int
     """Batches of this pass over the data that the training took, of each rank."""
     samples: int
-    """Samples of it that all ranks took."""
+    """Samples of it that all ranks took, and those of ``late``."""
+    late: list[int] = field(default_factory=list)
+    """Numbers, in the order of the epoch, of batches that others have overtaken: they were not
+    taken, and come first."""
+    reached: int | None = None
+    """Batches of the order up to the last one that was taken; None: ``batches``."""
     length: int | None = None
     """Of the dataset; None: it has none."""
     batch_size: int | None = None
@@ -88,6 +96,11 @@ class LoaderState:
                 )
         return given
 
+    @property
+    def order_from(self) -> int:
+        """Number, in the order of the epoch, of the first batch that is not begun."""
+        return self.batches if self.reached is None else self.reached
+
     def differences(self, now: LoaderState) -> Iterator[str]:
         """Yield what of the loader is not as it was, the most important first."""
         if self.length != now.length:
@@ -130,6 +143,15 @@ class Run(Protocol):
         """Return where a loader was when the run was saved that goes on now; None: not known."""
 
 
+class UnderWay(NamedTuple):
+    """Which batches of a pass are under way."""
+
+    begun: int
+    """Batches of the pass that were begun."""
+    waiting: tuple[int, ...]
+    """Those of them, counted from 0, that were not handed out."""
+
+
 class Given(NamedTuple):
     """How much of a pass was given."""
 
@@ -156,6 +178,30 @@ class Pass:
     """It is not what the training takes."""
     earlier: Pass | None = None
     """The one before it in the same epoch."""
+    under_way: deque[UnderWay] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """After each of the last batches that were fetched, if they may not come in order."""
+    fetched: int = 0
+    """How often that was noted."""
+
+    def note(self, under_way: UnderWay) -> None:
+        """Note which batches are under way after the next one was fetched."""
+        self.under_way.append(under_way)
+        self.fetched += 1
+
+    def which(self, batches: int) -> tuple[int | None, list[int]]:
+        """Return what of the order was reached by so many batches, and which of it are left out."""
+        state = self.state or LoaderState(epoch=self.epoch, batches=0, samples=0)
+        back = self.fetched - (batches - state.batches)
+        if not 0 <= back < len(self.under_way):
+            return (state.reached, state.late) if batches == state.batches else (None, [])
+        before, ahead = state.late, state.order_from - len(state.late)
+        reached, waiting = self.under_way[-1 - back]
+        while reached and reached - 1 in waiting:
+            reached -= 1
+        late = [place for place in waiting if place < reached]
+        late += range(reached, len(before))
+        numbers = (before[at] if at < len(before) else ahead + at for at in late)
+        return ahead + max(reached, len(before)), sorted(numbers)
 
     def same_place(self, other: Pass) -> bool:
         """Return whether both begin at the same batch."""
@@ -304,7 +350,7 @@ class Position:
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0
-    ) -> tuple[int, int, LoaderState | None]:
+    ) -> tuple[int, int, LoaderState | Pass | None]:
         """Return the epoch and how many batches of the pass were taken.
 
         Args:
@@ -313,7 +359,8 @@ class Position:
             ahead: Batches that a plain loop has taken and not used.
 
         Returns:
-            Epoch, batches, and the state that was loaded if no batch has followed yet.
+            Epoch, batches, and the state that was loaded if no batch has followed yet, else the
+            pass that gave the batches, if any were taken of one.
         """
         begun = self._pass
         if self._pending is not None:
@@ -323,7 +370,7 @@ class Position:
                 return 0, 0, None
             used = begun.handed - ahead
             whole = (begun.exhausted and not ahead) or used == length
-            return (begun.epoch + 1, 0, None) if whole else (begun.epoch, max(0, used), None)
+            return (begun.epoch + 1, 0, None) if whole else (begun.epoch, max(0, used), begun)
         epoch, taken, last, _ = run.place()
         if begun is None or begun.epoch != epoch:
             return epoch, 0, None
@@ -335,4 +382,4 @@ class Position:
         taken = min(taken, handed)
         while begun.earlier is not None and taken < begun.before:
             begun = begun.earlier
-        return epoch, max(0, taken - begun.before), None
+        return epoch, max(0, taken - begun.before), begun

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
-from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
+from lightning_fastdata.loading.kept_executor import EpochIterator
+from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run, UnderWay
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import (
     EpochIndices,
@@ -25,6 +26,7 @@ from lightning_fastdata.order.indices import (
     Stateful,
 )
 from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
+from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
 
@@ -131,8 +133,8 @@ def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
     if not state.batches:
         drawn = indices.drawn_epoch == state.epoch
         return replace(state, drawn=indices.drawn() if drawn else indices.to_draw())
-    samples = samples_before(indices, state, state.epoch, state.batches)
-    digest = indices.digest(state.epoch, samples, state.batches)
+    samples = samples_before(indices, state, state.epoch, state.order_from)
+    digest = indices.digest(state.epoch, samples, state.order_from)
     return replace(state, samples=samples, digest=digest, drawn=indices.drawn())
 
 
@@ -154,8 +156,9 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     # The digest of a sampler's own order is that of one rank, and rank 0 saves.
     shared = now.world_size > 1 and epoch_order(indices.source, begun.epoch) is None
     return Start(
-        batches=state.batches,
+        batches=state.order_from,
         samples=state.samples,
+        late=tuple(state.late),
         same_batches=state.same_steps(now),
         drawn=state.drawn or None,
         digest=None if shared or changed else state.digest,
@@ -168,6 +171,17 @@ def _tell_unknown(state: LoaderState, where: str) -> None:
         "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
         f"data module does not call super(). The epoch goes on {where}, so that samples may come "
         "twice or not at all in it; later epochs are whole.",
+        FastDataWarning,
+        stacklevel=2,
+    )
+
+
+def _tell_ranks(state: LoaderState) -> None:
+    warnings.warn(
+        f"Batches come as they are ready (in_order=False), and each of the {state.world_size} "
+        "ranks had taken others when the training was saved. Those of rank 0 are known, so that "
+        f"in epoch {state.epoch} some samples may come twice or not at all on other ranks; later "
+        "epochs are whole. For an exact resume leave in_order=True.",
         FastDataWarning,
         stacklevel=2,
     )
@@ -213,6 +227,11 @@ def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterat
         )
     if state.same_steps(now):
         return
+    if state.late:
+        yield (
+            f"{len(state.late)} batches of {state.batch_size} samples that others had overtaken "
+            "(in_order=False) are left out of this epoch, as batches have another size now."
+        )
     was = f"{state.batch_size} x {state.world_size} ranks"
     steps = f"steps of {now.batch_size} x {now.world_size} ranks, which were of {was}"
     known = epoch_order(indices.source, state.epoch) is not None
@@ -266,6 +285,35 @@ def _read_again(batches: Iterator[Batch], count: int, name: str) -> Iterator[Bat
     yield from batches
 
 
+class WatchedBatches(Iterator[Batch]):
+    """The batches of a pass that may not come in order; which were fetched is noted."""
+
+    def __init__(self, batches: Iterator[Batch], begun: Pass, source: object) -> None:
+        self._batches = batches
+        self._begun = begun
+        self._source = source
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        source = self._source
+        now = source.under_way() if isinstance(source, EpochIterator) else under_way(source)
+        if now is not None:
+            self._begun.note(UnderWay(*now))
+        return batch
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._batches))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
+
+
 class Resumable:
     """The part of a FastDataLoader that knows how far the training has come in its batches."""
 
@@ -273,6 +321,7 @@ class Resumable:
     batch_size: int | None
     sampler: Any
     batch_sampler: Any
+    in_order: bool
     seed: int
     epoch: Callable[[], int] | None
     run: Run | None
@@ -303,12 +352,18 @@ class Resumable:
 
         For who takes batches of a plain loop ahead of their use.
         """
-        epoch, batches, pending = self._position.now(self.run, self._length(), ahead)
-        if pending is not None:
-            return pending.as_dict()
+        epoch, batches, found = self._position.now(self.run, self._length(), ahead)
+        if isinstance(found, LoaderState):
+            return found.as_dict()
+        reached, late = (None, []) if found is None else found.which(batches)
         indices = self._indices or self._own_indices()
         state = replace(
-            as_it_is(self, indices), epoch=epoch, batches=batches, quarantine=self.quarantine
+            as_it_is(self, indices),
+            epoch=epoch,
+            batches=batches,
+            reached=reached,
+            late=late,
+            quarantine=self.quarantine,
         )
         if isinstance(self._inner, _Fetches):
             state = replace(state, base_seed=self._inner.base_seed)
@@ -349,6 +404,8 @@ class Resumable:
         if state is not None:
             _restore_dataset(self.dataset, state)
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
+            if state.batches and state.world_size > 1 and not self.in_order and indices is not None:
+                _tell_ranks(state)
         if indices is not None:
             indices.epoch = begun.epoch
             indices.start = start_of(begun, as_it_is(self, indices), indices)

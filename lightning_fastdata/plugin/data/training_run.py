@@ -200,6 +200,8 @@ def record_of_loader(
     """
     sampler: object = loader.batch_sampler
     length = dataset_length(loader.dataset)
+    if loader.num_workers and not loader.in_order:
+        return None  # they came as they were ready
     if sampler is None or isinstance(loader.dataset, IterableDataset) or not length:
         return None
     span = RunSpan(
