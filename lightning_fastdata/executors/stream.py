@@ -241,6 +241,8 @@ class StreamExecutor:
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
+        if any(not (lane.start_known or lane.closed) for lane in self._lanes):
+            self._history = None  # who had not told how it began this epoch never will
         self._crew.close()
         self._slots.close()
         self._lanes.clear()

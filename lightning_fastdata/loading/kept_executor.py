@@ -130,6 +130,8 @@ class KeptExecutor:
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
         self._in_stream: StreamPosition | None = None
+        self._last: Executor | None = None
+        """Of the epoch that began last, also when it is over."""
         # Under this name Lightning looks for workers to stop when it is done.
         self._iterator: Executor | None = None
 
@@ -163,6 +165,7 @@ class KeptExecutor:
             self._iterator = None
             executor.close()  # which would otherwise live as long as the traceback
             raise
+        self._last = executor
         if keep:
             self._iterator = executor
         reported = None if self.reported_batches is None else self.reported_batches()
@@ -205,8 +208,7 @@ class KeptExecutor:
         Raises:
             OptionsError: So many were not handed out, or too long ago.
         """
-        running = None if self._running is None else self._running()
-        executor = self._iterator if running is None else running.executor or self._iterator
+        executor = self._last
         if not isinstance(executor, StreamReader) or (over and not self.keep):
             return None
         position = executor.position(batches)

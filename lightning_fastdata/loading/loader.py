@@ -325,6 +325,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        gone = ("_inner", "_inner_settings", "_indices", "records", "tuning_records")
+        gone = ("_inner", "_read_by", "_inner_settings", "_indices", "records", "tuning_records")
         own = {**dict.fromkeys(gone), "_ledger": Ledger(), "tune": "off"}
         return {**self.__dict__, **own}

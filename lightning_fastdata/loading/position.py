@@ -343,10 +343,16 @@ class Position:
     def given(self, epoch: int, batches: int) -> Given | None:
         """Return where a stream is at the position that :meth:`now` returned; None: not begun."""
         begun = self._pass
-        if begun is None or (begun.epoch == epoch and not begun.earlier):
-            return None if begun is None else Given(batches, over=False)
+        if begun is None:
+            return None
+        state = begun.state or LoaderState(epoch=epoch, batches=0, samples=0)
+        lanes = [] if state.stream is None else state.stream["lanes"]
+        # Of a state without a position in the stream, that was begun anew.
+        unknown = state.batches - sum(lane["batches"] for lane in lanes)
+        if begun.epoch == epoch and not begun.earlier:
+            return Given(batches - unknown, over=False)
         over = begun.epoch == epoch - 1 and begun.exhausted
-        return Given(begun.handed, over=True) if over else None
+        return Given(begun.handed - unknown, over=True) if over else None
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0

@@ -327,6 +327,7 @@ class Resumable:
     run: Run | None
     quarantine: list[int]
     _inner: object
+    _read_by: object
     _indices: EpochIndices | None
 
     def _counts_from_nothing(self, run: Run | None) -> None:
@@ -365,11 +366,12 @@ class Resumable:
             late=late,
             quarantine=self.quarantine,
         )
-        if isinstance(self._inner, _Fetches):
-            state = replace(state, base_seed=self._inner.base_seed)
+        inner = self._read_by
+        if isinstance(inner, _Fetches):
+            state = replace(state, base_seed=inner.base_seed)
             given = self._position.given(epoch, batches) if indices is None else None
             if given is not None:
-                stream = self._inner.stream_position(given.batches, over=given.over)
+                stream = inner.stream_position(given.batches, over=given.over)
                 state = replace(state, stream=stream)
         if indices is not None:
             state = with_indices(state, indices)

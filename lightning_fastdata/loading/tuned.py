@@ -155,6 +155,8 @@ class LoaderWorkers:
     persistent_workers: bool
     tune: str | Tuner
     _inner: Source | None
+    _read_by: Source | None = None
+    """What read the last epoch, also when it is closed."""
     _inner_settings: tuple[SourceSettings, bool] | None
 
     if TYPE_CHECKING:
@@ -244,6 +246,8 @@ class LoaderWorkers:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self).update(_inner=inner, _inner_settings=settings)
+        if inner is not None:
+            vars(self)["_read_by"] = inner
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""

@@ -100,7 +100,7 @@ class TrainingProgress:
         if isinstance(state, Mapping) and "epoch" in state:
             self._place = Place(int(state["epoch"]), int(state["batches"]), last=False)
             if trainer is not None:
-                mend_counts(trainer)
+                mend_counts(trainer, self._place.epoch)
         for path, loader in _training_loaders(trainer):
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
