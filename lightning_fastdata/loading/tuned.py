@@ -155,8 +155,6 @@ class LoaderWorkers:
     persistent_workers: bool
     tune: str | Tuner
     _inner: Source | None
-    _read_by: Source | None = None
-    """What read the last epoch, also when it is closed."""
     _inner_settings: tuple[SourceSettings, bool] | None
 
     if TYPE_CHECKING:

@@ -197,8 +197,9 @@ class Lines(IterableDataset):
     begin, at = 0, -1
 
     def __iter__(self):
-        for self.at in range(self.begin, SAMPLES):
-            yield {"index": self.at}
+        for at in range(self.begin, SAMPLES):
+            self.at = at
+            yield {"index": at}
         self.begin, self.at = 0, -1
 
 
