@@ -192,6 +192,11 @@ class StreamExecutor:
             self._receive(None)
         return self._history.position(delivered)
 
+    @property
+    def stream_drew(self) -> bool:
+        """Whether the stream was seen to draw from global generators."""
+        return self._history is not None and self._history.drew
+
     def _tell_workers(self, workers: int, epoch: int) -> None:
         if workers != self._wanted:
             warnings.warn(

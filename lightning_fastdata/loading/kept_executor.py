@@ -216,6 +216,12 @@ class KeptExecutor:
             position = position.next_epoch()
         return None if position is None else position.as_dict()
 
+    @property
+    def draws_anew(self) -> bool:
+        """Whether a stream draws from global generators whose states nobody saves."""
+        kept = self.persistent and KINDS[self.name].side_processes
+        return isinstance(self._last, StreamReader) and self._last.stream_drew and not kept
+
     def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None:
         """Begin the next epoch as a run that goes on did.
 

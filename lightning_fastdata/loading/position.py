@@ -54,6 +54,8 @@ class LoaderState:
     """What the dataset's own ``state_dict()`` returned."""
     stream: dict[str, Any] | None = None
     """The position in a stream."""
+    draws: bool = False
+    """The stream draws from global generators whose states are not saved."""
     base_seed: int | None = None
     """What the side processes were seeded from."""
     quarantine: list[int] = field(default_factory=list)

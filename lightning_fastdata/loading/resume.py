@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.kept_executor import EpochIterator
 from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run, UnderWay
@@ -56,6 +57,8 @@ class _Fetches(Protocol):
     """A source of batches that an executor of this package fetches."""
 
     base_seed: int | None
+    draws_anew: bool
+    keep: bool
 
     def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None: ...
     def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None: ...
@@ -182,6 +185,29 @@ def _tell_ranks(state: LoaderState) -> None:
         "ranks had taken others when the training was saved. Those of rank 0 are known, so that "
         f"in epoch {state.epoch} some samples may come twice or not at all on other ranks; later "
         "epochs are whole. For an exact resume leave in_order=True.",
+        FastDataWarning,
+        stacklevel=2,
+    )
+
+
+def _tell_draws(stream: object) -> None:
+    warnings.warn(
+        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch). "
+        "Those of the training process, and of workers that are started anew for each epoch, are "
+        "not saved, so that after this resume it draws other numbers than without a break. Read "
+        "it with num_workers=1 or more and persistent_workers=True, or have it draw from a "
+        "generator of its own that is seeded in set_epoch(epoch).",
+        FastDataWarning,
+        stacklevel=2,
+    )
+
+
+def _tell_left(stream: object, epoch: int) -> None:
+    warnings.warn(
+        f"The pass over {type(stream).__name__} before epoch {epoch} was left before its end (as "
+        "with limit_train_batches), and its state_dict() from then is not known. The epoch begins "
+        "as that of a new stream, which may be other samples than without a break. Have the "
+        "stream end by itself.",
         FastDataWarning,
         stacklevel=2,
     )
@@ -368,7 +394,7 @@ class Resumable:
         )
         inner = self._read_by
         if isinstance(inner, _Fetches):
-            state = replace(state, base_seed=inner.base_seed)
+            state = replace(state, base_seed=inner.base_seed, draws=inner.draws_anew)
             given = self._position.given(epoch, batches) if indices is None else None
             if given is not None:
                 stream = inner.stream_position(given.batches, over=given.over)
@@ -411,10 +437,15 @@ class Resumable:
         if indices is not None:
             indices.epoch = begun.epoch
             indices.start = start_of(begun, as_it_is(self, indices), indices)
+        if state is not None and state.draws:
+            _tell_draws(self.dataset)
         if state is not None and isinstance(inner, _Fetches):
             inner.go_on_from(state.base_seed, state.stream)
             if indices is None and state.batches and state.stream is None:
                 _tell_unknown(state, "at the beginning of the stream")
+            between = indices is None and state.epoch and not state.batches
+            if between and state.stream is None and inner.keep and tells_state(self.dataset):
+                _tell_left(self.dataset, state.epoch)
 
     def _dropped(self, batches: Iterator[Batch], begun: Pass) -> Iterator[Batch]:
         """Return what follows the batches of a stream that were delivered before the pass began.
