@@ -45,7 +45,8 @@ class LoaderState:
     order: str = ""
     """Who decides the order: the class of the sampler."""
     digest: int | None = None
-    """CRC-32 of the indices before the position; None: not known."""
+    """CRC-32 of the indices before the position, or of the batches of a stream that torch reads;
+    None: not known."""
     dataset: str = ""
     """The dataset's fingerprint."""
     drawn: Drawn = field(default_factory=dict)
@@ -60,6 +61,8 @@ class LoaderState:
     """What the side processes were seeded from."""
     quarantine: list[int] = field(default_factory=list)
     """Samples that are not read again, as they killed or hung who read them."""
+    bad: list[int | str] = field(default_factory=list)
+    """Samples that were replaced or left out, which count against the budget of bad ones."""
     package: str = ""
     """Version that wrote it."""
     version: int = VERSION
@@ -184,6 +187,8 @@ class Pass:
     """After each of the last batches that were fetched, if they may not come in order."""
     fetched: int = 0
     """How often that was noted."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """Of a stream that torch reads: of its first batches, by their number."""
 
     def note(self, under_way: UnderWay) -> None:
         """Note which batches are under way after the next one was fetched."""

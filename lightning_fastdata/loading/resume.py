@@ -9,13 +9,15 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.stream_state import tells_state
+from lightning_fastdata.executors.fault_log import FaultLog
+from lightning_fastdata.executors.stream_state import ReadSamples, tell_others, tells_state
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.kept_executor import EpochIterator
 from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run, UnderWay
@@ -30,6 +32,8 @@ from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
 from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
+
+_DIGESTS_KEPT: Final = 256
 
 
 class _Loader(Protocol):
@@ -295,13 +299,16 @@ def _sampler_epoch(loader: Resumable) -> int | None:
     return None
 
 
-def _read_again(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch]:
+def _read_again(batches: DigestedBatches, state: LoaderState, stream: object) -> Iterator[Batch]:
     began_s = clock.monotonic()
-    for _ in islice(batches, count):
+    for _ in islice(batches, state.batches):
         pass
-    if count:
+    if state.batches:
+        if state.digest not in (None, batches.digest):
+            tell_others(stream)
         warnings.warn(
-            f"{count} batches of {name} that were delivered before the training was saved were "
+            f"{state.batches} batches of {type(stream).__name__} that were delivered before the "
+            "training was saved were "
             f"read again and dropped, in {clock.monotonic() - began_s:.1f} s, as torch's own "
             "iterator cannot begin within a stream. What its workers draw from global generators "
             'is not drawn again. Use executor="workers".',
@@ -340,6 +347,26 @@ class WatchedBatches(Iterator[Batch]):
         return iter, ((),)
 
 
+class DigestedBatches(WatchedBatches):
+    """The batches of a stream that torch reads: a digest of them is noted."""
+
+    def __init__(self, batches: Iterator[Batch], begun: Pass) -> None:
+        super().__init__(batches, begun, None)
+        self._seen = ReadSamples()
+
+    @property
+    def digest(self) -> int:
+        """Of the batches until now."""
+        return self._seen.digest
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._seen.add(batch.batch if isinstance(batch, StagedBatch) else batch)
+        self._begun.digests[self._seen.samples] = self.digest
+        self._begun.digests.pop(self._seen.samples - _DIGESTS_KEPT, None)
+        return batch
+
+
 class Resumable:
     """The part of a FastDataLoader that knows how far the training has come in its batches."""
 
@@ -352,6 +379,7 @@ class Resumable:
     epoch: Callable[[], int] | None
     run: Run | None
     quarantine: list[int]
+    faults: FaultLog
     _inner: object
     _read_by: object
     _indices: EpochIndices | None
@@ -390,7 +418,9 @@ class Resumable:
             batches=batches,
             reached=reached,
             late=late,
+            digest=None if found is None else found.digests.get(batches),
             quarantine=self.quarantine,
+            bad=self.faults.bad,
         )
         inner = self._read_by
         if isinstance(inner, _Fetches):
@@ -432,6 +462,7 @@ class Resumable:
         if state is not None:
             _restore_dataset(self.dataset, state)
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
+            self.faults.count_in(state.bad)
             if state.batches and state.world_size > 1 and not self.in_order and indices is not None:
                 _tell_ranks(state)
         if indices is not None:
@@ -452,10 +483,10 @@ class Resumable:
 
         Torch's own iterator can only read them again.
         """
-        state = begun.state
-        if state is None or self._indices is not None or isinstance(self._inner, _Fetches):
+        if self._indices is not None or isinstance(self._inner, _Fetches):
             return batches
-        return _read_again(batches, state.batches, type(self.dataset).__name__)
+        seen = DigestedBatches(batches, begun)
+        return seen if begun.state is None else _read_again(seen, begun.state, self.dataset)
 
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):

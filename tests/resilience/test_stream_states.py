@@ -269,6 +269,30 @@ def test_draws_that_a_resume_cannot_repeat_are_told(workers, persistent):
         assert len(told) == (0 if persistent else 1)
 
 
+class OfItsTime(IterableDataset):
+    """Shuffles by what differs in each program, as by the clock, and has no state."""
+
+    def __init__(self, time):
+        self.time = time
+
+    def __iter__(self):
+        yield from ordered(self.time)
+
+
+@pytest.mark.parametrize(("executor", "workers"), [("inline", 0), ("torch", 0), ("workers", 1)])
+@pytest.mark.parametrize("time", [0, 1])
+def test_a_stream_that_is_read_again_and_gives_others_is_told(executor, workers, time):
+    stopped = FastDataLoader(OfItsTime(0), BATCH, num_workers=workers, executor=executor)
+    state = [stopped.state_dict() for _ in islice(stopped, 3)][2]
+    stopped.close()
+    again = FastDataLoader(OfItsTime(time), BATCH, num_workers=workers, executor=executor)
+    again.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        list(again)
+    assert sum("gave other samples" in str(warning.message) for warning in told) == time
+
+
 class Asks(Callback):
     """Saves at the end of the first epoch."""
 
