@@ -130,6 +130,8 @@ class KeptExecutor:
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
         self._in_stream: StreamPosition | None = None
+        self.arms = True
+        """Another epoch may follow the one that begins."""
         self._last: Executor | None = None
         """Of the epoch that began last, also when it is over."""
         # Under this name Lightning looks for workers to stop when it is done.
@@ -196,7 +198,7 @@ class KeptExecutor:
         executor.start_epoch(iter(indices), epoch, order)
         # An epoch that is not shuffled is one of several passes over data, as a validation is, and
         # may be repeated or followed by none.
-        if order.shuffle:
+        if order.shuffle and self.arms:
             executor.arm(replace(order, epoch=epoch + 1, start=0))
 
     def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None:
