@@ -126,12 +126,21 @@ class StreamPosition:
             )
 
 
-def counts_only(saved: dict[str, Any]) -> dict[str, Any]:
+def counts_only(saved: dict[str, Any], epoch: int) -> dict[str, Any]:
     """Return a saved position of another rank for this one, which reads another part of the stream.
 
     Both have taken as many batches; what the rank of the position saved of its part is left out.
     """
     position = StreamPosition.from_dict(saved)
+    if epoch and any(lane.has_state for lane in position.lanes):
+        warnings.warn(
+            f"The stream's state in epoch {epoch} was saved on rank 0, for the part that it reads. "
+            "This rank reads its own part from the beginning of a new stream, so that what that "
+            "has from the passes before, as an order, is lost. Have the stream make it from "
+            "set_epoch(epoch).",
+            FastDataWarning,
+            stacklevel=2,
+        )
     lanes = (LanePosition(batches=lane.batches, skip=lane.batches) for lane in position.lanes)
     return replace(position, lanes=tuple(lanes)).as_dict()
 

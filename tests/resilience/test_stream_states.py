@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors.stream_position import counts_only
 
 LENGTH, BATCH, EPOCHS = 14, 2, 3
 
@@ -344,3 +345,14 @@ def test_an_order_that_was_read_on_from_a_boundary_is_saved_again():
         last = loader_of(CountsPasses, 0)
         last.load_state_dict(state)
         assert [batch for batch, _ in run(last, range(state["epoch"], EPOCHS))] == whole[at + 1 :]
+
+
+def test_another_rank_is_told_that_a_state_is_not_of_its_part():
+    found = list(run(loader_of(CountsPasses, 0), range(2)))
+    for at, told in ((2, 0), (9, 1)):
+        state = found[at][1]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lanes = counts_only(state["stream"], state["epoch"])["lanes"]
+        assert [str(each.message).count("was saved on rank 0") for each in caught] == [1] * told
+        assert [lane["state"] for lane in lanes] == [None]

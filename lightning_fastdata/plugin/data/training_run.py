@@ -114,7 +114,9 @@ class TrainingProgress:
             return None
         state = self._saved[path]
         if state.stream is not None and trainer.global_rank:
-            state = self._saved[path] = replace(state, stream=counts_only(state.stream))
+            state = self._saved[path] = replace(
+                state, stream=counts_only(state.stream, state.epoch)
+            )
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches:
             self._saved[path] = anew
