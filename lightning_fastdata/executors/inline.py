@@ -164,6 +164,7 @@ class StreamFetcher:
             sample = next(self._samples, END_OF_STREAM)
             again, self._again = self._again, False
             if sample is END_OF_STREAM and again:
+                self._note = self._note._replace(empty_pass=self._states.empty_pass())
                 self._samples = self._states.samples(LanePosition())
                 sample = next(self._samples, END_OF_STREAM)
             self._ended = sample is END_OF_STREAM

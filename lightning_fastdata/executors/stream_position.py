@@ -21,6 +21,7 @@ from lightning_fastdata.executors.stream_state import (
     HasBatchSize,
     counts_samples,
     own_stream,
+    tell_empty_pass,
     tell_others,
     tell_read_again,
     tells_state,
@@ -172,6 +173,8 @@ class StreamNote(NamedTuple):
     """Of all samples that it has read in this epoch; None: it did not begin at its beginning."""
     drew: bool = False
     """The stream draws from global generators."""
+    empty_pass: str = ""
+    """What a pass that gave nothing has made of the state that was loaded."""
     others: bool = False
     """Those that it has read again are not those that were delivered before."""
 
@@ -241,7 +244,7 @@ class StreamHistory:
             start.skip and not start.has_state for start in starts
         )
         self._skipped = 0, 0.0
-        self._told_others = False
+        self._told_others = self._told_empty = False
         self._refused = ""
         self.drew = False
         """The stream was seen to draw from global generators."""
@@ -273,6 +276,9 @@ class StreamHistory:
             self._lanes[lane].snapshots[0] = Snapshot(0, note.at_start)
         self._refused = self._refused or note.refused
         self.drew |= note.drew
+        if note.empty_pass and not self._told_empty:
+            self._told_empty = True
+            tell_empty_pass(self._stream, note.empty_pass)
         if note.others and not self._told_others:
             self._told_others = True
             tell_others(self._stream)

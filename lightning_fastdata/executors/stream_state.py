@@ -228,6 +228,7 @@ class StateTaker:
         self._clock = clock_s
         self._next_s = 0.0
         self._loaded = False
+        self._loaded_state: dict[str, Any] | None = None
         self.refused = ""
         """Why its state cannot be saved, to go on with after ``state_dict()``."""
         self._told = False
@@ -295,6 +296,14 @@ class StateTaker:
                 iterator = iter(self._stream)
         return self._dataset.over(iterator) if _is_keyed(self._dataset) else iterator
 
+    def empty_pass(self) -> str:
+        """Return what a pass without samples has made of the state that was loaded; "": nothing."""
+        with suppress(Exception):
+            loaded, now = self._loaded_state, _state_of(self._stream)
+            if loaded is not None and now != loaded:
+                return f"{loaded!r:.100} became {now!r:.100}"
+        return ""
+
     def begin(self, state: dict[str, Any] | None, samples: int, epoch: int) -> None:
         """Have the next pass over the stream go on from a state; None: from the beginning.
 
@@ -305,7 +314,7 @@ class StateTaker:
             # It would go on from what it was given for another pass, in the epoch of that.
             self._stream.reset_state_dict()
             tell_epoch(self._dataset, epoch)
-        self._loaded = state is not None
+        self._loaded, self._loaded_state = state is not None, state
         if state is not None:
             self._stream.load_state_dict(copy.deepcopy(state))  # it may go on in that very object
         if _is_keyed(self._dataset):
@@ -376,6 +385,18 @@ def tell_read_again(stream: object, what: str, seconds: float, why: str) -> None
     warnings.warn(
         f"To go on where the training was saved, {what} of {type(stream).__name__} that were "
         f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}.",
+        FastDataWarning,
+        stacklevel=4,
+    )
+
+
+def tell_empty_pass(stream: object, became: str) -> None:
+    """Say that a state from behind a pass counted an empty one when it was loaded."""
+    name = type(stream).__name__
+    warnings.warn(
+        f"{name}.state_dict() from the end of a pass was loaded, and {name} gave nothing and "
+        f"counted that as a pass: {became}. The pass that follows may be another one than without "
+        "a break. At its end, have __iter__ set its place back to the beginning.",
         FastDataWarning,
         stacklevel=4,
     )
