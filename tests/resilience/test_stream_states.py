@@ -266,7 +266,7 @@ def test_draws_that_a_resume_cannot_repeat_are_told(workers, persistent):
             warnings.simplefilter("always")
             next(iter(again))
         again.close()
-        told = [w for w in told if "draws other numbers than without a break" in str(w.message)]
+        told = [w for w in told if "draws from global generators" in str(w.message)]
         assert len(told) == (0 if persistent else 1)
 
 
