@@ -199,7 +199,8 @@ def _tell_draws(stream: object) -> None:
         f"{type(stream).__name__} draws from global generators (random, numpy.random, torch). "
         "Those of the training process are not saved, and workers that are started anew for each "
         "epoch are seeded from torch's. So after this resume it draws other numbers than without a "
-        "break, with workers from the next epoch on. Read it with num_workers=1 or more and persistent_workers=True, or have it draw from a "
+        "break, with workers from the next epoch on. Read it with num_workers=1 or more and "
+        "persistent_workers=True, or have it draw from a "
         "generator of its own that is seeded in set_epoch(epoch).",
         FastDataWarning,
         stacklevel=2,
