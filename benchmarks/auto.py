@@ -81,7 +81,7 @@ def torch_loader(work: Workload, data: Any, workers: int) -> DataLoader:
         data,
         work.batch_size,
         shuffle=True,
-        num_workers=workers,
+        num_workers="auto" if workers is None else workers,
         persistent_workers=workers > 0,
         collate_fn=work.collate_fn,
     )
@@ -93,7 +93,7 @@ def ours(work: Workload, data: Any, executor: Any, workers: int | None = None) -
         work.batch_size,
         shuffle=True,
         executor=executor,
-        num_workers=workers,
+        num_workers="auto" if workers is None else workers,
         persistent_workers=bool(workers) or None,
         collate_fn=work.collate_fn,
     )

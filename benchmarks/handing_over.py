@@ -5,14 +5,16 @@
 Batches of samples that are there already, read by two workers and by the training process itself.
 CPU time of the training process and of the workers for each batch, from which a line through the
 batch sizes gives a part for each batch and one for each row; what the training process itself
-spends on reading and collating is taken off the workers'. The lowest of the rounds counts. Put the
-figures into ``planning/worker_count.py`` (and the known work into ``planning/facts/probe.py``).
+spends on reading and collating is taken off the workers'. The lowest of the rounds counts. Then the
+time that a worker more makes an epoch longer that starts its workers anew. Put the figures into
+``planning/worker_count.py`` (and the known work into ``planning/facts/probe.py``).
 """
 
 from __future__ import annotations
 
 import time
 
+import lightning.pytorch  # noqa: F401  # which makes a fork dearer
 import numpy as np
 import psutil
 import torch
@@ -26,6 +28,7 @@ from lightning_fastdata.randomness.seeds import seed_global_generators
 
 SIZES = (1, 32, 512)
 LEAST_BATCHES, ROWS = 40, 10_000
+STARTED = 4
 
 
 class Ready(Dataset):
@@ -57,6 +60,19 @@ def lowest(loader, rounds: int) -> tuple[float, float]:
     per_batch_ms(loader)
     found = [per_batch_ms(loader) for _ in range(rounds)]
     return min(here for here, _ in found), min(below for _, below in found)
+
+
+def start_ms(method: str, rounds: int) -> float:
+    """Milliseconds to start one worker and to end it, in a program that has imported Lightning."""
+    loader = FastDataLoader(
+        Ready(4), 4, executor="workers", num_workers=STARTED, multiprocessing_context=method
+    )
+    took = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        list(loader)
+        took.append(time.perf_counter() - began)
+    return 1000 * min(took) / STARTED
 
 
 def line(sizes: list[int], ms: list[float]) -> tuple[float, float]:
@@ -95,6 +111,8 @@ def main() -> None:
         "_TAKE_MS": take[0],
         "_TAKE_ROW_MS": take[1],
         "_KEY_MS": 1000 * float(np.median(keyed)),
+        "_FORK_MS": start_ms("fork", asked.rounds),
+        "_FRESH_MS": start_ms("spawn", asked.rounds),
         "_KNOWN_MS": 1000 * float(np.median([known_work() for _ in range(200)])),
     }
     for name, value in constants.items():

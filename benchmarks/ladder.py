@@ -128,7 +128,7 @@ def theirs(dataset: Dataset, *, ahead: bool = False, **settings: Any) -> Callabl
 
 
 def ours() -> FastDataLoader:
-    return FastDataLoader(Waiting(), batch_size=BATCH, shuffle=True, executor="auto")
+    return FastDataLoader(Waiting(), batch_size=BATCH, shuffle=True, num_workers="auto")
 
 
 def ours_in_a_module() -> FastDataLoader:

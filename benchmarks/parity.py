@@ -279,8 +279,9 @@ of Albumentations' result and not its pixels; how that is checked is in
 [augmentation.md](augmentation.md#the-same-distribution).
 
 *Runs on* is meant for images of one size. In a pipeline it depends on the neighbours: what comes
-before the operation that makes all images one size stays in the worker. `print(data.explain())`
-tells.
+before the operation that makes all images one size stays in the worker, and so does what is not
+equal before an operation [that amplifies](augmentation.md#what-amplifies), which bounds whole
+pipelines. `print(data.explain())` tells.
 
 | operation | arguments | runs on | uint8: max | mean | equal | float32: max | mean | equal |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -62,7 +62,7 @@ def main() -> None:
         "torch, in_order": DataLoader(data, persistent_workers=True, **how),
         "torch, in_order=False": DataLoader(data, persistent_workers=True, in_order=False, **how),
         "ours, workers": FastDataLoader(data, persistent_workers=True, executor="workers", **how),
-        "ours, auto": FastDataLoader(data, batch_size=BATCH, shuffle=True, executor="auto"),
+        "ours, auto": FastDataLoader(data, batch_size=BATCH, shuffle=True, num_workers="auto"),
     }
     print(f"ours, auto: {loaders['ours, auto'].num_workers} workers")
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loaders}

@@ -81,7 +81,7 @@ def loaders_of(way: str, size: int, batches: int) -> dict[str, Callable[[], Any]
     return {
         "torch": lambda: DataLoader(data, **two),
         "workers": lambda: FastDataLoader(data, executor="workers", **two),
-        "auto": lambda: FastDataLoader(data, executor="auto", **how),
+        "auto": lambda: FastDataLoader(data, num_workers="auto", **how),
     }
 
 

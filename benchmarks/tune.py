@@ -177,7 +177,8 @@ def our_loader(work: Workload, data: Any, workers: int | None) -> FastDataLoader
     shuffle = None if isinstance(data, IterableDataset) else True
     executor = "auto" if workers is None else "workers" if workers else "inline"
     return FastDataLoader(
-        data, work.batch_size, shuffle, num_workers=workers, executor=executor,
+        data, work.batch_size, shuffle, executor=executor,
+        num_workers="auto" if workers is None else workers,
         persistent_workers=bool(workers) or None, collate_fn=work.collate_fn,
     )  # fmt: skip
 
@@ -249,7 +250,7 @@ def changed(name: str, scratch: Path, numbers: Any) -> dict[str, Any]:
     set_wait(file, after_ms)
     best = swept(work, data, our_loader, numbers)
     set_wait(file, before_ms)
-    auto = FastDataLoader(data, 16, executor="auto")
+    auto = FastDataLoader(data, 16, num_workers="auto")
     running = steps(auto)
     mean_ms(running, skip=200, take=1)
     started_as = f"{auto.executor} {auto.num_workers}"

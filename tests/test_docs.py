@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from augment.trainers import Keeps, quiet_trainer
 from programs import run_program
+from torch.utils.data import Subset
 
 import lightning_fastdata
 from lightning_fastdata import sources
@@ -108,6 +111,55 @@ def test_the_code_of_a_page_runs(page, cache_of_pages, photos, tmp_path):
 def test_code_that_is_not_run_compiles(page):
     for block in blocks_of(page):
         compile("\n" * block.line + block.code, str(page), "exec")
+
+
+# -- what code means -------------------------------------------------------------------------------
+
+
+def modules_of(page: Path) -> list[object]:
+    """Return the data module that each block makes, as it was when the block had run."""
+    found, names = [], {}
+    for block in blocks_of(page):
+        if block.runs:
+            names["data"] = None
+            exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
+            found += [] if names["data"] is None else [names["data"]]
+    return found
+
+
+def trained_on(data, folder, dataset=None, epochs=2):
+    """Return the images and labels of each batch of each epoch, of ``dataset`` or its own."""
+    model = Keeps()
+    if dataset is not None:
+        data.train_dataset = lambda: dataset
+    quiet_trainer(folder, max_epochs=epochs).fit(model, datamodule=data)
+    return [(image.float(), label) for image, label in model.seen]
+
+
+def test_the_modules_of_the_page_on_migrating_keep_counts_order_and_draws(
+    cache_of_pages, photos, tmp_path, monkeypatch
+):
+    (tmp_path / "photos").symlink_to(photos)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", cache_of_pages)
+    modules = modules_of(ROOT / "docs/howto/migrating.md")
+    assert len(modules) > 2
+    for data in modules:
+        source = data.train_dataset()
+        dataset = getattr(source, "dataset", source)
+        labels = list(dataset.targets)
+        taken = trained_on(data, tmp_path)
+        half = len(taken) // 2
+        epochs = [torch.cat([label for _, label in part]) for part in (taken[:half], taken[half:])]
+        for epoch in epochs:
+            assert sorted(epoch.tolist()) == sorted(labels)  # each once
+            assert epoch.tolist() != labels
+        assert epochs[0].tolist() != epochs[1].tolist()
+        assert [len(label) for _, label in taken[: half - 1]] == [16] * (half - 1)
+        # Of one sample again and again: what draws, draws for each sample of a batch.
+        again = trained_on(data, tmp_path, Subset(dataset, [0] * 32))
+        kinds = [{one.numpy().tobytes() for one in image} for image, _ in again]
+        assert len(set.union(*kinds)) == 1 or all(len(of_batch) > 1 for of_batch in kinds)
 
 
 # -- links -----------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from lightning_fastdata.augment.pipeline.fields import (
     describe,
     find_fields,
     get_field,
+    to_hwc,
 )
 from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.pipeline.values import in_unit_range
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes, find_instances, loaded_classes
 
@@ -139,6 +141,38 @@ def find_normalized(owner: object) -> Normalized | None:
         kinds = loaded_classes(module, "Normalize")
         found |= {_way(own.mean, own.std) for own in find_instances(owner, kinds)}
     return found.pop() if len(found) == 1 else None
+
+
+def left_undone(
+    training: Iterable[object], other: Iterable[object], sample: Batch, image: int | str | None
+) -> str | None:
+    """Return what training does to all images and another stage does not; None: nothing is seen.
+
+    That is how they are made floating point and normalised.
+
+    Args:
+        training: transforms of the training.
+        other: transforms of the other stage.
+        sample: of its dataset, which may have done all of it already.
+        image: key or index of the image in it; None finds it.
+    """
+    trained, others = _names(training), _names(other)
+    try:
+        place = find_fields(sample, Fields(image=image), batched=False).image
+        pixels, _ = to_hwc(get_field(sample, place))
+    except BatchError:
+        return None
+    normalised = "Normalize" not in trained - others or not in_unit_range(pixels)
+    if normalised and (others or not trained or pixels.dtype.kind == "f"):
+        return None
+    return f"{' and '.join(sorted(trained))}, and images here are {describe(pixels)}"
+
+
+def _names(transforms: Iterable[object]) -> set[str]:
+    """Return which operations of pipelines make floats of all images."""
+    composes = find_composes(list(transforms))
+    leaves = [leaf for compose in composes for leaf in list_leaves(compose)]
+    return {type(leaf.transform).__name__ for leaf in leaves} & {"Normalize", "ToFloat"}
 
 
 def _way(mean: object, std: object) -> Normalized:

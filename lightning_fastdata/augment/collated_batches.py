@@ -13,6 +13,7 @@ import torch
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     channels_first,
+    describe,
     get_field,
     mask_as_given,
     numpy_dtype,
@@ -30,7 +31,7 @@ from lightning_fastdata.augment.record.targets import (
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import put_rows, replay_image
-from lightning_fastdata.errors import OptionsError, TransformError
+from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class ForeignBatches:
         Images are ``[n, C, H, W]`` or ``[n, H, W, C]``; sample ``i`` draws with ``key.index + i``.
 
         Raises:
-            BatchError: the image is no batch, or one of floats outside of [0, 1].
+            BatchError: the image is no batch, or one of floats outside of [0, 1]; or a mask or
+                another image is no tensor of as many samples.
             TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
                 that is not wanted.
         """
@@ -103,6 +105,15 @@ class ForeignBatches:
         height, width = image.shape[2:] if first else image.shape[1:3]
         size = int(height), int(width)
         given = {name: get_field(batch, place) for name, place in places.items()}
+        for place in places.values():
+            if not isinstance(mask := get_field(batch, place), torch.Tensor) or len(mask) != len(
+                image
+            ):
+                raise BatchError(
+                    f"The field {place!r} is {describe(mask)}. Expected a tensor of {len(image)} "
+                    "samples, as the images are. If some samples lack it, give the pipeline to "
+                    "FastDataModule(augment=...), which sees samples before they are collated."
+                )
         tensors, turned = channels_behind(given, size)
         channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
         roles = target_roles(self._compose)
@@ -115,10 +126,10 @@ class ForeignBatches:
             refuse_cpu(self.plan(size, channels, values))
         shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
         recorder = None if shortcut else self.recorder(size, channels, values)
-        if recorder is None:
-            results, is_chw = run_each(tensors, key, self._compose)
-        else:
-            results, is_chw = replay_all(tensors, key, recorder, self._ops, strict=self._strict)
+        replayed = None
+        if recorder is not None:
+            replayed = replay_all(tensors, key, recorder, self._ops, strict=self._strict)
+        results, is_chw = replayed or run_each(tensors, key, self._compose)
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
         return put_fields(batch, {places[name]: results[name] for name in places})
 
@@ -235,11 +246,12 @@ def replay_all(
     ops: Mapping[str, DeviceOp],
     *,
     strict: bool = False,
-) -> tuple[dict[str, torch.Tensor], bool]:
+) -> tuple[dict[str, torch.Tensor], bool] | None:
     """Draw every sample here, and compute the draws where the batch lies.
 
     Samples in which an operation needs real pixels are fetched one by one and put back, or are an
-    error if it is ``strict``.
+    error if it is ``strict``. None: by then they have another shape or dtype than the others, so
+    that nothing can be left to the device.
     """
     samples = len(tensors["image"])
     shown = {
@@ -261,6 +273,10 @@ def replay_all(
         for name, tensor in tensors.items():
             if not callable(result[name]):
                 ran[name][row] = _as_tensor(result[name], tensor)
+    for name, tensor in tensors.items():
+        rows = [*ran[name].values(), *([] if len(ran[name]) == samples else [tensor[0]])]
+        if len({(row.shape, row.dtype) for row in rows}) > 1:
+            return None
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
     results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():

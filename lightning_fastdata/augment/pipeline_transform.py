@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
 from lightning_fastdata.augment.ops.output import OutputForm, check_form
-from lightning_fastdata.augment.pipeline.fields import (
-    Fields,
-    describe,
-    find_fields,
-    get_field,
-    to_hwc,
-)
+from lightning_fastdata.augment.pipeline.fields import Fields, describe
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, redrawn
 from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
 from lightning_fastdata.augment.record.targets import convert_images, target_roles
@@ -31,6 +25,7 @@ from lightning_fastdata.augment.replay.torch import replay_batch
 from lightning_fastdata.augment.replay.warm_up import Variant, kernels_of
 from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.errors import BatchError, FastDataWarning
+from lightning_fastdata.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from typing import Self
@@ -43,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.values import States
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.augment.stage_transform import PlaceSwitch
+    from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -73,15 +69,49 @@ class PipelineTransform:
         self.form = form or OutputForm()
         check_form(self.form, compose)
         self._ops = ops
-        self._registered = registered_forms(compose)
         self._same_pixels = same_pixels
         self._strict = strict
         self._on_cpu = checked_on_cpu(on_cpu)
-        self.plan = self._any_size = self._analyse(channels=3)
-        self._crop: CropOnDevice | None = None
         self._fields = fields
-        self._roles = target_roles(compose)
+        self._images: tuple[int | None, Collection[States]] = 3, OF_BYTES
+        """Channels and values of the images that the plan is for."""
+        self._unfitted: PipelineTransform | None = None
+        """What :meth:`for_samples` has made this of; it runs on the device."""
+        self._why_not: str | None = None
+        """Why nothing of it runs on a device; None: something may."""
+        self._take_in(fingerprint(compose))
+
+    def _take_in(self, state: Fingerprint | None) -> None:
+        """Plan for the pipeline as it is now."""
+        channels, values = self._images
+        self._state = state
+        self._epoch: int | None = None
+        self._registered = registered_forms(self.compose)
+        self.plan = self._any_size = self._analyse(
+            channels=channels, values=values, why_not=self._why_not
+        )
+        self._crop: CropOnDevice | None = None
+        self._roles = target_roles(self.compose)
         self._foreign: ForeignBatches | None = None
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return the pipeline."""
+        return (self.compose,)
+
+    def renewed(self) -> Self:
+        """Return the transform as the pipeline is now: itself, if nothing of that has changed.
+
+        What a device does has to be found out anew; it does not crop any more.
+        """
+        state = fingerprint(self.compose)
+        if state is not None and state == self._state:
+            return self
+        check_form(self.form, self.compose)
+        twin = copy.copy(self)
+        twin._take_in(state)
+        if self._unfitted is not None:
+            self._unfitted._take_in(state)
+        return twin
 
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
@@ -110,9 +140,8 @@ class PipelineTransform:
         )
 
     def check_sample(self, sample: Batch) -> None:
-        """Raise BatchError if a sample of the dataset holds no image that can be read."""
-        found = find_fields(sample, self._fields, batched=False)
-        to_hwc(get_field(sample, found.image))
+        """Raise BatchError if a sample holds no image, or something that would stay behind it."""
+        self.in_worker(on_device=False).form_of(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):
@@ -125,11 +154,17 @@ class PipelineTransform:
                     stacklevel=2,
                 )
 
-    def _analyse(self, *, channels: int | None, values: Collection[States] = OF_BYTES) -> Plan:
+    def _analyse(
+        self,
+        *,
+        channels: int | None,
+        values: Collection[States] = OF_BYTES,
+        why_not: str | None = None,
+    ) -> Plan:
         return analyse(
             self.compose,
             self.ops,
-            refusal=refusal(),
+            refusal=refusal() or why_not,
             same_pixels=self._same_pixels,
             channels=channels,
             values=values,
@@ -156,16 +191,23 @@ class PipelineTransform:
         another size are still right, but cost more than without.
         """
         worker = ComposeWorker(self.compose, self._fields, None, self._ops)
-        forms: list[SampleForm] = []
+        found: list[SampleForm | None] = []
         for sample in samples:
             try:
-                forms.append(worker.form_of(sample))
+                found.append(worker.form_of(sample))
             except BatchError:
-                if not forms:
+                if not found:
                     raise
                 break  # Training reports it, if it reads that sample.
-        if not forms:
+        if not found:
             return self
+        fitted = copy.copy(self)
+        fitted._foreign, fitted._crop, fitted._unfitted = None, None, self
+        if not (forms := [form for form in found if form is not None]):
+            why_not = "the samples hold no image, but frames or volumes"
+            fitted._why_not = why_not
+            fitted.plan = fitted._any_size = self._analyse(channels=3, why_not=why_not)
+            return fitted
         (size, channels, first), crop = forms[0], None
         values = [frozenset(form.values.get(name, first[name]) for form in forms) for name in first]
         if size is not None and all(form.size == size for form in forms):
@@ -178,8 +220,7 @@ class PipelineTransform:
                 channels=channels,
                 values=values,
             )
-        fitted = copy.copy(self)
-        fitted._foreign = None
+        fitted._images = channels, values
         fitted._any_size = self._analyse(channels=channels, values=values)
         fitted._crop = crop
         fitted.plan = fitted._any_size if crop is None else crop.plan
@@ -209,6 +250,9 @@ class PipelineTransform:
 
     def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
         with plain_tensors():
+            if self._epoch not in (None, key.epoch) and fingerprint(self.compose) != self._state:
+                self._take_in(fingerprint(self.compose))
+            self._epoch = key.epoch
             batch = self._on_batches().run(batch, fields, key)
             return convert_images(batch, fields, self._roles, self.form)
 

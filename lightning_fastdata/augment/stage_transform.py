@@ -47,6 +47,14 @@ class WorkerTransform(Protocol):
     def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
         """Return a collated batch, complete, where no device takes part."""
 
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
+        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[Any], /
+    ) -> tuple[list[Any], list[Any]]:
+        """Return samples of which nothing waits for the device, and what else was drawn."""
+
     def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
         """Return for each row that becomes of a sample what is drawn for it, in words.
 
@@ -79,6 +87,12 @@ class StageTransform(Protocol):
 
         It may do less in the workers, and has to be right for any other sample, too.
         """
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return what the user gave and may change: a pipeline, say."""
+
+    def renewed(self) -> StageTransform:
+        """Return the transform as what it is made of is now: itself, if nothing has changed."""
 
     def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
         """Return runs that have each kernel compiled which batches may need on a device.
@@ -123,6 +137,14 @@ class CallableTransform:
         return ()
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
+        """Return it as it is."""
+        return self
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return nothing: it is called itself, and no copy of it."""
+        return ()
+
+    def renewed(self) -> Self:
         """Return it as it is."""
         return self
 
@@ -261,6 +283,15 @@ class SwitchedTransform:
         """Return the same switch on the transform for a dataset."""
         return self._switch.on(self.inner.for_samples(samples))
 
+    def made_of(self) -> tuple[object, ...]:
+        """Return what the transform is made of."""
+        return self.inner.made_of()
+
+    def renewed(self) -> StageTransform:
+        """Return the same switch on the transform as it is now."""
+        inner = self.inner.renewed()
+        return self if inner is self.inner else self._switch.on(inner)
+
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
         """Return the part that runs on each sample; without a device, the whole of it."""
         whole = self.inner.in_worker(on_device=False)
@@ -300,6 +331,18 @@ class SwitchedWorker:
         if not self._whole.needs_batches:
             return batch
         return self._whole.finish(batch, [own for _, own in drawn])
+
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
+        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        whole = bool(drawn) and drawn[0][0]
+        return whole or self._deferred.stacks(samples, [own for _, own in drawn], batch)
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return samples of which nothing waits for the device, and what else was drawn."""
+        done, left = self._deferred.finish_each(samples, [own for _, own in drawn])
+        return done, [(False, own) for own in left]
 
     def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
         """Return what is drawn for each row that becomes of a sample, in words."""

@@ -12,6 +12,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     describe,
     find_fields,
     get_field,
+    listed,
     put_fields,
 )
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
@@ -47,6 +48,7 @@ def as_batch_transform(
     *,
     image: int | str | None = None,
     mask: int | str | None = None,
+    stays: int | str | Sequence[int | str] = (),
     same_pixels: bool = False,
     out: str | None = None,
     channels_last: bool = False,
@@ -59,7 +61,11 @@ def as_batch_transform(
             batch and returns the whole batch; with ``image=`` it gets that field alone, and its
             result replaces the field.
         image: key or index of the image in a sample and in a batch; None finds it.
-        mask: key or index of the mask; None takes the key ``"mask"``.
+        mask: key or index of the mask; None takes the key ``"mask"``. For more of them, and for
+            other images, Albumentations has ``additional_targets``, such as ``{"depth": "mask"}``;
+            in tuples ``{"2": "image"}`` names the third element.
+        stays: for Albumentations, keys or indices of what is to stay as it is beside an image that
+            is moved. Anything else of the image's height and width is an error.
         same_pixels: for Albumentations, leave noise, elastic fields and other operations that draw
             numbers for every pixel to the worker. On the device they keep the distribution of
             Albumentations' result, not its pixels.
@@ -73,7 +79,7 @@ def as_batch_transform(
         OptionsError: ``out`` is something else.
     """
     form = output_form(out, channels_last=channels_last)
-    fields = Fields(image=image, mask=mask)
+    fields = Fields(image=image, mask=mask, stays=listed(stays))
     ready = isinstance(transform, StageTransform)
     if not ready and callable(transform) and not isinstance(transform, type):
         if is_albumentations_pipeline(transform):
@@ -109,6 +115,7 @@ class BatchTransform(PipelineTransform):
         *,
         image: int | str | None = None,
         mask: int | str | None = None,
+        stays: int | str | Sequence[int | str] = (),
         same_pixels: bool = False,
         out: str | None = None,
         channels_last: bool = False,
@@ -121,7 +128,8 @@ class BatchTransform(PipelineTransform):
             compose: an ``A.Compose`` or any single Albumentations transform.
             image: key or index of the image in batches that are no bare tensor; None finds it.
             mask: key or index of the mask; None takes the key ``"mask"``.
-            same_pixels: as :func:`as_batch_transform` takes it.
+            stays: what is left as it is, as :func:`as_batch_transform` takes it.
+            same_pixels: the same.
             out: the same.
             channels_last: the same.
             strict: refuse a pipeline of which anything would have to run on the CPU for batches on
@@ -140,7 +148,7 @@ class BatchTransform(PipelineTransform):
             )
         made = cls(
             compose,
-            Fields(image=image, mask=mask),
+            Fields(image=image, mask=mask, stays=listed(stays)),
             same_pixels=same_pixels,
             form=output_form(out, channels_last=channels_last),
             strict=strict,

@@ -61,18 +61,31 @@ def tell_rank(rank: Rank) -> None:
         os.environ.setdefault("WORLD_SIZE", str(rank.ranks))
 
 
+_WITH_EPOCHS: Final = (__name__.partition(".")[0], "datasets", "litdata")
+"""Packages whose datasets draw by the epoch that they are told."""
+
 # -- the epoch -------------------------------------------------------------------------------------
 
 
-def tell_epoch(dataset: Dataset[Any], epoch: int) -> None:
-    """Tell a dataset the epoch, also below datasets that wrap it.
+def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
+    """Tell a dataset the epoch, also below datasets that wrap it; return whether one was told.
 
-    ``set_epoch`` is called where there is one: :class:`FastImageFolder` and Hugging Face's iterable
-    datasets draw by it. Streams that count epochs themselves count from this one on, so that a
-    training that goes on in another process reads them in the order in which it began. Only what
-    wrappers hold themselves is looked at: a property may open what is to be opened in the workers.
+    ``set_epoch`` of datasets of this package and of libraries is called: :class:`FastImageFolder`
+    and Hugging Face's iterable datasets draw by it. That of the user's own classes is the user's to
+    call, as torch does not call it either. Streams that count epochs themselves count from this one
+    on, so that a training that goes on in another process reads them in the order in which it
+    began. Only what wrappers hold themselves is looked at: a property may open what is to be opened
+    in the workers.
     """
-    _visit(dataset, lambda one: _told(one, epoch))
+    told: list[object] = []
+
+    def tell(one: object) -> bool:
+        done = _told(one, epoch)
+        told.extend([one] * done)
+        return done
+
+    _visit(dataset, tell)
+    return bool(told)
 
 
 def _told(one: Any, epoch: int) -> bool:
@@ -84,7 +97,7 @@ def _told(one: Any, epoch: int) -> bool:
             ):
                 stage.epoch = epoch - 1  # it adds one when it is begun
         return False
-    if not has_method(one, "set_epoch"):
+    if not has_method(one, "set_epoch") or not any(is_a(one, each) for each in _WITH_EPOCHS):
         return False
     # LitData's own loader counts its epochs from 1.
     one.set_epoch(epoch + 1 if is_a(one, "litdata") else epoch)

@@ -2,7 +2,8 @@
 
 A slot is one anonymous file in memory (``memfd_create``): it has no name that could be left over,
 its pages are reserved before they are used, and it is gone when the last process that maps it is.
-Tensors of a batch view the slot; it is written again only when none of them is alive.
+Tensors of a batch view the slot; it is written again only when none of them is alive. If the
+process was forked meanwhile, the other one may still view it, and it is not written again.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ _COPIES: Final = (
     "fewer batches."
 )
 _said: set[str] = set()
+_forks: Final = [0]
+"""How often this process was forked, or was about to be."""
 _REFUSED: Final = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 _FEW_FILES: Final = (errno.EMFILE, errno.ENFILE)
 _FILES_PER_SLOT: Final = 8
@@ -174,6 +177,8 @@ class Slot:
     """While the memory is locked for a device."""
     lease: weakref.ref[NDArray[np.uint8]] | None = None
     """The array that was handed out over it."""
+    forked: bool = False
+    """A process was forked while it was leased, and may view it for as long as it lives."""
 
     def close(self) -> None:
         """Close the file; what still views the memory has it mapped."""
@@ -268,14 +273,19 @@ class SlotPool:
 
     def lease(self, slot: Slot) -> NDArray[np.uint8]:
         """Return the slot's memory, uint8 [size]; the slot is free when no view of it is left."""
-        returned = self._returned
+        returned, shared, forks = self._returned, self.shared, _forks[0]
         owner = np.frombuffer(slot.mapping, np.uint8)
+
+        def ended(_: object = None) -> None:
+            slot.forked = shared and _forks[0] != forks
+            # Deque appends are atomic, and a collected tensor may end its life in any thread.
+            returned.append(slot)
+
         if slot.locked is not None:
             # The slot outlives a pool that is dropped before: it is unlocked after its last tensor.
-            weakref.finalize(owner, returned.append, slot).atexit = False
+            weakref.finalize(owner, ended).atexit = False
             return owner
-        # Deque appends are atomic, and a collected tensor may end its life in any thread.
-        slot.lease = weakref.ref(owner, lambda _: returned.append(slot))
+        slot.lease = weakref.ref(owner, ended)
         return owner
 
     def give_back(self, slot: Slot) -> None:
@@ -326,11 +336,22 @@ class SlotPool:
     def _reuse(self, slot: Slot) -> None:
         if slot.number not in self._slots:
             return
+        if slot.forked:
+            self._drop(slot)
+            return
         self._free.append(slot)
         # Sizes that batches have outgrown would otherwise pile up.
         crowded = self.size_bytes > self.limit_bytes or len(self._slots) > self._most
         if crowded and len(self._slots) > 2:
             self._drop(slot)
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_count_fork)
 
 
 def _close_files(slots: dict[int, Slot]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
+from torch.utils.data import default_collate
 
 from lightning_fastdata import tree
-from lightning_fastdata.batches.collate import Collate, HandsOn
+from lightning_fastdata.batches.collate import Collate, HandsOn, collate_samples
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.tree import replace_leaves
@@ -229,6 +231,8 @@ class StagingCollate(HandsOn):
         super().__init__(collate_fn)
         self.transform = transform
         self.stage = stage
+        inner = collate_fn.collate_fn if isinstance(collate_fn, SpreadCollate) else collate_fn
+        self._only_stacks = inner in (collate_samples, default_collate)
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
@@ -236,12 +240,21 @@ class StagingCollate(HandsOn):
             return StagedBatch(self._collate_handed_on(samples), None, self.stage)
         drawn = [tape for _sample, tape in samples]
         samples = [sample for sample, _tape in samples]
+        if not self.transform.stacks(samples, drawn):
+            samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
         if draws is None:
             batch = self.transform.finish(self.collate_fn(samples), drawn)
-        else:
+            return StagedBatch(batch, None, self.stage)
+        if self._only_stacks:
+            return StagedBatch(self._collate_handed_on(samples), draws, self.stage)
+        with suppress(Exception):
             batch = self._collate_handed_on(samples)
-        return StagedBatch(batch, draws, self.stage)
+            if self.transform.stacks(samples, drawn, batch):
+                return StagedBatch(batch, draws, self.stage)
+        # What it did to unfinished images, or could not do, it does to finished ones.
+        samples, drawn = self.transform.finish_each(samples, drawn)
+        return StagedBatch(self.collate_fn(samples), self.transform.collate(drawn), self.stage)
 
 
 class FirstOfPairs(HandsOn):

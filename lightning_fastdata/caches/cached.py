@@ -61,9 +61,10 @@ class CachedDataset(Kept, Dataset[Any]):
         always_same: The dataset always returns the same samples, though it seems to draw.
 
     Raises:
-        OptionsError: An argument has an impossible value, or there is no such memory.
+        OptionsError: An argument has an impossible value, there is no such memory, or the folder of
+            the cache belongs to another user, is a link, or cannot be written to.
         DatasetError: The dataset has no length, cannot be recognised in another run, or draws at
-            random.
+            random; or what is in the folder is damaged.
 
     Example:
         >>> data = CachedDataset(ImageFolder("photos", Resize(256)), "disk")  # doctest: +SKIP
@@ -102,12 +103,16 @@ class CachedDataset(Kept, Dataset[Any]):
         if not -self._length <= number < self._length:
             raise IndexError(f"There is no sample {index}: the dataset has {self._length}.")
         number %= self._length
-        file, part = self._opened()
-        there, sample = file.read(number)
-        if not there:
-            sample = self._make(file, part, number)
-        if part.rest is not None:
-            sample = part.rest(sample)
+        opened = self._opened()
+        if opened is None:
+            sample = self.dataset[number]
+        else:
+            file, part = opened
+            there, sample = file.read(number)
+            if not there:
+                sample = self._make(file, part, number)
+            if part.rest is not None:
+                sample = part.rest(sample)
         return sample if self.transform is None else self.transform(sample)
 
     def _make(self, file: SampleFile, part: FixedPart, number: int) -> Batch:
@@ -118,7 +123,10 @@ class CachedDataset(Kept, Dataset[Any]):
         return sample
 
     def _fill(self, indices: Sequence[int]) -> list[bool]:
-        file, part = self._opened()
+        opened = self._opened()
+        if opened is None:
+            return []
+        file, part = opened
         for index in indices:
             if not file.has(index):
                 self._make(file, part, index)
@@ -131,8 +139,12 @@ class CachedDataset(Kept, Dataset[Any]):
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Have the dataset begin to read samples that are not in the cache."""
-        file, part = self._opened()
-        read_ahead(part.dataset, [index for index in indices if not file.has(index)])
+        opened = self._opened()
+        if opened is None:
+            read_ahead(self.dataset, indices)
+        else:
+            file, part = opened
+            read_ahead(part.dataset, [index for index in indices if not file.has(index)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None, "_part": None, "_columns": None}
@@ -142,9 +154,9 @@ class CachedDataset(Kept, Dataset[Any]):
 
     def explain(self) -> str:
         """Return what is kept and where, as text."""
-        file = self._existing()
+        file = self._seen()
         if file is None:
-            return f"cache: {self.folder}, empty yet"
+            return f"cache: {self.folder}, {'not used' if self._given_up else 'empty yet'}"
         said = file.manifest.get("kept", "samples")
         used_mb = file.used_bytes() / 1e6
         return f"cache: {self.folder}, {file.stored()} of {self._length}, {used_mb:.0f} MB: {said}"
@@ -154,29 +166,29 @@ class CachedDataset(Kept, Dataset[Any]):
 
         None unless the sample is kept as it is returned, and was read in this run before.
         """
-        file, part = self._opened()
-        if part.rest is not None or self.transform is not None:
+        opened = self._opened()
+        if opened is None or opened[1].rest is not None or self.transform is not None:
             return None
-        return file.first_leaf(index)
+        return opened[0].first_leaf(index)
 
     def columns(self) -> list[NDArray[Any]] | None:
         """Return the leaves of the samples as memory maps ``[samples, ...]``, in order.
 
-        None unless all samples are kept as they are returned, in one form of numbers alone.
+        None unless all samples are kept as they are returned, whole, in one form of numbers alone.
         """
-        file = None if self.transform is not None else self._existing()
+        file = None if self.transform is not None else self._seen()
         if file is None or file.manifest.get("steps") is not None:
             return None
         if self._columns is None:
             # Kept, because pages of a new map would have to be found again.
-            self._columns = file.columns()
-            if self._columns is not None:
-                self._opened()  # which compares some with the dataset
+            columns = file.columns()
+            if columns is not None and self._opened() is not None:  # which compares some
+                self._columns = columns
         return self._columns
 
     def form(self) -> dict[str, Any] | None:
         """Return the form of all samples in the cache; None: they differ, or there is none yet."""
-        file = self._existing()
+        file = self._seen()
         return None if file is None else file.form
 
     def _existing(self) -> SampleFile | None:
@@ -184,10 +196,21 @@ class CachedDataset(Kept, Dataset[Any]):
             self._file = super()._existing()
         return self._file
 
-    def _opened(self) -> tuple[SampleFile, FixedPart]:
-        """Return the cache and what is kept in it; it is made if it is not there."""
+    def _opened(self) -> tuple[SampleFile, FixedPart] | None:
+        """Return the cache and what is kept in it; it is made if it is not there.
+
+        None if it is optional and cannot be used.
+        """
         if self._file is not None and self._part is not None:
             return self._file, self._part
+        if not self._given_up:
+            try:
+                return self._open()
+            except Exception as error:  # of the system, the cache, or the samples to compare
+                self._go_without(error)
+        return None
+
+    def _open(self) -> tuple[SampleFile, FixedPart]:
         if not self._in_memory:
             hold(self.folder)
         with kept_random_state():
@@ -246,8 +269,9 @@ class CachedSource(Kept):
         key: As for :class:`CachedDataset`.
 
     Raises:
-        OptionsError: An argument has an impossible value, or there is no such memory.
-        DatasetError: The source cannot be recognised in another run.
+        OptionsError: As of :class:`CachedDataset`.
+        DatasetError: The source cannot be recognised in another run; or what is in the folder is
+            damaged.
 
     Example:
         >>> photos = ObjectSource("s3://bucket/photos")  # doctest: +SKIP
@@ -274,6 +298,8 @@ class CachedSource(Kept):
             DatasetError: The cache is of other records, or cannot be read.
         """
         file = self._opened()
+        if file is None:
+            return self._read(indices)
         found = {
             index: record for index in indices for there, record in [file.read(index)] if there
         }
@@ -286,6 +312,8 @@ class CachedSource(Kept):
 
     def _fill(self, indices: Sequence[int]) -> list[bool]:
         file = self._opened()
+        if file is None:
+            return []
         self.get_bytes([index for index in indices if not file.has(index)])
         return [file.has(index) for index in indices]
 
@@ -312,20 +340,26 @@ class CachedSource(Kept):
             f"MB: records of {type(self.source).__name__}"
         )
 
-    def _opened(self) -> SampleFile:
-        """Return the cache; it is made if it is not there."""
+    def _opened(self) -> SampleFile | None:
+        """Return the cache; it is made if it is not there. None: it is optional, and not usable."""
         if self._file is not None:
             return self._file
         with self._opening:  # reads come in several threads
-            if self._file is None:
-                if not self._in_memory:
-                    hold(self.folder)
-                file = open_or_make(self.folder, self._existing, self._create)
-                if self._length not in self._known:
-                    self._compare(file)
-                    self._known.add(self._length)
-                self._file = file
+            if self._file is None and not self._given_up:
+                try:
+                    self._file = self._open()
+                except Exception as error:  # of the system, the cache, or the source to compare
+                    self._go_without(error)
         return self._file
+
+    def _open(self) -> SampleFile:
+        if not self._in_memory:
+            hold(self.folder)
+        file = open_or_make(self.folder, self._existing, self._create)
+        if self._length not in self._known:
+            self._compare(file)
+            self._known.add(self._length)
+        return file
 
     def _create(self) -> SampleFile:
         about = {"kept": "records", "source": type(self.source).__name__}

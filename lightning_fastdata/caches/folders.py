@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.caches.sample_form import Form
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import SharedFlags, cache_folder, private_folder
@@ -24,6 +26,9 @@ from lightning_fastdata.host.system_calls import SharedFlags, cache_folder, priv
 CacheFolder: TypeAlias = str | os.PathLike[str]
 """``"disk"``, ``"ram"`` or a folder."""
 
+_WORDS: Final = ("disk", "ram")
+_ALIKE: Final = 0.75
+_ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _USERS: Final = "users"
 """The file of a cache that processes hold while they use it; its time is that of the last one."""
@@ -53,40 +58,74 @@ def is_memory(folder: CacheFolder) -> bool:
     return os.fspath(folder) == "ram"
 
 
+def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
+    """Raise OptionsError unless this may be the place of a cache: one of the words, or a folder.
+
+    A text that is nearly a word is taken for one that was misspelt.
+    """
+    given = isinstance(folder, str | os.PathLike) and os.fsdecode(folder)
+    if not given or _ADDRESS.match(given):
+        raise OptionsError(
+            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, words))} or a folder "
+            "of this machine."
+        )
+    if isinstance(folder, str) and folder not in words and _is_nearly_a_word(folder):
+        raise OptionsError(
+            f"The place of a cache is {folder!r}. Give {', '.join(map(repr, words))}; or "
+            f"'./{folder}', if a folder of that name is meant."
+        )
+
+
+def _is_nearly_a_word(text: str) -> bool:
+    text, words = text.casefold(), ("auto", *_WORDS)
+    mixed_up = sorted(text) in map(sorted, words)
+    alike = mixed_up or difflib.get_close_matches(text, words, cutoff=_ALIKE)
+    return text.isalpha() and bool(alike)
+
+
 def cache_root(folder: CacheFolder) -> Path:
     """Return the folder in which caches have folders of their own.
 
     Raises:
-        OptionsError: There is no such memory.
+        OptionsError: There is no such memory, or it is no folder.
     """
-    name = os.fspath(folder)
-    if name == "disk":
-        return cache_folder() / "samples"
-    if not is_memory(folder):
-        return Path(name).expanduser()
-    if not _SHARED_MEMORY.is_dir():
-        raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
-    return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
+    check_folder(folder)
+    if is_memory(folder):
+        if not _SHARED_MEMORY.is_dir():
+            raise OptionsError('folder="ram" needs /dev/shm (Linux). Give a folder.')
+        return _SHARED_MEMORY / f"lightning_fastdata-{os.getuid()}"
+    try:
+        root = cache_folder() / "samples" if folder == "disk" else Path(folder).expanduser()
+    except RuntimeError as error:
+        raise OptionsError(
+            f"There is no place for a cache: {error} Set LIGHTNING_FASTDATA_CACHE to a folder."
+        ) from error
+    check_folder(root)  # what the environment says may be an address, too
+    return root
 
 
 def hold(folder: Path, *, until_the_end: bool = False) -> None:
     """Say that this process, and those that it forks, use a cache.
 
     With ``until_the_end`` it is removed with the last process that holds it; one whose processes
-    were killed is removed by the next that comes here.
+    were killed is used by the next of the same name, or removed by the next of another one.
+
+    Raises:
+        OptionsError: It belongs to another user, is a link, or cannot be written to.
     """
     if folder in _held:
         return
     if not until_the_end:
-        _held[folder] = _share(folder)
+        with _used(folder):
+            _held[folder] = _share(folder)
         return
-    private_folder(folder.parent)
-    with locked(folder.parent):
-        for other in folder.parent.iterdir():
-            if other.is_dir() and other != folder:
-                _remove_if_free(other)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _held[folder] = _share(folder)
+    with _used(folder):
+        private_folder(folder.parent)
+        with locked(folder.parent):
+            for other in folder.parent.iterdir():
+                if other.is_dir() and other != folder:
+                    _remove_if_free(other)
+            _held[folder] = _share(folder)
     owner = os.getpid()
 
     def end() -> None:
@@ -100,13 +139,14 @@ def hold(folder: Path, *, until_the_end: bool = False) -> None:
 def remove_forgotten(root: Path, now_s: float | None = None) -> None:
     """Remove the caches in a folder that no process holds, nor has held for 30 days."""
     before_s = (clock.unix_s() if now_s is None else now_s) - _FORGOTTEN_AFTER_S
-    for folder in root.iterdir():
-        try:
-            old = (folder / _USERS).stat().st_mtime < before_s
-        except OSError:
-            continue  # no cache of ours, or one that is being made
-        if old and (folder / "manifest.json").is_file():
-            _remove_if_free(folder)
+    with suppress(OSError):  # others may have the folder, and let nobody list it
+        for folder in root.iterdir():
+            try:
+                old = (folder / _USERS).stat().st_mtime < before_s
+            except OSError:
+                continue  # no cache of ours, or one that is being made
+            if old and (folder / "manifest.json").is_file():
+                _remove_if_free(folder)
 
 
 def open_or_make(
@@ -121,7 +161,7 @@ def open_or_make(
     """
     file = existing()
     if file is None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         remove_forgotten(folder.parent)
         with locked(folder):
             file = existing()  # another process may have made it by now
@@ -134,26 +174,56 @@ def room_bytes(folder: Path, *, in_memory: bool) -> int:
     """Return what a cache may take if nothing is said: half the disk, a quarter of the memory."""
     if in_memory:
         return read_host_memory().available_bytes // 4
+    while not folder.exists():  # it may be yet to be made
+        folder = folder.parent
     return shutil.disk_usage(folder).free // 2
 
 
-def warn_of_full(folder: Path, error: OSError) -> None:
-    """Say that nothing more is written to a cache."""
-    warnings.warn(
-        f"No more samples are written to the cache {folder}: {error.strerror or error}. They are "
-        "made each time. Make room there, or give another folder.",
-        FastDataWarning,
-        stacklevel=3,
-    )
+def is_there(folder: Path) -> bool:
+    """Return whether a cache has its folder.
+
+    Raises:
+        OptionsError: It belongs to another user, or is a link.
+    """
+    with _used(folder):
+        return private_folder(folder, make=False) is not None
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a cache, if it is not there, for this user alone.
+
+    Raises:
+        OptionsError: It belongs to another user, is a link, or cannot be made.
+    """
+    with _used(folder):
+        private_folder(folder)
 
 
 @contextmanager
 def choosing(folder: CacheFolder) -> Iterator[None]:
-    """Let one process at a time look which caches a folder has, and make one."""
+    """Let one process at a time look which caches a folder has, and make one.
+
+    Raises:
+        OptionsError: It cannot be made, or written to.
+    """
     root = cache_root(folder)
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with locked(root):
+    with ExitStack() as held:
+        with _used(root):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held.enter_context(locked(root))
         yield
+
+
+@contextmanager
+def _used(folder: Path) -> Iterator[None]:
+    """Name another place where this one cannot be used."""
+    try:
+        yield
+    except (OSError, OptionsError) as error:
+        raise OptionsError(
+            f"The cache {folder} cannot be used: {str(error).rstrip('.')}. Name another folder "
+            "(cache=... of a data module), or set LIGHTNING_FASTDATA_CACHE to one."
+        ) from error
 
 
 def _folder_name(dataset: object, key: str | None) -> str:
@@ -168,7 +238,7 @@ def _share(folder: Path) -> int:
     import fcntl
 
     while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(folder)
         # It stays open, as the lock is that of the open file. Forked workers have it, too.
         users = os.open(folder / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(users, fcntl.LOCK_SH)
@@ -224,6 +294,10 @@ class Kept:
         self._known = SharedFlags(self._length + 1)
         self._file: SampleFile | None = None
         self._full = False
+        self.optional = False
+        """Whether samples are made, and that is said, where the cache cannot be used: no error."""
+        self._given_up = False
+        is_there(self.folder)  # one of another user is refused at once
         if self._in_memory:
             hold(self.folder, until_the_end=True)
 
@@ -233,13 +307,13 @@ class Kept:
     @property
     def stored(self) -> int:
         """How many records are in the cache."""
-        file = self._existing()
+        file = self._seen()
         return 0 if file is None else file.stored()
 
     @property
     def stored_bytes(self) -> int:
         """How many bytes the records in the cache take."""
-        file = self._existing()
+        file = self._seen()
         return 0 if file is None else file.used_bytes()
 
     def fill(self, num_workers: int = 0) -> None:
@@ -262,12 +336,24 @@ class Kept:
 
     def flush(self) -> None:
         """Wait until the disk has all records that were written."""
-        file = self._existing()
+        file = self._seen()
         if file is not None:
             file.flush()
 
+    def _seen(self) -> SampleFile | None:
+        """Return the cache; None: there is none yet, or it is optional and cannot be used."""
+        if self._given_up:
+            return None
+        try:
+            return self._existing()
+        except (DatasetError, OptionsError) as error:
+            self._go_without(error)
+            return None
+
     def _existing(self) -> SampleFile | None:
-        return self._file or SampleFile.open(self.folder, self._length, self._known)
+        if self._file is not None or not is_there(self.folder):
+            return self._file
+        return SampleFile.open(self.folder, self._length, self._known)
 
     def _new_file(self, *, form: Form | None, about: dict[str, Any]) -> SampleFile:
         most = self._max_bytes or room_bytes(self.folder, in_memory=self._in_memory)
@@ -281,8 +367,33 @@ class Kept:
         try:
             file.write(index, record)
         except OSError as error:
-            self._full = True
-            warn_of_full(self.folder, error)
+            self._give_up(error)
+        except DatasetError as error:
+            if not self.optional:
+                raise
+            self._give_up(error)
+
+    def _go_without(self, error: Exception) -> None:
+        """Raise an error again; or, of a cache that is optional, say it, and use it no more."""
+        if not self.optional:
+            raise error
+        self._given_up = True
+        warnings.warn(
+            f"The samples are made each time, as no cache can be used (cache='auto'): {error}",
+            FastDataWarning,
+            stacklevel=3,
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        """Say that nothing more is written to the cache."""
+        self._full = True
+        said = error.strerror if isinstance(error, OSError) else None
+        warnings.warn(
+            f"No more samples are written to the cache {self.folder}: {said or error}. They are "
+            "made each time. Make room there, or give another folder.",
+            FastDataWarning,
+            stacklevel=3,
+        )
 
 
 class _Filled(Dataset[bool]):

@@ -18,6 +18,7 @@ from lightning_fastdata.caches.folders import (
     cache_root,
     choosing,
     is_memory,
+    make_folder,
 )
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import read_host_memory
@@ -96,7 +97,7 @@ def cache_images(
             return dataset
         pictures = _Pictures(dataset.files, dataset.shorter_side, chosen)
         # So that other ranks, which may see less room, find it and take the same.
-        cache_path(pictures, folder, _key(key, chosen)).mkdir(mode=0o700, exist_ok=True)
+        make_folder(cache_path(pictures, folder, _key(key, chosen)))
         return dataset.reading_from(ImageCache(pictures, folder, max_bytes, _key(key, chosen)))
 
 

@@ -3,9 +3,10 @@
 A folder holds ``manifest.json``, ``index.bin`` and the samples: a file for each leaf, whose row i
 is that of sample i, where all samples have one form (``column-0.bin``, ...), and one file of
 samples of any form otherwise (``samples.bin``). The index has an entry for each sample: where it
-is, how long, and the CRC-32 of its bytes. The bytes are written before the entry, so a sample is
-there whole or not at all; whatever survives a crash of the machine is held against its checksum
-when it is first read in a run.
+is, how long, and the CRC-32 of its number and bytes. The bytes are written before the entry, so a
+sample is there whole or not at all. No byte is believed: of what a crash of the machine, a copy or
+a disk leaves, each sample is held against its checksum when it is first read in a run, and made
+again if that is wrong; a manifest or an index that is damaged is an error that names the folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +31,6 @@ from lightning_fastdata.caches.sample_form import (
     put_together,
     split,
     taken_apart,
-    text_of,
 )
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.system_calls import SharedFlags, write_atomically
@@ -40,11 +41,13 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.caches.sample_form import Form, Raw
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _ENTRY: Final = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
-_HEADER_BYTES: Final = 64
-"""Of the index; its first 8 bytes are where the next sample of any form goes."""
+_MOST_BYTES: Final = 2**32 - 1
+"""Of a sample, as its entry can say."""
 _MOST_MANIFEST_BYTES: Final = 1 << 20
+_CHECKED_BYTES: Final = 1 << 22
+"""Of columns that are read at once to be checked."""
 _ALIGNMENT_BYTES: Final = 64
 
 
@@ -68,12 +71,23 @@ class SampleFile:
         if self._sizes is not None:
             names = [f"column-{number}.bin" for number in range(len(self._sizes))]
         self.paths = [folder / name for name in names]
-        self._files = [os.open(path, os.O_RDWR) for path in self.paths]
-        index: NDArray[Any] = np.memmap(folder / "index.bin", np.uint8, "r+")
+        self._files: list[int] = []
+        self._closing = weakref.finalize(self, _close, self._files)
+        self._closing.atexit = False
         self._first: Raw = np.empty(0, np.uint8)
         """The first of the files, as far as it was mapped."""
-        self._end = index[:8].view("<u8")
-        self._index = index[_HEADER_BYTES:].view(_ENTRY)
+        count = manifest["samples"]
+        found, wanted = (folder / "index.bin").stat().st_size, _index_bytes(count)
+        if found != wanted:
+            raise ValueError(f"index.bin has {found} bytes, not {wanted}")
+        self._mapped: np.memmap[Any, Any] = np.memmap(folder / "index.bin", _ENTRY, "r+")
+        self._index: NDArray[Any] = np.asarray(self._mapped)[:count]
+        for path, size in zip(self.paths, self._sizes or [0], strict=True):
+            file = os.open(path, os.O_RDWR)
+            self._files.append(file)
+            if os.fstat(file).st_size < count * size:
+                # Rows that were cut off are holes, which have no checksum that is right.
+                os.ftruncate(file, count * size)
 
     @classmethod
     def open(cls, folder: Path, samples: int, known: SharedFlags) -> SampleFile | None:
@@ -89,7 +103,10 @@ class SampleFile:
         """
         try:
             with (folder / "manifest.json").open("rb") as file:
-                manifest = json.loads(file.read(_MOST_MANIFEST_BYTES))
+                text, _, crc = file.read(_MOST_MANIFEST_BYTES).partition(b"\n")
+            if crc != _crc_line(text):
+                raise ValueError("manifest.json has not its checksum")
+            manifest = json.loads(text)
             if manifest["format"] != _FORMAT or manifest["samples"] != samples:
                 found = f"{manifest['samples']} samples in format {manifest['format']}"
                 raise ValueError(f"it has {found}, not {samples} in format {_FORMAT}")
@@ -129,18 +146,19 @@ class SampleFile:
         sizes = [1] if form is None else leaf_bytes(form)
         names = ["samples.bin"] if form is None else [f"column-{n}.bin" for n in range(len(sizes))]
         manifest = {"format": _FORMAT, "samples": samples, "form": form, "max_bytes": max_bytes}
+        text = json.dumps({**manifest, **about}).encode()
         try:
-            _make(folder / "index.bin", _HEADER_BYTES + samples * _ENTRY.itemsize, filled=True)
+            _make(folder / "index.bin", _index_bytes(samples), filled=True)
             for name, size in zip(names, sizes, strict=True):
                 # Sparse: a file takes the room of what is written to it.
                 _make(folder / name, 0 if form is None else samples * size, filled=False)
             # Last, because a folder with a manifest is a cache.
-            write_atomically(folder / "manifest.json", json.dumps({**manifest, **about}))
+            write_atomically(folder / "manifest.json", text + b"\n" + _crc_line(text))
         except OSError as error:
             raise DatasetError(
                 f"No cache can be made in {folder}: {error.strerror or error}. Give another folder."
             ) from error
-        return cls(folder, json.loads(json.dumps({**manifest, **about})), known)
+        return cls(folder, json.loads(text), known)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -160,28 +178,26 @@ class SampleFile:
     def read(self, index: int) -> tuple[bool, Any]:
         """Return whether a sample is there whole, and the sample: in memory of its own.
 
-        One whose bytes do not have their checksum is taken out.
+        One whose bytes do not have their checksum, or make no sample, is taken out.
         """
         offset, length, crc = self._index[index].item()
         if not length:
             return False, None
-        form, raws = self.form, []
         try:
-            if self._sizes is not None:
-                raws = [
-                    _read(file, index * size, size)
-                    for file, size in zip(self._files, self._sizes, strict=True)
-                ]
+            if self._sizes is None:
+                raws = [_read(self._files[0], offset, length)]
             else:
-                form, raws = split(_read(self._files[0], offset, length))
-        except (OSError, ValueError):
-            return self._take_out(index)
-        if index not in self._known:
-            if _checksum(form if self._sizes is None else None, raws) != crc:
-                return self._take_out(index)
-            self._known.add(index)
-        assert form is not None
-        return True, put_together(form, raws)
+                columns = zip(self._files, self._sizes, strict=True)
+                raws = [_read(file, index * size, size) for file, size in columns]
+            if index not in self._known:
+                if _checksum(index, raws) != crc:
+                    raise ValueError("the checksum is wrong")
+                self._known.add(index)
+            form, raws = split(raws[0]) if self.form is None else (self.form, raws)
+            return True, put_together(form, raws)
+        except Exception:  # whatever damaged numbers lead to
+            self._take_out(index)
+            return False, None
 
     def first_leaf(self, index: int) -> Raw | None:
         """Return the bytes of a sample's first leaf where they are in the file, and a few more.
@@ -209,27 +225,29 @@ class SampleFile:
         """
         form, raws = taken_apart(sample)
         if self._sizes is None:
-            record = joined(form, raws)
-            offset = self._room(len(record))
+            record = np.frombuffer(joined(form, raws), np.uint8)
+            offset = self._room(record.size)
             if offset is None:
                 return False
             _write(self._files[0], record, offset)
-            self._index[index] = (offset, len(record), _checksum(form, raws))
+            self._index[index] = (offset, record.size, _checksum(index, [record]))
         else:
             row = sum(self._sizes)
-            if form != self.form or (index + 1) * row > self.max_bytes:
+            if form != self.form or row > _MOST_BYTES or (index + 1) * row > self.max_bytes:
                 return False
             for file, size, raw in zip(self._files, self._sizes, raws, strict=True):
                 _write(file, raw, index * size)
             # A sample without a byte is there, too.
-            self._index[index] = (0, max(1, row), _checksum(None, raws))
+            self._index[index] = (0, max(1, row), _checksum(index, raws))
         self._known.add(index)
         return True
 
     def columns(self) -> list[NDArray[Any]] | None:
         """Return the leaves of all samples as memory maps ``[samples, ...]``.
 
-        None if a sample is missing, or a leaf is no numbers.
+        None if a sample is missing, or a leaf is no numbers. Rows that were not held against their
+        checksum in this run are read for that, as nothing is checked in a map: the time of one pass
+        over the files.
         """
         if self.form is None or self.stored() < len(self):
             return None
@@ -241,35 +259,58 @@ class SampleFile:
                 return None
             # Not as its subclass, whose every operation costs microseconds more.
             maps.append(np.asarray(np.memmap(path, dtype, "r", shape=(len(self), *kind[1]))))
-        return maps
+        return maps if maps and self._all_are_whole() else None
+
+    def _all_are_whole(self) -> bool:
+        """Hold all rows against their checksums, and take out those that have not theirs."""
+        step = max(1, _CHECKED_BYTES // max(1, sum(self._sizes or ())))
+        for start in range(0, len(self), step):
+            rows = range(start, min(start + step, len(self)))
+            unknown = [index for index in rows if index not in self._known]
+            if unknown:
+                self._check(unknown)
+        return self.stored() == len(self)
+
+    def _check(self, unknown: list[int]) -> None:
+        assert self._sizes is not None
+        first, count = unknown[0], unknown[-1] + 1 - unknown[0]
+        try:
+            columns = zip(self._files, self._sizes, strict=True)
+            raws = [_read(file, first * size, count * size).data for file, size in columns]
+        except (OSError, ValueError):
+            raws = []
+        for index in unknown:
+            crc, at = index, index - first
+            for raw, size in zip(raws, self._sizes, strict=False):
+                crc = zlib.crc32(raw[at * size : at * size + size], crc)
+            if raws and crc == self._index["crc"][index]:
+                self._known.add(index)
+            else:
+                self._take_out(index)
 
     def close(self) -> None:
         """Let go of the files."""
-        while self._files:
-            os.close(self._files.pop())
+        self._closing()
 
     def flush(self) -> None:
         """Wait until the disk has what was written."""
         for file in self._files:
             os.fsync(file)
-        base = self._index.base
-        while base is not None and not isinstance(base, np.memmap):
-            base = base.base
-        if base is not None:
-            base.flush()
+        self._mapped.flush()
 
     def _room(self, size: int) -> int | None:
-        """Return where a record goes; None if there is no room for it."""
-        with locked(self.folder):
-            offset = int(self._end[0])
-            if offset + size > self.max_bytes:
+        """Return where a record goes, at the end of the file; None if there is no room for it."""
+        # Opened under the lock, as a network file system then asks how long the file is.
+        with locked(self.folder), self.paths[0].open("r+b") as file:
+            end = os.fstat(file.fileno()).st_size
+            offset = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            if offset + size > self.max_bytes or size > _MOST_BYTES:
                 return None
-            self._end[0] = offset + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            file.truncate(offset + size)
         return offset
 
-    def _take_out(self, index: int) -> tuple[bool, None]:
+    def _take_out(self, index: int) -> None:
         self._index[index] = (0, 0, 0)
-        return False, None
 
 
 @contextmanager
@@ -304,12 +345,27 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
         return None
 
 
+def _index_bytes(samples: int) -> int:
+    return max(1, samples) * _ENTRY.itemsize  # no file of 0 bytes can be mapped
+
+
+def _crc_line(text: bytes) -> bytes:
+    return b"%08x\n" % zlib.crc32(text)
+
+
 def _make(path: Path, size: int, *, filled: bool) -> None:
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # cut short, it would end a process that has it mapped
+    with path.open("xb") as file:
         file.truncate(size)
-        if filled and size and sys.platform == "linux":
+        if filled and sys.platform == "linux":
             # A memory map that finds no room would end the process.
             os.posix_fallocate(file.fileno(), 0, size)
+        os.fsync(file.fileno())
+
+
+def _close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 def _read(file: int, offset: int, size: int) -> Raw:
@@ -323,14 +379,14 @@ def _read(file: int, offset: int, size: int) -> Raw:
     return raw
 
 
-def _write(file: int, raw: bytes | Raw, offset: int) -> None:
-    view, done = raw.data if isinstance(raw, np.ndarray) else memoryview(raw), 0
-    while done < len(view):
-        done += os.pwrite(file, view[done:], offset + done)
+def _write(file: int, raw: Raw, offset: int) -> None:
+    done = 0
+    while done < raw.size:
+        done += os.pwrite(file, raw.data[done:], offset + done)
 
 
-def _checksum(form: Form | None, raws: list[Raw]) -> int:
-    crc = 0 if form is None else zlib.crc32(text_of(form))
+def _checksum(index: int, raws: list[Raw]) -> int:
+    crc = index  # so that the bytes of another sample are none of this one
     for raw in raws:
         crc = zlib.crc32(raw.data, crc)
     return crc

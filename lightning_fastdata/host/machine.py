@@ -223,6 +223,9 @@ def _import_file(path: Path, holds: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise TransformError(f"{path} cannot be imported as a Python file.")
+    folder = str(path.parent.resolve())
+    if folder not in sys.path[:1]:  # as for a script, whose neighbours it imports
+        sys.path.insert(0, folder)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

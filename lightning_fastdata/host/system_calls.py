@@ -9,9 +9,10 @@ import secrets
 import signal
 import stat
 import sys
+import threading
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,6 +20,7 @@ from lightning_fastdata.errors import FastDataWarning, OptionsError
 
 _PR_SET_PDEATHSIG: Final = 1
 _DESCRIPTORS: Final = "/proc/self/fd"
+_HELD: Final = ("SIGUSR1", "SIGTERM", "SIGINT")
 _STANDARD: Final = 2
 """Descriptors up to this one are the terminal's."""
 
@@ -95,6 +97,32 @@ def open_anew(files: Iterable[OpenFile]) -> None:
                 )
 
 
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold what ends a training, or has it saved, while a process is started, and deliver it then.
+
+    Python calls its handlers between any two steps of the main thread, and what one raises within
+    the hooks of ``os.fork`` is printed and lost: a Ctrl-C there would end nothing. The signals are
+    not blocked, since the kernel gives those to any other thread, and Python's handler runs in the
+    main thread all the same. A forked process begins with them held, and sets its own handlers.
+    """
+    came: list[int] = []
+
+    def deliver() -> None:
+        for number in came:
+            signal.raise_signal(number)
+
+    with ExitStack() as undo:
+        undo.callback(deliver)
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in _HELD if hasattr(signal, name)):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    undo.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda number, _: came.append(number))
+        yield
+
+
 def cache_folder() -> Path:
     """Return where this package keeps files of its own.
 
@@ -143,20 +171,19 @@ def private_folder(path: Path, *, make: bool = True) -> Path | None:
         if make:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()  # of a link itself, which may lead to the folder of anybody
-    except FileNotFoundError:
-        if not make:
-            return None
-        raise
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if ours and stat.S_IMODE(found.st_mode) != 0o700:
+            path.chmod(0o700)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not make:
+            return None
         raise OptionsError(f"{path} cannot be used as a folder: {error}.") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not ours:
         owner = f"user {found.st_uid}" if stat.S_ISDIR(found.st_mode) else "nobody: it is no folder"
         raise OptionsError(
             f"{path} belongs to {owner}, and this is user {os.getuid()}. Nothing is written to it "
             "or read from it. Remove it, or name another place."
         )
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        path.chmod(0o700)
     return path
 
 

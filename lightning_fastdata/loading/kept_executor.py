@@ -10,7 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import torch
 
@@ -31,6 +40,9 @@ from lightning_fastdata.executors.kinds import (
     open_executor,
 )
 from lightning_fastdata.executors.stream_position import StreamPosition
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.host import clock
+from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.torch_internals import pinned
@@ -44,6 +56,29 @@ _TOO_MANY: Final = (
     "have come. If it is read by several workers, have __iter__ split it by "
     "torch.utils.data.get_worker_info(), or every worker reads all of it."
 )
+
+
+Keeps: TypeAlias = bool | Literal["unchanged"]
+"""Whether workers are kept between epochs; ``"unchanged"``: while what they read is as it was."""
+_LEAST_BUDGET_S: Final = 0.02
+"""What a new worker takes to start, about."""
+_SHARE_OF_EPOCH: Final = 0.01
+_PER_SAMPLE_S: Final = 1e-6
+"""A hundredth of what a quick sample takes, while no epoch was timed."""
+
+
+_CHANGED: Final = (
+    "what the dataset holds has changed since this epoch began, or cannot be compared with what it "
+    "was"
+)
+
+
+@runtime_checkable
+class _Respawns(Protocol):
+    """An executor that replaces processes that die."""
+
+    @property
+    def respawned(self) -> int: ...
 
 
 @runtime_checkable
@@ -80,7 +115,7 @@ class SourceSettings(NamedTuple):
     generator: torch.Generator | None
     prefetch_factor: int | None
     asked_prefetch_factor: int | None
-    persistent_workers: bool
+    keeps: Keeps
     pin_memory_device: str
     in_order: bool
     seed: int
@@ -120,9 +155,19 @@ class KeptExecutor:
     def __post_init__(self) -> None:
         self.workers = self.settings.num_workers
         self.trial = CrewTrial(self.workers)
-        self.persistent = self.settings.persistent_workers
-        # Threads and reused memory cost nothing between epochs; processes do.
-        self.keep = self.persistent or not KINDS[self.name].side_processes
+        self.aside = KINDS[self.name].side_processes
+        self.persistent = self.settings.keeps is True
+        self._state: Fingerprint | None = None
+        """What the workers read, as it was when they started; None: it cannot be compared."""
+        self._seen: Fingerprint | None = None
+        self._fresh = True
+        """Nothing that was read ahead of the epoch may be used."""
+        self.told = False
+        """The dataset was told the epoch that begins, which has changed it."""
+        self._began_s: float | None = None
+        self._mortal: _Respawns | None = None
+        """The executor of the epoch that began last, if its processes may die."""
+        self._respawned = 0
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
@@ -148,7 +193,7 @@ class KeptExecutor:
         if other is not None and unfinished and self.persistent:
             other.end("another epoch of its loader has begun, which keeps its workers")
             unfinished = False
-        keep = self.keep and not unfinished
+        keep = self._keeps_now(in_use=unfinished) and not unfinished
         executor = self._iterator if keep else None
         if executor is None:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
@@ -162,7 +207,7 @@ class KeptExecutor:
             if self.records is not None:
                 executor.record(self.records)
         try:
-            self._start_epoch(executor)
+            self._start_epoch(executor, arms=keep)
         except BaseException:
             self._iterator = None
             executor.close()  # which would otherwise live as long as the traceback
@@ -170,10 +215,66 @@ class KeptExecutor:
         self._last = executor
         if keep:
             self._iterator = executor
+        self._mortal = executor if isinstance(executor, _Respawns) else None
+        self._respawned = 0 if self._mortal is None else self._mortal.respawned
         reported = None if self.reported_batches is None else self.reported_batches()
         running = EpochIterator(executor, self.finish, reported, keep=keep)
         self._running = weakref.ref(running)
         return running
+
+    def look(self) -> None:
+        """Note whether what is read is as the workers have it; before the dataset is told an epoch.
+
+        What the dataset makes of that, each worker is told, too.
+        """
+        if self.aside and self._state is not None:
+            self._seen = self._read_state()
+
+    def _keeps_now(self, *, in_use: bool) -> bool:
+        """Return whether the executor of the epoch that begins may outlive it.
+
+        One that stays from the epoch before is let go where what it reads has changed since; while
+        it is ``in_use`` by an iterator of before, it ends with that.
+        """
+        if not self.aside:
+            return True  # Threads and reused memory cost nothing between epochs.
+        seen, self._seen = self._seen, None
+        same = _is_same(seen, self._state)
+        # What was read ahead is older than a file, if that has changed since.
+        self._fresh = seen != self._state
+        if not same and self._iterator is not None and not self.persistent:
+            if not in_use:
+                self._iterator.close()
+            self._iterator = None
+        if same or self._iterator is None:
+            self._state = seen if same and not self.told else self._read_state()
+        else:
+            self._state = None  # the workers that are kept have what it was
+        self._began_s = clock.monotonic()
+        if self.settings.keeps == "unchanged":
+            return self._state is not None and self._reads_as_new()
+        return self.persistent
+
+    def _reads_as_new(self) -> bool:
+        """Return whether a worker that is kept reads a further epoch as a new one would.
+
+        A stream goes on with the random numbers of the worker, and ``worker_init_fn`` may change
+        what is read in each epoch.
+        """
+        return self.indices is not None and self.settings.worker_init_fn is None
+
+    def _read_state(self) -> Fingerprint | None:
+        """Return what workers that start now read; None: it cannot be compared in time."""
+        length = 0 if self.indices is None else dataset_length(self.settings.dataset) or 0
+        epoch_s = length * _PER_SAMPLE_S / _SHARE_OF_EPOCH
+        if self._began_s is not None:
+            epoch_s = clock.monotonic() - self._began_s
+        return fingerprint(
+            self.settings.dataset,
+            self.settings.collate_fn,
+            () if self.settings.transform is None else self.settings.transform.made_of(),
+            within_s=max(_LEAST_BUDGET_S, _SHARE_OF_EPOCH * epoch_s),
+        )
 
     def _seed_of_processes(self, base_seed: int) -> int:
         if self.plan.seed is None:
@@ -183,7 +284,7 @@ class KeptExecutor:
         text = f"{self.plan.seed},{self.epoch()},{base_seed}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
-    def _start_epoch(self, executor: Executor) -> None:
+    def _start_epoch(self, executor: Executor, *, arms: bool) -> None:
         epoch = self.epoch()
         indices = self.indices
         if indices is None:
@@ -192,10 +293,12 @@ class KeptExecutor:
                 executor.start_epoch(repeat(self.settings.batch_size), epoch, resume=resume)
             return
         order = indices.order(epoch)
-        if order is None or not self.persistent or not isinstance(executor, ArmingExecutor):
+        # What other processes write is to be read when its epoch has begun, not before.
+        arms = arms and self._state is not None and not self._state.shared
+        if order is None or not arms or not isinstance(executor, ArmingExecutor):
             executor.start_epoch(iter(indices), epoch)
             return
-        executor.start_epoch(iter(indices), epoch, order)
+        executor.start_epoch(iter(indices), epoch, None if self._fresh else order)
         # An epoch that is not shuffled is one of several passes over data, as a validation is, and
         # may be repeated or followed by none.
         if order.shuffle and self.arms:
@@ -219,9 +322,14 @@ class KeptExecutor:
         return None if position is None else position.as_dict()
 
     @property
+    def keep(self) -> bool:
+        """Whether what reads a stream outlives its epoch."""
+        return self.persistent or not self.aside
+
+    @property
     def draws_anew(self) -> bool:
         """Whether a stream draws from global generators whose states nobody saves."""
-        kept = self.persistent and KINDS[self.name].side_processes
+        kept = self.persistent and self.aside
         return isinstance(self._last, StreamReader) and self._last.stream_drew and not kept
 
     def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None:
@@ -240,16 +348,37 @@ class KeptExecutor:
         """Read with so many side processes from now on, and be so many batches ahead.
 
         Raises:
-            WorkerError: They cannot be had, or the dataset holds by now what forked ones must not
-                share.
+            WorkerError: They cannot be had, or would not read what those read that are there.
         """
         if workers > self.workers:
             refuse_late_fork(self.plan)
+            self._refuse_other_state()
         self.workers = workers
         self.settings = self.settings._replace(num_workers=workers)
         self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
         for executor in self._at_work():
             executor.resize(workers, look_ahead)
+
+    def _refuse_other_state(self) -> None:
+        """Raise an error if workers that start now would not read what the others do."""
+        if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
+            raise WorkerError(f"they would not read what the others do: {_CHANGED}")
+
+    def _has_changed(self) -> bool:
+        """Return whether what the workers of this epoch read may have changed since they began."""
+        return not _is_same(self._read_state(), self._state)
+
+    def _tell_other_state(self) -> None:
+        """Warn where a worker that took a dead one's place may read something else."""
+        respawned = 0 if self._mortal is None else self._mortal.respawned
+        if respawned > self._respawned and self._has_changed():
+            warnings.warn(
+                f"A worker that died was replaced, and the new one may read other samples: "
+                f"{_CHANGED}.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+        self._respawned = respawned
 
     def _at_work(self) -> list[Executor]:
         running = None if self._running is None else self._running()
@@ -268,6 +397,8 @@ class KeptExecutor:
 
     def finish(self, batch: Batch) -> Batch:
         """Return the batch as it is delivered."""
+        if self.aside and self.indices is not None:
+            self._tell_other_state()
         if self.staged is not None:
             batch = StagedBatch(batch, None, self.staged)
         return batch if self.pin_on is None else pinned(batch, self.pin_on)
@@ -281,6 +412,11 @@ class KeptExecutor:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
+
+
+def _is_same(one: Fingerprint | None, other: Fingerprint | None) -> bool:
+    """Return whether processes that were started with either read the same."""
+    return one is not None and other is not None and one.own == other.own
 
 
 class EpochIterator:

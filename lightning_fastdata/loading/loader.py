@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -14,7 +14,7 @@ from lightning_fastdata.batches.libraries import batches_of_workers, settle_rank
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.torch_guard import OpenedNotes
-from lightning_fastdata.loading.kept_executor import EpochIterator, KeptExecutor, SourceSettings
+from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
 from lightning_fastdata.loading.resume import Resumable, WatchedBatches
 from lightning_fastdata.loading.source import (
@@ -24,6 +24,7 @@ from lightning_fastdata.loading.source import (
     open_source,
     reads_with_torch,
 )
+from lightning_fastdata.loading.state_watch import StateWatch
 from lightning_fastdata.loading.tuned import LoaderWorkers, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
@@ -42,6 +43,18 @@ if TYPE_CHECKING:
     from torch import Generator
 
 
+_CHANGED_WHILE_READ: Final = (
+    "Step {{}} of the training changed {name} while it is read. It is read in the training "
+    "process, so that the batches that come next may have the change; workers, which may be chosen "
+    "elsewhere, would have it in the next epoch. Set num_workers=0 for the former, or a number of "
+    'them and executor="workers" for the latter.'
+)
+_PIPELINE_CHANGED: Final = (
+    "Step {} of the training changed the pipeline of augment=, and the next epoch is the first "
+    "that is drawn so. Change it between epochs, or have the dataset call it."
+)
+
+
 class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
@@ -56,8 +69,9 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         sampler: Yields indices; excludes ``shuffle``.
         batch_sampler: Yields lists of indices; excludes batch_size, shuffle, sampler, drop_last.
         num_workers: Side processes that fetch, of ``"gather"`` threads; 0 fetches in the calling
-            process. None: 0, or what suits the dataset if ``executor`` is ``"auto"``, or as many
-            as the cluster has CPUs for, up to 8, if it is ``"ray"``.
+            process. ``"auto"``: what suits the dataset, of which some samples are read now in a
+            process that is thrown away; ``plan.explain()`` says why. None: 0, as in torch; of
+            ``executor="ray"`` as many as the cluster has CPUs for, up to 8.
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
@@ -66,13 +80,15 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
         prefetch_factor: Batches each worker fetches ahead.
-        persistent_workers: Keep the workers between epochs. None: if ``executor="auto"`` is given.
+        persistent_workers: Keep the workers between epochs, as torch does: they read the dataset of
+            the first one. ``"unchanged"``: while what they read is as it was when they started,
+            down to each element; else they start anew, as torch's do by default. None: that, if
+            ``num_workers="auto"``, or not at all.
         pin_memory_device: As in torch.
         in_order: Return batches in the order of their indices.
         seed: Seed of the per-sample randomness. None: that of ``seed_everything``, else 0.
-        epoch: Asked for the epoch, counted from 0, at the start of each iteration and again at its
-            first batch; an iteration that began as another epoch begins anew. Default: the number
-            of iterations that gave a batch so far.
+        epoch: Asked for the epoch, counted from 0, when the first batch of each iteration is asked
+            for. Default: the number of iterations that gave a batch so far.
         transform: A transform of this package, of which the part that belongs to the workers runs
             on each sample. With ``on_device`` that is what prepares its run on the device;
             otherwise it is the whole Albumentations pipeline.
@@ -81,11 +97,10 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
             ``"workers"`` or ``"ray"`` (actors of a Ray cluster);
-            ``"auto"`` reads some samples now, takes what suits them and says why in
-            ``plan.explain()``. None: ``"auto"``, without keeping workers; but
-            ``"torch"`` where it would have to start processes in a script that cannot be imported
-            again. An iterable dataset, which has no index, is read by
-            ``"workers"`` in place of ``"gather"`` and ``"ray"``, DataPipes always by torch.
+            ``"auto"`` and None: what suits the dataset; but ``"torch"`` where it would have to
+            start processes in a script that cannot be imported again. An iterable dataset, which
+            has no index, is read by ``"workers"`` in place of ``"gather"`` and ``"ray"``, DataPipes
+            always by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
         stall_timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and
@@ -96,12 +111,13 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             how many batches of it were taken, in place of ``epoch``.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
-        split: With ``executor="auto"`` and no ``num_workers``: whether a stream divides itself
+        split: With ``num_workers="auto"``: whether a stream divides itself
             among workers; see :class:`LoaderOptions`.
-        tune: With ``executor="auto"`` or ``"ray"`` and no ``num_workers``: ``"auto"`` changes the
-            number of workers as the steps show what pays, ``"off"`` does not. Or a ``Tuner``.
+        tune: With ``num_workers="auto"``: ``"auto"`` changes the number of workers as the steps
+            show what pays, ``"off"`` does not. Or a ``Tuner``.
         actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them; see
             :class:`LoaderOptions`.
+        chosen: ``num_workers`` is what somebody has chosen for ``"auto"``.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -120,7 +136,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         shuffle: Shuffle | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int | None = None,
+        num_workers: int | Literal["auto"] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -130,7 +146,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         generator: Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool | None = None,
+        persistent_workers: Keeps | None = None,
         pin_memory_device: str = "",
         in_order: bool = True,
         seed: int | None = None,
@@ -146,10 +162,11 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         split: bool | Literal["auto"] = "auto",
         tune: Literal["auto", "off"] | Tuner = "auto",
         actor_options: dict[str, Any] | None = None,
+        chosen: bool = False,
     ) -> None:
-        keeps = executor is not None
-        if executor is None:
-            executor = "auto" if num_workers is not None or may_start_processes() else "torch"
+        executor, num_workers = _asked(executor, num_workers)
+        self.chosen = chosen or num_workers == "auto"
+        """``num_workers`` was left open."""
         check_loader(
             dataset,
             executor=executor,
@@ -160,7 +177,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             needs_batches=staged is not None,
             whole={
                 "batch_size": (batch_size, 1),
-                "num_workers": (num_workers, 0),
+                "num_workers": (0 if num_workers == "auto" else num_workers, 0),
                 "prefetch_factor": (prefetch_factor, 1),
             },
             orders={"sampler": sampler, "batch_sampler": batch_sampler},
@@ -179,7 +196,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         """What read the last epoch, also when it is closed."""
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
-        if executor == "auto" or (KINDS[executor].elsewhere and num_workers is None):
+        if executor == "auto" or num_workers == "auto":
             spec = LoaderSpec(
                 dataset=dataset,
                 name=type(dataset).__name__,
@@ -194,7 +211,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             )
             self.plan = plan = plan_asked(
                 spec,
-                keeps=keeps,
+                keeps=self.chosen,
                 tune=tune if isinstance(tune, str) else None,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
@@ -207,7 +224,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             )
             tune = tuner_for(plan, tune if isinstance(tune, Tuner) else None) or "off"
             executor, num_workers = plan.executor, plan.num_workers
-            persistent_workers = plan.persistent_workers and num_workers > 0
+            persistent_workers = plan.persistent_workers if num_workers else False
             if not num_workers:
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
@@ -215,6 +232,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self.asked_prefetch_factor = prefetch_factor
         """As it was given; None: the executor chooses how far it is ahead."""
         self.executor = executor
+        self.keeps: Keeps = persistent_workers or False
+        """Whether workers are kept between epochs, as it was asked for or chosen."""
         self._keep(None)
         super().__init__(
             dataset,
@@ -231,7 +250,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=bool(persistent_workers),
+            persistent_workers=bool(self.keeps),
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
@@ -271,8 +290,21 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         return length
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Start an epoch; the order and the randomness are those of ``epoch()``."""
-        return CountedBatches(self._next_pass, self._begin, self._position.settle)
+        """Return the batches of an epoch, which begins when the first of them is asked for.
+
+        Order and randomness are those of ``epoch()``.
+        """
+        watch = self._state_watch()
+        return CountedBatches(self._next_pass, self._begin, self._position.settle, self, watch)
+
+    def _state_watch(self) -> StateWatch | None:
+        """Return what sees that steps change what is read; None: what is read is always right."""
+        here = KINDS[self.executor].gathers or not self.num_workers
+        given = () if self.transform is None else self.transform.made_of()
+        if here and (self.chosen or self.num_workers):
+            text = _CHANGED_WHILE_READ.format(name=type(self.dataset).__name__)
+            return StateWatch((self.dataset, self.collate_fn, given), text)
+        return StateWatch(given, _PIPELINE_CHANGED) if here and given else None
 
     def _begin(self, begun: Pass) -> Iterator[Batch]:
         epoch = begun.epoch
@@ -280,15 +312,14 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
             set_epoch(self, epoch)
         self._epoch_cell.set(epoch)
-        tell_epoch(self.dataset, epoch)
-        try:
-            settle_ranks(self.dataset)
-            batches = self._batches(begun)
-        except Exception as error:
-            if self.epoch is None and self.run is None:
-                raise
-            # Lightning hides what is raised before there is an iterator behind an error of its own.
-            return EpochIterator(error=error)
+        inner = self._inner
+        if isinstance(inner, KeptExecutor):
+            inner.look()
+        told = tell_epoch(self.dataset, epoch)
+        if isinstance(inner, KeptExecutor):
+            inner.told = told
+        settle_ranks(self.dataset)
+        batches = self._batches(begun)
         if isinstance(self.tune, Tuner) and not begun.aside:
             batches = self.tune.batches(batches, self)
         return batches if self.ahead is None else self.ahead(batches)
@@ -302,6 +333,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""
         stamped = self.records is not None and reads_with_torch(self) and stampable(self.dataset)
+        if self.transform is not None:
+            vars(self)["transform"] = self.transform.renewed()
         settings = self._settings()
         inner = self._inner
         if inner is None or self._inner_settings != (settings, stamped):
@@ -332,3 +365,15 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         gone = ("_inner", "_read_by", "_inner_settings", "_indices", "records", "tuning_records")
         own = {**dict.fromkeys(gone), "_ledger": Ledger(), "tune": "off"}
         return {**self.__dict__, **own}
+
+
+def _asked(
+    executor: ExecutorName | Literal["auto"] | None, num_workers: int | Literal["auto"] | None
+) -> tuple[ExecutorName | Literal["auto"], int | Literal["auto"]]:
+    """Return who is to read and how many, where None means what it means to torch."""
+    if num_workers is None:
+        elsewhere = executor in KINDS and KINDS[cast("ExecutorName", executor)].elsewhere
+        num_workers = "auto" if elsewhere else 0
+    if executor is None and num_workers == "auto" and not may_start_processes():
+        return "torch", 0
+    return executor or "auto", num_workers

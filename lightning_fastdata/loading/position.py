@@ -14,6 +14,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.indices import Drawn
 
 if TYPE_CHECKING:
+    from lightning_fastdata.loading.state_watch import StateWatch
     from lightning_fastdata.types import Batch
 
 VERSION: Final = 1
@@ -213,55 +214,56 @@ class Pass:
         numbers = (before[at] if at < len(before) else ahead + at for at in late)
         return ahead + max(reached, len(before)), sorted(numbers)
 
-    def same_place(self, other: Pass) -> bool:
-        """Return whether both begin at the same batch."""
-        places = [(p.epoch, p.state, p.before, p.sampler_epoch) for p in (self, other)]
-        return places[0] == places[1]
-
 
 class CountedBatches:
     """The batches of a pass, counted as they are handed out.
 
-    Where it begins is asked for now, and again when the first batch is: Lightning makes an iterator
-    before it has read from a checkpoint which epoch comes next, or before it has counted the one
-    that the checkpoint ends.
+    The pass begins when its first batch is asked for: Lightning makes an iterator before it has
+    read from a checkpoint which epoch comes next, and before its hooks have changed what is read.
     """
 
     def __init__(
         self,
-        next_pass: Callable[[Pass | None], Pass],
+        next_pass: Callable[[], Pass],
         begin: Callable[[Pass], Iterator[Batch]],
         settle: Callable[[Pass], None],
+        loader: Sized,
+        watch: StateWatch | None = None,
     ) -> None:
-        self._pass = next_pass(None)
-        self._batches = begin(self._pass)
         self._ask: tuple[Any, ...] | None = next_pass, begin, settle
+        self._loader = loader
+        self._watch = watch
+        self._pass: Pass | None = None
+        self._batches: Iterator[Batch] = iter(())
 
     def __iter__(self) -> CountedBatches:
         return self
 
     def __next__(self) -> Batch:
         if self._ask is not None:
-            (next_pass, begin, settle), self._ask = self._ask, None
-            wanted = next_pass(self._pass)
-            if not self._pass.same_place(wanted):
-                self._batches = iter(())  # its workers end before others begin
-                self._pass = wanted
-                self._batches = begin(wanted)
+            next_pass, begin, settle = self._ask
+            self._pass = next_pass()
+            self._batches = begin(self._pass)
+            self._ask = None
             settle(self._pass)
+        begun, watch = cast("Pass", self._pass), self._watch
+        if watch is not None:
+            watch.asked()
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._pass.exhausted = True
+            begun.exhausted = True
             raise
-        self._pass.handed += 1
+        begun.handed += 1
+        if watch is not None:
+            watch.handed_out()
         return batch
 
     def __len__(self) -> int:
-        return len(cast("Sized", self._batches))  # as torch's iterators, which have a length
+        return len(self._loader)  # as torch's iterators, which have a length
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_batches", "_pass"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._batches, name)
 
@@ -286,15 +288,12 @@ class Position:
         self._pass = None
         self._epochs = state.epoch
 
-    def next_pass(
-        self, epoch: Callable[[], int] | None, sampler_epoch: int | None, begun: Pass | None
-    ) -> Pass:
+    def next_pass(self, epoch: Callable[[], int] | None, sampler_epoch: int | None) -> Pass:
         """Return where the pass of a loader in a plain loop begins.
 
         Args:
             epoch: Asked for the epoch; None: passes are counted from 0.
             sampler_epoch: As the user has set it.
-            begun: What was returned when its iterator was made; None: it is made now.
         """
         pending = self._pending
         if epoch is not None:
@@ -303,8 +302,7 @@ class Position:
             number = pending.epoch
         else:
             # Who sets the epoch of a sampler knows better; one that nobody sets stays at 0.
-            counted = self._epochs if begun is None else begun.epoch
-            number = max(counted, sampler_epoch or 0)
+            number = max(self._epochs, sampler_epoch or 0)
         self._epochs = max(self._epochs, number + 1)
         if pending is None or pending.epoch != number:
             return Pass(epoch=number, sampler_epoch=sampler_epoch)

@@ -452,10 +452,10 @@ class Resumable:
         indices = self._indices or self._own_indices()
         return state if indices is None else _cut_anew(state, as_it_is(self, indices), indices)
 
-    def _next_pass(self, begun: Pass | None) -> Pass:
+    def _next_pass(self) -> Pass:
         if self.run is not None:
             return self._position.next_pass_of(self.run, self, self.epoch)
-        return self._position.next_pass(self.epoch, _sampler_epoch(self), begun)
+        return self._position.next_pass(self.epoch, _sampler_epoch(self))
 
     def _go_on(self, begun: Pass) -> None:
         """Have the pass that begins next begin where it should."""

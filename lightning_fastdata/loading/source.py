@@ -34,6 +34,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.worker_count import look_ahead_batches
 from lightning_fastdata.randomness.generators import OwnGenerators
 from lightning_fastdata.randomness.seeds import EpochCell
@@ -44,9 +45,11 @@ from lightning_fastdata.types import Batch
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
 
 
+_TORCH_PREFETCH: Final = 2
+"""Torch's own default."""
 _PASSED_ON: Final = (
     "num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator",
-    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    "prefetch_factor", "pin_memory_device", "in_order",
 )  # fmt: skip
 """Settings that torch's own loader takes as they are."""
 
@@ -65,6 +68,14 @@ class LoaderFacts(Protocol):
     @property
     def batch_sampler(self) -> object:
         """Gives the indices of batches."""
+
+    @property
+    def sampler(self) -> object:
+        """Gives the indices of samples."""
+
+    @property
+    def asked_prefetch_factor(self) -> int | None:
+        """Batches that each worker is ahead, as it was asked for; None: left open."""
 
     @property
     def executor(self) -> ExecutorName:
@@ -135,6 +146,7 @@ def open_source(
         dataset,
         collate_fn=collate_fn,
         worker_init_fn=start,
+        persistent_workers=settings.keeps is True,
         **order,
         **{name: getattr(settings, name) for name in _PASSED_ON},
     )
@@ -180,12 +192,8 @@ def _open_executor(
     splits = KINDS[executor].splits_batches and default and makes_batches(settings)
     ahead = settings.num_workers * (settings.prefetch_factor or 2)
     if not streamed:
-        ahead = look_ahead_batches(
-            settings.num_workers,
-            prefetch=settings.asked_prefetch_factor,
-            batch_size=settings.batch_size or 1,
-            split=splits and not reads_together(settings.dataset),
-        )
+        split = splits and not reads_together(settings.dataset)
+        ahead = ahead_by_index(settings, settings.num_workers, split=split)
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
@@ -217,6 +225,24 @@ def _open_executor(
         epoch=epochs.get,
         staged=None if staged else settings.staged,
         reported_batches=partial(reported.get, "batches") if streamed else None,
+    )
+
+
+def ahead_by_index(loader: LoaderFacts, workers: int, *, split: bool) -> int:
+    """Return how many batches are under way at once, where side processes read by index.
+
+    ``split``: the samples of one batch are given to several workers.
+    """
+    source = loader.batch_sampler if makes_batches(loader) else loader.sampler
+    if not is_drawn_at_start(source):
+        # It may look at what steps write, and is asked when torch asks it: for so many batches at
+        # first, and for one before each is handed out.
+        return workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH) + 1
+    return look_ahead_batches(
+        workers,
+        prefetch=loader.asked_prefetch_factor,
+        batch_size=loader.batch_size or 1,
+        split=split,
     )
 
 

@@ -16,9 +16,14 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.kept_executor import KeptExecutor
-from lightning_fastdata.loading.source import LoaderFacts, makes_batches, reads_with_torch
-from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
+from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor
+from lightning_fastdata.loading.source import (
+    LoaderFacts,
+    ahead_by_index,
+    makes_batches,
+    reads_with_torch,
+)
+from lightning_fastdata.planning.worker_count import most_workers
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
 from lightning_fastdata.tuning.costs import LoaderSetup, Scheduling
@@ -41,8 +46,6 @@ class _Loader(LoaderFacts, Protocol):
     def collate_fn(self) -> Callable[[list[Any]], Any]: ...
     @property
     def num_workers(self) -> int: ...
-    @property
-    def asked_prefetch_factor(self) -> int | None: ...
     @property
     def in_order(self) -> bool: ...
     @property
@@ -81,7 +84,7 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
     if workers and scheduling == "batch":
         ahead = workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH)
     elif workers:
-        ahead = _ahead_by_index(loader, workers)
+        ahead = ahead_by_index(loader, workers, split=splits_batches(loader))
     return LoaderSetup(
         workers=workers,
         look_ahead=ahead,
@@ -90,16 +93,6 @@ def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup |
         cpus=cpus,
         step_cpus=step_cpus,
         inline=kind.caller_reads,
-    )
-
-
-def _ahead_by_index(loader: _Loader, workers: int) -> int:
-    """Return how many batches are under way at once, where side processes read by index."""
-    return look_ahead_batches(
-        workers,
-        prefetch=loader.asked_prefetch_factor,
-        batch_size=loader.batch_size or 1,
-        split=splits_batches(loader),
     )
 
 
@@ -153,6 +146,7 @@ class LoaderWorkers:
     executor: ExecutorName
     num_workers: int
     persistent_workers: bool
+    keeps: Keeps
     tune: str | Tuner
     _inner: Source | None
     _inner_settings: tuple[SourceSettings, bool] | None
@@ -223,7 +217,9 @@ class LoaderWorkers:
             )
         inner, self.num_workers = self._inner, workers
         if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
-            inner.resize(workers, _ahead_by_index(self._settings(), workers))
+            settings = self._settings()
+            split = splits_batches(settings)
+            inner.resize(workers, ahead_by_index(settings, workers, split=split))
             vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
 
     def with_workers(self, workers: int) -> Self:
@@ -234,8 +230,9 @@ class LoaderWorkers:
         if bool(workers) != bool(self.num_workers):
             twin.executor = "workers" if workers else "inline"
         twin.num_workers = workers
+        twin.keeps = self.keeps if workers else False
         # torch refuses to change this one, as its own workers are kept by it.
-        vars(twin)["persistent_workers"] = self.persistent_workers and workers > 0
+        vars(twin)["persistent_workers"] = bool(twin.keeps)
         return twin
 
     def _keep(

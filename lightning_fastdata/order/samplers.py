@@ -217,6 +217,12 @@ class RankBatchSampler(BatchSampler):
         return super().__len__()
 
 
+_DRAWN_AT_START: Final = (
+    BlockShuffleSampler, DistributedSampler, EpochOrder, RandomSampler, RankSampler,
+    SequentialSampler, ShuffleSampler, SubsetRandomSampler, WeightedRandomSampler,
+)  # fmt: skip
+
+
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
     """Set the epoch of a loader's sampler, and of that of its batch sampler, if they have one."""
     for sampler in (loader.sampler, sampler_in(loader.batch_sampler)):
@@ -254,6 +260,17 @@ def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
         drop_last=batch_sampler.drop_last,
         blocks=blocks,
     )
+
+
+def is_drawn_at_start(source: object) -> bool:
+    """Return whether the order of an epoch is sure when it begins: no step has a part in it.
+
+    ``source``: a batch sampler, or a sampler. Known are torch's own and those of this package; one
+    of the user's may look at what the training writes.
+    """
+    batched = type(source) in (BatchSampler, RankBatchSampler, EvaluationBatchSampler)
+    sampler = source.sampler if batched and isinstance(source, HasSampler) else source
+    return type(sampler) in _DRAWN_AT_START
 
 
 def _warn_of_uneven_share(sampler: DistributedSampler[Any], length: int, batch_size: int) -> None:

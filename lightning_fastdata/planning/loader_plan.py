@@ -50,6 +50,8 @@ class LoaderSpec:
     """Called in each worker with its number; it may give a stream's copy there its part."""
     start_method: str | None = None
     """Of workers, if the options leave it open; None: Python's default, or one that works."""
+    keeps: bool = True
+    """Workers are kept between epochs, if the options leave it open."""
 
     @property
     def is_stream(self) -> bool:
@@ -73,6 +75,11 @@ class LoaderSpec:
         if executor == "auto":
             return True
         return self.options.num_workers == "auto" and not KINDS[executor].is_torch
+
+    @property
+    def leaves_workers_open(self) -> bool:
+        """Whether the options leave it open whether there are workers."""
+        return self.options.num_workers == self.options.executor == "auto"
 
     @property
     def reads_here(self) -> bool:
@@ -117,6 +124,7 @@ class Situation:
     start_method: str | None = None  # if the options leave it open; None: Python's default
     actors: int | None = None  # that a cluster has room for, where they are to read
     instead_of_fork: str | None = None  # to start processes by, as forked ones were seen to fail
+    start_ms: float = 0.0  # of an epoch, to start one worker
     platform: str = sys.platform
 
     @property
@@ -147,7 +155,7 @@ class LoaderPlan:
 
     num_workers: int
     pin_memory: bool
-    persistent_workers: bool
+    persistent_workers: bool | Literal["unchanged"]
     prefetch_factor: int | None
     multiprocessing_context: str | None
     timeout_s: float

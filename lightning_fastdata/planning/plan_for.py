@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import warnings
 from dataclasses import replace
@@ -30,12 +31,14 @@ from lightning_fastdata.planning.loader_plan import (
 )
 from lightning_fastdata.planning.options import LoaderOptions, check_among
 from lightning_fastdata.planning.worker_count import (
+    MOST_WAITING,
     SET,
     alone_ms,
-    by_workers_ms,
     count_workers,
     look_ahead_batches,
     over_epochs,
+    soonest_workers,
+    starting_ms,
     torch_queue,
     waits,
 )
@@ -50,7 +53,8 @@ _WORTH_IT: Final = 0.8
 # Shorter waits may come from other programs, which is no reason to warn of what the user set.
 _SURELY_MS: Final = 2
 _PIN: Final = "page-locked memory speeds up copies to CUDA devices only"
-_KEEP: Final = "kept between the epochs of training and validation; a single pass does not need it"
+_KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
+_NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
 _AS_IT_IS: Final = (None, "left as Python has it")
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
@@ -83,9 +87,21 @@ def plan_for(
         )
     cpu = read_cpu_limit(local_ranks=local_ranks)
     choice = TORCH
+    method = spec.start_method or facts.start_method or multiprocessing.get_start_method()
+    if options.multiprocessing_context != "auto":
+        method = options.multiprocessing_context
+    kept = spec.keeps and spec.stage in ("train", "val")
+    if options.persistent_workers != "auto":
+        kept = options.persistent_workers
+    start_ms = starting_ms(cost, forked=method == "fork", kept=kept)
     if spec.needs_cost:
-        shared_memory = shared_slots_supported()
-        choice = choose_executor(spec, facts, cpus=cpu.usable_cpus, shared_memory=shared_memory)
+        choice = choose_executor(
+            spec,
+            facts,
+            cpus=cpu.usable_cpus,
+            shared_memory=shared_slots_supported(),
+            start_ms=start_ms,
+        )
     if stream is not None and stream.here:
         choice = ExecutorChoice("inline", stream.why, alone=True)
     asked, actors = options.executor, None
@@ -110,31 +126,40 @@ def plan_for(
         actors=actors,
         start_method=facts.start_method or multiprocessing.get_start_method(),
         instead_of_fork=facts.start_method,
+        start_ms=start_ms,
     )
     return replace(plan_loader(options, situation), warnings=facts.warnings)
 
 
 def choose_executor(
-    spec: LoaderSpec, facts: DatasetFacts, *, cpus: int = 2, shared_memory: bool = True
+    spec: LoaderSpec,
+    facts: DatasetFacts,
+    *,
+    cpus: int = 2,
+    shared_memory: bool = True,
+    start_ms: float = 0.0,
 ) -> ExecutorChoice:
     """Return the executor that suits a dataset, and why. Pure.
 
     ``num_workers=0`` is a wish to fetch in the training process, a higher number one for workers,
     also where the samples that were read are cheap: others may not be. ``shared_memory``: the
-    system has the memory that side processes need (Linux).
+    system has the memory that side processes need (Linux). ``start_ms``: what starting one of them
+    takes of each epoch.
     """
     workers, batch_size = spec.options.num_workers, spec.batch_size or 1
     keyed = facts.draws or bool(spec.pipelines)
     aside: ExecutorName = "workers" if shared_memory else "torch"
     if spec.is_stream and workers != 0:
         return ExecutorChoice(aside, "each process reads its own stream")
-    if facts.rows:
-        why = "its batches are rows of numbers, copied with one call per column"
-        return ExecutorChoice("gather", why)
-    # Keys for draws that are not made would cost each step of the training some 50 us.
+    # Keys for draws that are not made would cost each step of the training some 20 us.
     here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
     if workers == 0:
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
+    if facts.rows and spec.options.persistent_workers is not True:  # which read what was once there
+        why = "its batches are rows of numbers, copied with one call per column"
+        return ExecutorChoice("gather", why)
+    if facts.here is not None and workers == "auto":
+        return ExecutorChoice("inline", facts.here, alone=True)
     lacks = "" if shared_memory else "; this system has no memory files for side processes"
     if isinstance(workers, int):
         return ExecutorChoice(aside, f"num_workers={workers} asks for them{lacks}")
@@ -143,8 +168,18 @@ def choose_executor(
     if spec.transformed:  # which is not part of what was measured
         return ExecutorChoice(aside, f"an Albumentations pipeline runs on each sample{lacks}")
     alone = alone_ms(over_epochs(facts.cost, 1), batch_size, keyed=keyed)
-    shared = by_workers_ms(over_epochs(facts.cost, cpus), batch_size, keyed=keyed, cpus=cpus)
+    length = dataset_length(spec.dataset)
+    _, shared = soonest_workers(
+        over_epochs(facts.cost, cpus),
+        batch_size,
+        cpus=cpus,
+        most=MOST_WAITING if waits(facts.cost) else cpus,
+        batches=None if length is None else math.ceil(length / batch_size),
+        start_ms=start_ms,
+        keyed=keyed,
+    )
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
+    said += ", with their start" if start_ms else ""
     if facts.cost.again_ms is not None:
         said += (
             f", on the mean of ten epochs: a sample takes {facts.cost.cpu_ms:.2g} ms at first and "
@@ -190,12 +225,12 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         queue = torch_queue(count, why, options, situation)
         count, why, prefetch, prefetch_why, bounds = queue
         limits += bounds
-    kept = count > 0 and situation.stage in ("train", "val")
+    kept = count > 0 and situation.stage in ("train", "val") and ours
     forks = situation.instead_of_fork is None
     auto: dict[str, tuple[Value, str]] = {
         "num_workers": (count, why),
         "pin_memory": (situation.accelerator == "cuda", _PIN),
-        "persistent_workers": (kept, _KEEP),
+        "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
         "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
         "timeout_s": (0, "wait for ever, as long as there is progress"),
@@ -289,7 +324,7 @@ def plan_asked(
         method = method.get_start_method()
     given = {**asked, "multiprocessing_context": method}
     options = LoaderOptions(**{name: value for name, value in given.items() if value is not None})
-    plan = plan_for(replace(spec, options=options))
+    plan = plan_for(replace(spec, options=options, keeps=keeps))
     if not keeps and options.persistent_workers == "auto":
         name = "persistent_workers"
         anew = Setting(option=name, value=False, why=_ANEW, by="auto")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 SET: Final = "set by you"
-_MOST_WAITING: Final = 64
+MOST_WAITING: Final = 64
 _FIRST_ACTORS: Final = 8  # each takes seconds to start, and a CPU that others may want
 _SHORTEST_WAIT_MS: Final = 0.2  # a sample that is handed out and taken back waits for about as long
 _HANDOVER_MS: Final = 0.1  # CPU time for the messages of a sample, its key, its copy into the batch
@@ -30,7 +30,10 @@ _LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow b
 _GIVE_MS, _GIVE_ROW_MS = 0.17, 0.0006
 _TAKE_MS, _TAKE_ROW_MS = 0.16, 0.0016
 _KEY_MS: Final = 0.006
-_EPOCHS: Final = 10  # of a training, where a dataset keeps what it has read
+_EPOCHS: Final = 10  # of a training, where a dataset keeps what it has read, or workers are kept
+_FORK_MS: Final = 60  # to start a process and to end it; measured as those above
+_FRESH_MS: Final = 2500  # the same of one that imports torch anew
+_SURELY_LESS: Final = 0.9  # of the time of an epoch, by fewer workers
 _FEWEST_OF_STREAM: Final = 4
 _FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
 _FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
@@ -70,18 +73,56 @@ def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float
     return batch_size * (cost.wall_ms + cost.collate_ms + cost.pace * keyed * _KEY_MS)
 
 
-def by_workers_ms(cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False) -> float:
+def by_workers_ms(
+    cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False, workers: int | None = None
+) -> float:
     """Return the milliseconds from batch to batch if side processes make them.
 
     The slowest decides: the training process, which gives and takes batches one by one, the
-    ``cpus``, which all processes share, or the side processes, as many as there would be.
+    ``cpus``, which all processes share, or the ``workers``. None: as many as there would be.
     """
     gives = _gives_ms(cost, batch_size)
     each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
     makes = cost.pace * _TAKE_MS + batch_size * each
     waits_ms = batch_size * cost.wait_ms
-    workers = _MOST_WAITING if waits(cost) else cpus
+    if workers is None:
+        workers = MOST_WAITING if waits(cost) else cpus
     return max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
+
+
+def starting_ms(cost: SampleCost | None, *, forked: bool, kept: bool) -> float:
+    """Return the milliseconds of each epoch that go into starting one worker.
+
+    One that is ``kept`` is started once in a training.
+    """
+    once_ms = (_FORK_MS if forked else _FRESH_MS) * (1.0 if cost is None else cost.pace)
+    return once_ms / _EPOCHS if kept else once_ms
+
+
+def soonest_workers(
+    cost: SampleCost,
+    batch_size: int,
+    *,
+    cpus: int,
+    most: int,
+    batches: int | None,
+    start_ms: float,
+    keyed: bool = False,
+) -> tuple[int, float]:
+    """Return by how many workers, ``most`` at most, an epoch is over soonest, starting included.
+
+    And the milliseconds that this takes for each batch. ``start_ms`` is of each worker in each
+    epoch, which has so many ``batches``; None: not known, and starting is not counted.
+    """
+
+    def batch_ms(workers: int) -> float:
+        made = by_workers_ms(cost, batch_size, cpus=cpus, keyed=keyed, workers=workers)
+        return made + workers * start_ms / (batches or math.inf)
+
+    fewest = min(range(1, most + 1), key=batch_ms)
+    # Figures of few samples are rough, and what waits now and then is helped by more.
+    count = fewest if batch_ms(fewest) < _SURELY_LESS * batch_ms(most) else most
+    return count, batch_ms(count)
 
 
 def enough_workers(cost: SampleCost, batch_size: int) -> int:
@@ -178,7 +219,7 @@ def most_workers(
     """
     each = _FORKED_BYTES if forked else _FRESH_BYTES
     bounds = [
-        (_MOST_WAITING, f"no more than {_MOST_WAITING}"),
+        (MOST_WAITING, f"no more than {MOST_WAITING}"),
         (memory.available_bytes // (4 * ranks * each), "bounded by RAM"),
     ]
     if memory.open_files_soft is not None:
@@ -227,6 +268,18 @@ def count_workers(
     elif cost is not None and enough_workers(cost, situation.batch_size) < count:
         why = "the training process could not take the batches of more"
         count = enough_workers(cost, situation.batch_size)
+    if cost is not None and count > 1:
+        soonest, _ = soonest_workers(
+            over_epochs(cost, count),
+            situation.batch_size,
+            cpus=cpu.usable_cpus,
+            most=count,
+            batches=situation.batches,
+            start_ms=situation.start_ms,
+        )
+        if soonest < count:
+            why += f"; to start more takes longer than they save in {situation.batches} batches"
+            count = soonest
     return count, why, []
 
 

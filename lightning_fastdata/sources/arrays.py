@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, imported
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, imported, named_status
 
 if TYPE_CHECKING:
     import h5py
@@ -164,11 +165,16 @@ class ZarrSource(OpenedInEachProcess["_Opened"]):
 
     def recognised_by(self) -> tuple[object, ...]:
         """Return what tells these arrays from others: of files, size and time."""
-        folder, files = Path(self.path), []
-        if folder.is_dir():
-            for path in islice(sorted(folder.rglob("*")), _MOST_FILES):
-                status = path.stat()
-                files.append((os.fspath(path), status.st_size, status.st_mtime_ns))
+        place = Path(self.path)
+        found = islice(sorted(place.rglob("*")), _MOST_FILES) if place.is_dir() else [place]
+        files = [named_status(path) for path in found if path.exists()]
+        if not files:
+            warnings.warn(
+                f"A cache knows {self.path} by its name alone: if it changes, old rows may be "
+                "handed out. Give the cache a key=... that you change when the arrays change.",
+                FastDataWarning,
+                stacklevel=2,
+            )
         return self.path, self.names, files
 
     def _group(self) -> zarr.Group:

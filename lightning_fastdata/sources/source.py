@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from operator import index as as_index
+from pathlib import Path
 from types import ModuleType
 from typing import (
     Any,
@@ -24,6 +26,7 @@ from typing import (
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.host.system_calls import held_signals
 from lightning_fastdata.tree import has_method
 
 T = TypeVar("T")
@@ -176,7 +179,8 @@ class OpenedInEachProcess(Generic[Handle]):
             context: Any = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_send_answer, args=(question, theirs))
-            process.start()
+            with held_signals():
+                process.start()
             theirs.close()
             try:
                 answer, error = ours.recv()
@@ -197,7 +201,15 @@ def _answer(question: Callable[[], object]) -> tuple[object, str | None]:
 
 
 def _send_answer(question: Callable[[], object], pipe: Connection) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     pipe.send(_answer(question))
+
+
+def named_status(path: Path) -> tuple[str, int, int]:
+    """Return path, size and time of change of a file, by which a cache knows it."""
+    status = path.stat()
+    return os.fspath(path), status.st_size, status.st_mtime_ns
 
 
 def imported(name: str, asked: str) -> ModuleType:

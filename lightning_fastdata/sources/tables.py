@@ -18,6 +18,7 @@ from lightning_fastdata.sources.source import (
     Raw,
     as_list,
     imported,
+    named_status,
 )
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
     def name_of(self, index: int) -> str:
         """Return the database and the key."""
         return f"{self.path}:{self.keys[index]!r}"
+
+    def recognised_by(self) -> tuple[object, ...]:
+        """Return what tells these values from others: of the database's file, size and time."""
+        place = Path(self.path)
+        return named_status(place / "data.mdb" if place.is_dir() else place), self.keys
 
 
 class _GroupedRows(

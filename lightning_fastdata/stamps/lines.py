@@ -115,6 +115,11 @@ class LineWatch:
             self._works = False
             return None
 
+    def __del__(self) -> None:
+        # A forked process has no thread to end, and may have copied a lock that was taken.
+        if self._round is not None and os.getpid() == self._process:
+            self._round.close()
+
     def _close(self, current: _Round) -> None:
         self._next_ns = clock.monotonic_ns() + (self._every - 1) * current.read_ns
         self._round = None

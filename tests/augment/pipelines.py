@@ -215,7 +215,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize Vignette",
+            worker="Resize GaussianBlur Vignette",
         ),
         "randaugment": Recipe(
             compose=Compose(
@@ -242,7 +242,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomResizedCrop",
+            worker="RandomResizedCrop Sharpen",
         ),
         "with a lambda": Recipe(
             compose=Compose(
@@ -292,7 +292,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop",
+            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop Sharpen Blur MotionBlur",
         ),
         "salt bodies": Recipe(
             compose=Compose([H(), RBC(), A.Resize(112, 112), Norm(), Tensor()]),
@@ -581,7 +581,7 @@ with warnings.catch_warnings():
             ),
             kind="boxes",
             any_size=False,
-            worker="ImageCompression",
+            worker="HueSaturationValue GaussianBlur ImageCompression",
         ),
         "ultralytics": Recipe(
             compose=Compose(
@@ -599,7 +599,7 @@ with warnings.catch_warnings():
                 bbox_params=_boxes(),
             ),
             kind="boxes",
-            worker="LongestMaxSize PadIfNeeded ImageCompression",
+            worker="LongestMaxSize PadIfNeeded Blur ImageCompression",
         ),
         "poses": Recipe(
             compose=Compose(
@@ -689,6 +689,7 @@ with warnings.catch_warnings():
                 ]
             ),
             any_size=False,
+            worker="GaussianBlur",
         ),
         "pathology": Recipe(
             compose=Compose(
@@ -702,7 +703,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomCrop HEStain",
+            worker="RandomCrop HEStain ColorJitter",
         ),
         "flip, rotate, jitter": Recipe(
             compose=Compose([A.Rotate(35), H(), A.ColorJitter()]), any_size=False
@@ -735,7 +736,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize",
+            worker="Resize GaussianBlur",
         ),
         "deep fakes": Recipe(
             compose=Compose(
@@ -777,7 +778,10 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize GlassBlur ZoomBlur Spatter RandomSnow Illumination Lambda",
+            worker=(
+                "Resize GlassBlur ZoomBlur Spatter RandomSnow ChromaticAberration "
+                "Illumination Lambda"
+            ),
         ),
     }
 

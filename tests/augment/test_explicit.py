@@ -418,3 +418,46 @@ def test_tensors_made_in_inference_mode_can_be_trained_on() -> None:
         made = [aug(IMAGES), aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), IMAGES)]
     layer(torch.cat(made)).sum().backward()
     assert layer.weight.grad is not None
+
+
+RGBA = torch.cat([IMAGES, IMAGES[..., :1]], -1)
+
+
+@each(
+    ("images", "operations"),
+    [
+        (RGBA, [A.ToGray(3, "average", p=1), A.ImageCompression(p=0.5)]),
+        (RGBA, [A.HorizontalFlip(), A.ToGray(3, "average", p=1), A.GlassBlur(p=0.5)]),
+        (IMAGES[..., :1], [A.ToRGB(p=1), A.ImageCompression(p=0.5), A.VerticalFlip()]),
+        (IMAGES, [A.ToFloat(p=1), A.GlassBlur(p=0.5), A.HorizontalFlip()]),
+    ],
+)
+def test_samples_that_change_their_form_before_some_need_the_cpu_are_albumentations_own(
+    images, operations
+):
+    compose = A.Compose(operations)
+    assert torch.equal(explicit(compose)(images, key=KEY), oracle(compose, image=images)["image"])
+
+
+@each(
+    ("images", "operations"),
+    [
+        (IMAGES, [A.RandomCrop(16, 12, p=0.5), A.HorizontalFlip(p=1)]),
+        (IMAGES, [A.RandomCrop(16, 12, p=0.5), A.ImageCompression(p=1)]),
+        (IMAGES, [A.PadIfNeeded(30, 30, p=0.5)]),
+        (IMAGES, [A.Transpose(p=0.5)]),
+        (IMAGES, [A.ToTensorV2(p=0.5)]),
+        (IMAGES[..., :1], [A.ToRGB(p=0.5)]),
+        (RGBA, [A.ToGray(3, "average", p=0.5), A.ImageCompression(p=0.5)]),
+    ],
+)
+def test_samples_of_several_forms_are_refused_wherever_they_are_computed(images, operations):
+    with pytest.raises(TransformError, match="images of different shapes of one batch"):
+        explicit(A.Compose(operations))(images, key=KEY)
+
+
+@each("masks", [MASKS[:3], list(MASKS), [*MASKS[1:], None]])
+def test_masks_that_some_samples_of_a_batch_lack_are_refused(masks):
+    flip = explicit(A.Compose([A.HorizontalFlip()]))
+    with pytest.raises(BatchError, match=f"Expected a tensor of {COUNT} samples"):
+        flip({"image": IMAGES, "mask": masks}, key=KEY)

@@ -155,7 +155,7 @@ def test_the_training_gets_mixed_batches_and_the_validation_does_not(augment_on,
         4,
         augment={
             "train": mixed(PIPELINE, CutMix(), num_classes=CLASSES),
-            "val": A.Compose([A.Resize(32, 40), A.ToTensorV2()]),
+            "val": A.Compose([A.Resize(32, 40), A.Normalize(), A.ToTensorV2()]),
         },
         augment_on=augment_on,
     )
@@ -238,7 +238,7 @@ def test_what_cannot_be_put_together_is_refused(steps, said):
     ("batch", "options", "said"),
     [
         ((torch.rand(2, 3, 8, 8), torch.arange(2)), {}, "num_classes"),
-        ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "num_classes"),
+        ((torch.rand(2, 3, 8, 8), torch.rand(2)), {"num_classes": 2}, "float32"),
         ((torch.rand(2, 3, 8, 8), ["a", "b"]), {}, "label="),
         ({"image": torch.rand(2, 3, 8, 8)}, {"label": "y"}, "no field 'y'"),
         ({"image": torch.rand(2, 3, 8, 8), "mask": torch.rand(2, 9, 9)}, {}, "size of the images"),

@@ -212,19 +212,36 @@ def test_as_many_numbers_of_classes_as_labels(counts):
         mixed(CutMix(), label=["kind", "colour"], num_classes=counts)
 
 
-def test_a_label_beyond_the_classes_is_told_where_it_is_read():
+def test_a_label_that_is_no_class_is_told_where_it_is_read():
     part = mixed(CutMix(), num_classes=3).in_worker(on_device=True)
     image = np.zeros((8, 8, 3), np.uint8)
     part((image, 2), KEY)
-    # Without a label, as losses leave it out.
-    part((image, -100), KEY)
-    for wrong in (3, np.int64(9)):
-        with pytest.raises(BatchError, match="means classes 0 to 2"):
-            part((image, wrong), KEY)
+    for number in (3, 255, -1, -100):
+        for wrong in (number, np.int64(number), np.array(number), torch.tensor(number)):
+            with pytest.raises(BatchError, match=rf"{number}, but .* means classes 0 to 2"):
+                part((image, wrong), KEY)
+        batch = images(), INDICES.index_fill(0, torch.tensor([4]), number)
+        with pytest.raises(BatchError, match=rf"{number}, but .* means classes 0 to 2"):
+            mixed(MixUp(), num_classes=3).apply_unprepared(batch, KEY)
         with pytest.raises(BatchError, match="label 'y'"):
             mixed(CutMix(), label="y", num_classes=3).in_worker(on_device=True)(
-                {"image": image, "y": wrong}, KEY
+                {"image": image, "y": number}, KEY
             )
+
+
+@each("dtype", [torch.float32, torch.float64, torch.float16])
+@each("num_classes", [3, None])
+def test_numbers_that_are_no_integers_are_told_by_their_dtype(dtype, num_classes):
+    dtype_name = str(dtype).removeprefix("torch.")
+    with pytest.raises(BatchError, match=rf"{dtype_name}.*Classes are integers") as told:
+        mixed(MixUp(), num_classes=num_classes).apply_unprepared((images(), INDICES.to(dtype)), KEY)
+    assert "num_classes" not in str(told.value)
+    # The remedy for a regression works.
+    rows = INDICES.to(dtype)[:, None]
+    _, made = mixed(MixUp(0.8)).apply_unprepared((images(), rows), KEY)
+    assert made.shape == (COUNT, 1)
+    assert made.min() >= rows.min()
+    assert not torch.equal(made, rows.float())
 
 
 @each("step", [CutMix(), Mosaic(), OneOfMixes(CutMix(), Mosaic())])

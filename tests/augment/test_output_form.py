@@ -117,8 +117,11 @@ def test_a_pipeline_that_stays_in_the_workers_or_skips_every_sample_is_converted
         compose = A.Compose([middle], p=1)
         transform = as_batch_transform(compose, out="float16")
         plain = as_batch_transform(compose)
+        names = ("image", "mask", "label")
         pairs = zip(
-            batches(transform, on_device=on_device), batches(plain, on_device=False), strict=True
+            batches(transform, on_device=on_device, names=names),
+            batches(plain, on_device=False, names=names),
+            strict=True,
         )
         for batch, expected in pairs:
             assert batch["image"].dtype == torch.float16

@@ -13,6 +13,7 @@ from augment.pipelines import RECIPES, Kind, Recipe
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, bound_of, may_differ
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.demo.photos import PHOTOGRAPHS, open_photograph
@@ -152,17 +153,19 @@ def test_each_operation_of_a_real_pipeline_has_a_place_and_a_reason(name):
 def test_a_real_pipeline_makes_albumentations_own_pixels(name):
     recipe = ALL[name]
     batch, rest, wanted = run_both(recipe, same_pixels=True)
-    on_the_batch = {
-        one.name
-        for one in as_batch_transform(recipe.compose, same_pixels=True).plan.placements
+    placements = as_batch_transform(recipe.compose, same_pixels=True).plan.placements
+    leaves = [
+        leaf.transform
+        for leaf, one in zip(list_leaves(recipe.compose), placements, strict=True)
         if one.where != "worker"
-    }
+    ]
+    on_the_batch = {type(leaf).__name__ for leaf in leaves}
+    off = [bound_of(leaf).largest for leaf in leaves if may_differ(leaf, np.dtype(np.uint8))]
     for field in ("image", "image2") if recipe.kind == "two images" else ("image",):
         gap = differences(recipe.compose, [one[field] for one in wanted], batch[field])
         if on_the_batch <= EQUAL:
             assert gap.max() == 0
-        # Behind an operation that is one level off, others make two or three of it, and CLAHE in
-        # the dark a dozen; so what holds for a pipeline is how few they are.
+        assert gap.max() <= MOST_PER_LEVEL * sum(off)
         assert (gap == 0).mean() >= 0.998
         assert (gap < 1.5).mean() >= 0.999
         assert gap.mean() <= 0.01

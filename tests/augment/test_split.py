@@ -297,9 +297,11 @@ def metadata(rng):
     ],
 )
 def test_transforms_that_read_masks_boxes_or_other_images_are_given_them(transform):
-    samples = plain(4, **metadata(np.random.default_rng(0)))
+    beside = metadata(np.random.default_rng(0)).items()
+    read = {name: value for name, value in beside if name in transform.targets_as_params}
     samples = [
-        one | {"bboxes": [[1, 2, 12, 13], [5, 5, 40, 40]], "classes": [4, 5]} for one in samples
+        one | {"bboxes": [[1, 2, 12, 13], [5, 5, 40, 40]], "classes": [4, 5]}
+        for one in plain(4, **read)
     ]
     for sample in samples:
         del sample["masks"]  # Mosaic does not take them

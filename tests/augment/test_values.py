@@ -248,14 +248,6 @@ def test_a_pipeline_that_ends_with_two_dtypes_leaves_nothing_to_the_device(casts
     assert {place.why for place in plan.placements} == {reason}
 
 
-def test_images_of_two_dtypes_in_one_batch_are_refused_if_nobody_has_seen_them_before():
-    part = as_batch_transform(A.Compose([A.HorizontalFlip(p=1)])).in_worker(on_device=True)
-    images = photographs(SIDE, SIDE)[0], photographs(SIDE, SIDE, dtype=np.float32)[0]
-    tapes = [part({"image": image}, key)[1] for image, key in zip(images, keys(2), strict=True)]
-    with pytest.raises(BatchError, match=r"images of one batch are float32 and uint8"):
-        part.collate(tapes)
-
-
 def test_floats_that_turn_out_to_be_out_of_range_are_left_to_albumentations():
     images = [*photographs(SIDE, SIDE, dtype=np.float32)[:2]]
     images.append(images[0] * 3 - 1)

@@ -14,7 +14,8 @@ class Keeps(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.seen.append(batch)
-        return self.scale * (batch["image"] if isinstance(batch, dict) else batch[0]).mean()
+        image = batch["image"] if isinstance(batch, dict) else batch[0]
+        return self.scale * image.float().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.0)

@@ -110,6 +110,21 @@ def test_memory_is_unlocked_when_its_last_tensor_is_gone_and_not_before(cuda, sh
     assert copy.read().tolist() == [9] * 4
 
 
+def test_locked_memory_that_a_forked_process_may_view_is_never_written_again(cuda):
+    pool = SlotPool(limit_bytes=4 * SIZE, page_locks=new_locks())
+    slot = pool.take(SIZE)
+    view = pool.lease(slot)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    del view, slot
+    torch.cuda.synchronize()
+    assert pool.free_count == len(pool) == 0
+    gc.collect()
+    assert not cuda.locked
+
+
 def test_a_refusal_is_told_once_and_leaves_ordinary_memory(cuda):
     cuda.refusal = 2
     pool = SlotPool(limit_bytes=4 * SIZE, page_locks=new_locks())

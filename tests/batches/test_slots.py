@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections import defaultdict, namedtuple
 from typing import Any
 
@@ -194,3 +195,37 @@ def test_a_pool_that_is_dropped_closes_its_files_and_leaves_its_tensors() -> Non
     assert view.min() == view.max() == 7
     del view
     assert not opened & open_files()
+
+
+def fork() -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_what_a_forked_process_may_view_is_never_written_again() -> None:
+    pool = SlotPool(limit_bytes=64 * MIB)
+    ended, viewed, written, idle = (pool.take(MIB) for _ in range(4))
+    pool.give_back(idle)
+    pool.lease(ended)
+    view = pool.lease(viewed)
+    fork()
+    pool.give_back(written)
+    assert pool.size_bytes == 4 * MIB
+    del view
+    assert pool.free_count == 3
+    assert pool.size_bytes == 3 * MIB
+    assert list(pool.dropped) == [viewed.number]
+    assert {id(pool.take(MIB)) for _ in range(3)} == {id(ended), id(written), id(idle)}
+    pool.lease(ended)
+    assert pool.take(MIB) is ended
+
+
+def test_memory_that_a_fork_copies_is_written_again() -> None:
+    pool = SlotPool(limit_bytes=64 * MIB, shared=False)
+    slot = pool.take(MIB)
+    view = pool.lease(slot)
+    fork()
+    del view
+    assert pool.take(MIB) is slot

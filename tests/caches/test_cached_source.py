@@ -8,6 +8,7 @@ import pickle
 import signal
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from programs import run_program
 
 import lightning_fastdata as ld
 from lightning_fastdata import CachedSource, sources
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from tests.sources.object_server import ObjectServer
 
 COUNT = 40
@@ -46,7 +47,7 @@ class Records:
         return f"record {index}"
 
     def recognised_by(self):
-        return (self.count,)
+        return self.log, self.count
 
 
 def asked(log):
@@ -147,10 +148,79 @@ def test_records_that_changed_under_one_name_are_told(log, tmp_path):
 
 def test_an_object_that_is_given_credentials_is_the_same_object():
     pytest.importorskip("obstore")
-    one = sources.ObjectSource("s3://bucket/x", ["a"], config={"aws_access_key_id": "A"})
-    two = sources.ObjectSource("s3://bucket/x", ["a"], config={"aws_access_key_id": "B"})
-    other = sources.ObjectSource("s3://bucket/x", ["a"], config={"endpoint": "http://there"})
-    assert CachedSource(one).folder == CachedSource(two).folder != CachedSource(other).folder
+
+    def folder(**config):
+        config = {"endpoint": "http://127.0.0.1:9", "aws_secret_access_key": "S", **config}
+        never = {"max_retries": 0, "retry_timeout": timedelta(0)}
+        source = sources.ObjectSource("s3://b/x", ["a"], config=config, retry_config=never)
+        with pytest.warns(FastDataWarning, match=r"by their names alone.*key="):
+            return CachedSource(source).folder
+
+    one, two = folder(aws_access_key_id="A"), folder(aws_access_key_id="B")
+    other = folder(aws_access_key_id="A", endpoint="http://127.0.0.1:10")
+    assert one == two != other
+
+
+@pytest.fixture
+def server():
+    running = ObjectServer({f"{index:03}": record(index) for index in range(COUNT)})
+    yield running
+    running.close()
+
+
+def objects(server, keys=None):
+    keys = [f"{index:03}" for index in range(COUNT)] if keys is None else keys
+    return sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
+
+
+def files_of(server):
+    return sources.FsspecSource([f"{server.url}/{index:03}" for index in range(COUNT)])
+
+
+@pytest.mark.parametrize("source_of", [objects, files_of])
+def test_of_keys_that_are_given_any_object_that_changed_is_seen(server, source_of):
+    """Eight are compared when a cache is opened; of all others their versions tell."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("fsspec.implementations.http")  # here, and not anew in each process
+    folders = [CachedSource(source_of(server)).folder for _ in range(2)]
+    assert folders[0] == folders[1]
+    assert server.asked_about >= COUNT
+    for number in (1, 20):
+        server.objects[f"{number:03}"] = bytes(len(record(number)))  # of the same length
+        folders.append(CachedSource(source_of(server)).folder)
+    assert len(set(folders)) == 3
+
+
+@pytest.mark.parametrize("source_of", [objects, files_of])
+def test_where_no_version_is_told_that_is_said(server, source_of):
+    pytest.importorskip("obstore")
+    pytest.importorskip("fsspec.implementations.http")
+    server.tells_versions = False
+    with pytest.warns(FastDataWarning, match=r"40 files by their names alone.*only sizes.*key="):
+        CachedSource(source_of(server))
+    CachedSource(source_of(server), key="photos-1")  # whose user tells of changes
+
+
+def test_of_very_many_keys_none_is_asked_for_and_that_is_said(server):
+    pytest.importorskip("obstore")
+    many = objects(server, [f"{index}" for index in range(10_001)])
+    with pytest.warns(FastDataWarning, match=r"10,001 files by their names alone.*one by one"):
+        CachedSource(many)
+    assert server.asked_about == 0
+
+
+def test_a_database_that_was_written_again_has_another_cache(tmp_path):
+    lmdb = pytest.importorskip("lmdb")
+
+    def folder(value):
+        with (
+            lmdb.open(str(tmp_path / "db"), map_size=1 << 20) as database,
+            database.begin(write=True) as transaction,
+        ):
+            transaction.put(b"one", value)
+        return CachedSource(sources.LmdbSource(tmp_path / "db", [b"one"])).folder
+
+    assert folder(b"a") != folder(b"b")
 
 
 def _fill(log, folder, end):
@@ -191,8 +261,7 @@ def test_a_damaged_record_is_read_again(log, tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")
 def test_in_memory(log):
-    # A name of its own: memory may hold what another run of the tests, that was killed, has left.
-    cached = CachedSource(Records(log), "ram", key=f"of-{os.getpid()}")
+    cached = CachedSource(Records(log), "ram")
     for _ in range(2):
         assert cached.get_bytes([2, 1]) == [record(2), record(1)]
     assert asked(log) == [2, 1]

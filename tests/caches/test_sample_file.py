@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, manifest):
 
 def test_a_cache_of_another_length_is_refused(tmp_path):
     create(tmp_path / "c", varies=False).close()
-    with pytest.raises(DatasetError, match="400 samples in format 1, not 401"):
+    with pytest.raises(DatasetError, match=r"400 samples in format \d, not 401"):
         reopened(tmp_path / "c", 401)
 
 
@@ -175,6 +175,17 @@ def test_a_folder_without_a_manifest_is_no_cache(tmp_path):
     create(tmp_path / "c", varies=False).close()
     (tmp_path / "c" / "manifest.json").unlink()
     assert reopened(tmp_path / "c") is None
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc (Linux)")
+def test_a_cache_that_is_no_longer_held_leaves_no_file_open(tmp_path):
+    create(tmp_path / "c", varies=False).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert reopened(tmp_path / "c").stored() == 0
+    (tmp_path / "c" / "column-1.bin").unlink()
+    assert reopened(tmp_path / "c") is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_sample_without_bytes_is_there(tmp_path):

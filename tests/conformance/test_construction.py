@@ -9,15 +9,22 @@ import sys
 import warnings
 from pathlib import Path
 
+import lightning.pytorch
+import lightning.pytorch.demos
 import psutil
 import pytest
+import pytorch_lightning
+import pytorch_lightning.demos
 import torch
 import yaml
 from conformance.datasets import Strategy
 from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch.loggers import CSVLogger
 
+import lightning_fastdata.pytorch_lightning
 from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host.machine import import_by_name
 from lightning_fastdata.plugin.seams.hooks import HOOKS
 
 torch.set_num_threads(1)
@@ -251,3 +258,32 @@ def test_either_package_trains_without_the_other(tmp_path, imports, packages, tw
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-3:-1] == [packages, twin]
+
+
+def test_a_data_module_of_the_other_package_names_the_import_to_write(tmp_path):
+    for package, ours, place in (
+        (pytorch_lightning, lightning_fastdata, "lightning_fastdata.pytorch_lightning"),
+        (lightning.pytorch, lightning_fastdata.pytorch_lightning, "lightning_fastdata"),
+    ):
+        model = package.demos.BoringModel()
+        trainer = package.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+        data = ours.FastDataModule.from_datasets(torch.ones(8, 32))
+        with pytest.raises(OptionsError, match=rf"`from {place} import FastDataModule, .*"):
+            trainer.fit(model, datamodule=data)
+
+
+def test_a_script_finds_its_neighbours_as_python_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / "project"
+    project.mkdir()
+    (tmp_path / "neighbour_of_a_script.py").write_text("where = 'the folder it is called in'")
+    (project / "neighbour_of_a_script.py").write_text("where = 'beside it'")
+    script = project / "script_with_neighbours.py"
+    script.write_text("from neighbour_of_a_script import where\nprint(where)")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    for path in (script, script.relative_to(tmp_path)):
+        for name in ("neighbour_of_a_script", script.stem):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        module = import_by_name(str(path), "the data module")
+        assert module.where == done.stdout.strip() == "beside it"

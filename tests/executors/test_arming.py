@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,20 +16,29 @@ from lightning_fastdata.order.samplers import ShuffleSampler
 
 
 class Counted(Dataset):
-    """Counts what is read, in memory that all processes share; knows the epoch it was told."""
+    """Notes what is read in a file; knows the epoch it was told, as those of libraries are."""
 
-    def __init__(self, length: int = 40) -> None:
-        self.reads = torch.zeros(length, dtype=torch.int64).share_memory_()
+    __module__ = "datasets"
+
+    def __init__(self, file: Path | None = None, length: int = 40) -> None:
+        self.file, self.length = file, length
         self.epoch = -1
+
+    @property
+    def reads(self) -> torch.Tensor:
+        """How often each sample was read."""
+        return torch.tensor(list(self.file.read_bytes())).bincount(minlength=self.length)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.reads)
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[int, int, float]:
-        self.reads[index] += 1
+        if self.file is not None:
+            with self.file.open("ab") as file:
+                file.write(bytes([index]))
         return index, self.epoch, random.random()
 
 
@@ -49,8 +59,8 @@ def rows(batches: Iterable) -> list[tuple[float, ...]]:
     return [row for batch in batches for row in zip(*(x.tolist() for x in batch), strict=True)]
 
 
-def test_the_next_epoch_is_under_way_before_it_is_asked_for() -> None:
-    dataset = Counted()
+def test_the_next_epoch_is_under_way_before_it_is_asked_for(tmp_path) -> None:
+    dataset = Counted(tmp_path / "reads")
     epoch = [0]
     loader = make(dataset, lambda: epoch[0])
     list(loader)
@@ -120,6 +130,17 @@ def test_an_error_in_set_epoch_is_told() -> None:
     loader.close()
 
 
+class NotesElsewhere(Counted):
+    """Does not show the file, which would be seen to change."""
+
+    path = Path()
+
+    def __getitem__(self, index: int) -> tuple[int, int, float]:
+        with self.path.open("ab") as file:
+            file.write(bytes([index]))
+        return super().__getitem__(index)
+
+
 class Steps(LightningModule):
     def __init__(self):
         super().__init__()
@@ -135,7 +156,8 @@ class Steps(LightningModule):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("end", [{"max_epochs": 2}, {"max_epochs": 9, "max_steps": 20}])
 def test_nothing_is_read_ahead_of_an_epoch_that_does_not_come(end, tmp_path) -> None:
-    dataset = Counted()
+    dataset = NotesElsewhere()
+    NotesElsewhere.path = tmp_path / "reads"
     options = LoaderOptions(executor="workers", num_workers=1, persistent_workers=True, probe=False)
     data = FastDataModule.from_datasets(dataset, batch_size=4, options=options)
     trainer = Trainer(
@@ -148,4 +170,5 @@ def test_nothing_is_read_ahead_of_an_epoch_that_does_not_come(end, tmp_path) -> 
         **end,
     )
     trainer.fit(Steps(), datamodule=data)
-    assert int(dataset.reads.sum()) < 2 * len(dataset) + 4  # some are tried before
+    reads = len(NotesElsewhere.path.read_bytes())
+    assert reads < 2 * len(dataset) + 4  # some are tried before

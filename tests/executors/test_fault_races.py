@@ -247,7 +247,9 @@ def test_indices_that_cannot_be_unpickled_are_an_error(length: int) -> None:
 
 
 class Told(Dataset):
-    """Counts how often it is told of an epoch."""
+    """Counts how often it is told of an epoch, as those of libraries are."""
+
+    __module__ = "datasets"
 
     def __init__(self) -> None:
         self.told = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -356,6 +358,7 @@ def test_idle_processes_that_are_killed_are_replaced() -> None:
 
 
 class Epochs(Dataset):
+    __module__ = "datasets"  # of those that are told
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:

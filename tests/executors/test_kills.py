@@ -85,7 +85,7 @@ def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(coll
     calm.close()
     loader = loader_of("workers", collate, epoch=lambda: epoch % 4)
     epoch = 0
-    iter(loader)
+    next(iter(loader))
     killer = Killer(loader._iterator, 7)
     # Deaths that were seen and made good are counted, not signals that were sent.
     while loader._iterator.respawned < kills:
@@ -98,7 +98,7 @@ def test_batches_are_those_of_an_undisturbed_run_while_processes_are_killed(coll
 
 def test_out_of_order_nothing_is_lost_or_doubled_while_processes_are_killed() -> None:
     loader = loader_of("workers", None, in_order=False)
-    iter(loader)
+    next(iter(loader))
     killer = Killer(loader._iterator, 8)
     while loader._iterator.respawned < 12:
         seen = sorted(x[:, 0].tolist() for x, *_ in killer.watched(loader))

@@ -83,7 +83,7 @@ def slow_collation(samples):
 
 def loaders(data, batch_size=BATCH, **settings):
     """The two ways to an automatic loader."""
-    yield FastDataLoader(data, batch_size, executor="auto", **settings)
+    yield FastDataLoader(data, batch_size, **{"num_workers": "auto", **settings})
     yield FastDataModule.from_datasets(data, batch_size=batch_size, **settings).train_dataloader()
 
 
@@ -160,6 +160,8 @@ def pictures(tmp_path):
     for number in range(24):
         pixels = noise.integers(0, 256, (256, 256, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / "one" / f"{number}.jpg", quality=95)
+    for number in range(24, 240):  # for fewer, no workers are started
+        os.link(tmp_path / "one" / f"{number % 24}.jpg", tmp_path / "one" / f"{number}.jpg")
     return tmp_path
 
 
@@ -196,7 +198,7 @@ def test_floats_of_images_are_made_by_the_workers_that_decode_them(pictures):
     loader = trainer.train_dataloader
     assert loader.executor == "workers"
     assert loader.num_workers >= 1
-    assert model.seen == [(torch.float32, (8, 3, 224, 224))] * 3
+    assert model.seen == [(torch.float32, (8, 3, 224, 224))] * 30
 
 
 @needs_cpus

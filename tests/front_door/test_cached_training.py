@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import warnings
 import zlib
 from pathlib import Path
 
@@ -13,12 +15,15 @@ import torch
 import torchvision.transforms as T
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from misses import each
 from PIL import Image
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torchvision.datasets import ImageFolder
 
 import lightning_fastdata as ld
+from lightning_fastdata.caches import folders
+from lightning_fastdata.errors import FastDataWarning
 
 FIXED = [T.Resize(24), T.CenterCrop(20)]
 DRAWN = [T.Resize(24), T.RandomCrop(20), T.RandomHorizontalFlip()]
@@ -224,3 +229,70 @@ def test_auto_keeps_nothing_where_it_does_not_pay(dataset, epochs, why, tmp_path
     _, said = fit_auto(dataset, epochs=epochs)
     assert re.search(rf"samples are not kept \(cache='auto'\): .*{re.escape(why)}", said)
     assert not list(tmp_path.rglob("*.bin"))
+
+
+def no_folder(root, _folder):
+    shutil.rmtree(root)
+    root.write_text("")
+
+
+def nothing_written(_root, folder):
+    """As where all that there is can only be read, for any user."""
+    (folder / "users").unlink()
+    (folder / "users").mkdir()
+
+
+def of_another_user(_root, folder):
+    if os.getuid():
+        pytest.skip("only root gives a folder to somebody else")
+    os.chown(folder, 65534, 65534)
+
+
+def linked(_root, folder):
+    shutil.move(folder, folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+def flipped_manifest(_root, folder):
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"40", b"41"))
+
+
+def cut_index(_root, folder):
+    os.truncate(folder / "index.bin", 100)
+
+
+def of_other_samples(_root, folder):
+    """As if what a function returns that nobody compares had changed."""
+    shutil.rmtree(folder)
+    other = ld.CachedDataset(Computes(draws=True), folder.parent, key="x", always_same=True)
+    other.fill()
+    other.folder.rename(folder)
+
+
+BREAKS = [no_folder, nothing_written, of_another_user, linked]
+BREAKS += [flipped_manifest, cut_index, of_other_samples]
+
+
+@pytest.fixture
+def wanted(machine):
+    return fit_auto(Computes(), None)[0]
+
+
+@each("break_it", BREAKS)
+def test_auto_ends_no_training_whatever_has_become_of_the_cache(
+    tmp_path, monkeypatch, wanted, break_it
+):
+    root = tmp_path / "root"
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", str(root))
+    ld.CachedDataset(Computes()).fill()
+    (manifest,) = root.rglob("manifest.json")
+    with monkeypatch.context() as another_run:
+        another_run.setattr(folders, "_held", {})
+        break_it(root, manifest.parent)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            seen, said = fit_auto(Computes())
+    assert seen == wanted
+    words = [str(one.message) for one in told if one.category is FastDataWarning]
+    assert any("cache='auto'" in one and str(root) in one for one in words), (words, said)

@@ -32,8 +32,8 @@ class Seen(LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-6)
 
 
-def fit(dataset, epochs: int = 2) -> FastDataModule:
-    module, data = Seen(), FastDataModule.from_datasets(dataset, batch_size=8)
+def fit(dataset, epochs: int = 2, **options) -> FastDataModule:
+    module, data = Seen(), FastDataModule.from_datasets(dataset, batch_size=8, **options)
     Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -151,7 +151,8 @@ class Refusing(WithRuntime):
         raise TypeError("it holds a socket")
 
 
-def test_a_client_that_reaches_no_other_process_is_an_error_that_says_so(tmp_path):
+def test_a_client_that_reaches_no_other_process_is_used_in_the_training_process(tmp_path):
+    assert "not fork-safe" in fit(Refusing(tmp_path, at_once=True)).explain()
     words = r"not fork-safe.*on first use in __getitem__"
     with pytest.raises(DatasetError, match=words):
-        fit(Refusing(tmp_path, at_once=True))
+        fit(Refusing(tmp_path, at_once=True), num_workers=1)

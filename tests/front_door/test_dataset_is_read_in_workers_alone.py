@@ -211,7 +211,7 @@ def test_the_training_process_reads_no_sample(way, tmp_path):
 
 class Slow(Watched):
     def __getitem__(self, index):
-        sum(range(20_000))
+        sum(range(100_000))
         return super().__getitem__(index)
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
+from misses import each
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,6 +24,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
+    random_split,
 )
 
 from lightning_fastdata import FastDataError, FastDataModule, LoaderOptions
@@ -211,6 +213,39 @@ def test_the_arguments_come_from_a_configuration_file(form, tmp_path, monkeypatc
     assert cli.datamodule.shuffle in (False, {"train": False})
 
 
+# -- a dataset in the place of its method ----------------------------------------------------------
+
+PLACED: dict[str, Any] = {
+    "datasets": lambda: (Numbers(9), Numbers(5)),
+    "splits": lambda: random_split(Numbers(9), [6, 3], generator()),
+    "tensors": lambda: (torch.arange(9), torch.arange(3)),
+    "streams": lambda: (Halves(), Halves()),
+    "several": lambda: ({"a": Numbers(4), "b": Numbers(6)}, [Numbers(3), Numbers(5)]),
+    "none to validate on": lambda: (Numbers(9), None),
+    "functions": lambda: (lambda: Numbers(9), lambda: Numbers(5)),
+}
+
+
+class Placed(FastDataModule):
+    kind: str
+
+    def setup(self, stage: str) -> None:
+        self.train_dataset, self.val_dataset = PLACED[self.kind]()
+
+
+@each("kind", PLACED)
+def test_a_dataset_that_setup_puts_in_the_place_of_its_method_is_read(kind) -> None:
+    placed = Placed(batch_size=4, num_workers=0)
+    placed.kind = kind
+    train, val = PLACED[kind]()
+    if kind == "functions":
+        train, val = train(), val()
+    same = FastDataModule.from_datasets(train, val, batch_size=4, num_workers=0)
+    assert fitted(placed, max_epochs=2) == fitted(same, max_epochs=2)
+    if isinstance(train, Dataset) and kind not in ("streams", "functions"):
+        assert len(placed.train_dataset) == len(train)
+
+
 # -- from_loaders ----------------------------------------------------------------------------------
 
 
@@ -316,6 +351,27 @@ def test_a_combined_loader_keeps_its_mode() -> None:
     model = Seen()
     trainer().fit(model, combined())
     assert fitted(FastDataModule.from_loaders(combined()))["train"] == model.batches["train"]
+
+
+@each(
+    "given",
+    [
+        lambda: None,
+        list,
+        tuple,
+        dict,
+        lambda: CombinedLoader([]),
+        lambda: [DataLoader(Numbers(4), 3)],
+        lambda: (DataLoader(Numbers(4), 3), DataLoader(Numbers(3), 1)),
+        lambda: {"a": DataLoader(Numbers(4), 3), "b": DataLoader(Numbers(3), 1)},
+        lambda: CombinedLoader([DataLoader(Numbers(4), 3)]),
+        lambda: CombinedLoader({"a": DataLoader(Numbers(4), 3)}, "sequential"),
+    ],
+)
+def test_validation_loaders_are_taken_as_a_trainer_takes_them(given) -> None:
+    model, train = Seen(), DataLoader(Numbers(4), 2)
+    trainer().fit(model, train, given())
+    assert fitted(FastDataModule.from_loaders(train, given())) == model.batches
 
 
 def test_workers_are_chosen_unless_they_are_to_be_kept() -> None:

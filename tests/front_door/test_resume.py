@@ -34,7 +34,9 @@ class Drawn(Dataset):
 
 
 class Told(IterableDataset):
-    """A stream whose samples are the epoch it was told."""
+    """A stream of a library, whose samples are the epoch it was told."""
+
+    __module__ = "datasets"
 
     epoch = -1
 

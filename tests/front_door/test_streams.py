@@ -227,7 +227,7 @@ def test_each_sample_comes_once_from_several_workers_in_the_order_of_torch(kind,
     litdata = kind == "LitData"
     theirs = [batch["x"].tolist() for batch in given] if litdata else fitted(None, given)
     assert fitted(data) == theirs
-    alone = FastDataLoader(stream, 4, executor="auto")
+    alone = FastDataLoader(stream, 4, num_workers="auto")
     assert alone.num_workers == workers
     assert [batch["x"].tolist() for batch in alone] == theirs
     assert sorted(flat(theirs)) == list(range(COUNT))
@@ -273,7 +273,7 @@ class Configured(IterableDataset):
 @SEVERAL
 def test_a_worker_init_fn_may_split_the_stream() -> None:
     given = DataLoader(Configured(), 4, worker_init_fn=take_part)
-    data = FastDataModule.from_loaders(given)
+    data = FastDataModule.from_loaders(given, num_workers="auto")
     assert data.train_dataloader().num_workers > 1
     assert sorted(flat(fitted(data))) == list(range(COUNT))
 

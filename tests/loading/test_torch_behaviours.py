@@ -357,5 +357,23 @@ def test_no_gradient_is_recorded_and_no_thread_is_taken_from_the_caller(executor
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, affinity)
 
 
+@pytest.mark.parametrize("executor", [*ENGINE, "gather", "torch"])
+def test_a_forked_process_keeps_the_batch_that_it_was_given(executor: str) -> None:
+    rows = torch.arange(240.0)[:, None].expand(240, 1000).contiguous()
+    theirs = list(DataLoader(rows, batch_size=10))
+    reading, writing = os.pipe()
+    children = []
+    with contextlib.closing(FastDataLoader(rows, 10, num_workers=1, executor=executor)) as loader:
+        for number, batch in enumerate(loader):
+            if number in (0, 3, 4):
+                children.append(os.fork())
+                if not children[-1]:
+                    os.close(writing)
+                    os.read(reading, 1)
+                    os._exit(not torch.equal(batch, theirs[number]))
+    os.close(writing)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+
+
 def test_a_loader_may_be_annotated_with_what_it_gives() -> None:
     assert FastDataLoader[list[torch.Tensor]].__origin__ is FastDataLoader

@@ -7,16 +7,26 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from misses import each
 from open_files import open_files
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
+from lightning_fastdata import FastDataModule
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
-from lightning_fastdata.planning.facts import probe_process
+from lightning_fastdata.planning.facts import inspection, probe_process
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
@@ -26,8 +36,13 @@ from lightning_fastdata.planning.facts.inspection import (
 from lightning_fastdata.planning.facts.probe_process import try_apart
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.planning.plan_for import plan_for
 
 EVERYTHING = Questions(sample=True, further=3, cost=True)
+
+
+def from_loaders(data, **how):
+    return FastDataModule.from_loaders(DataLoader(data, **how))
 
 
 class Rows(Dataset):
@@ -270,6 +285,103 @@ def test_workers_are_started_otherwise_where_a_client_does_not_survive_a_fork(cl
 def test_what_the_user_set_is_not_replaced():
     with pytest.raises(DatasetError, match=r"not fork-safe.*on first use in __getitem__"):
         inspect(WithClient(Forked()), start_method="fork")
+
+
+def starts_a_pool():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(abs, (1,))
+
+
+def starts_a_process():
+    child = multiprocessing.get_context("fork").Process(target=abs, args=(1,))
+    child.start()
+    child.join()
+
+
+def starts_an_executor():
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        executor.submit(abs, 1).result()
+
+
+def starts_one_and_says_it_otherwise():
+    try:
+        starts_a_process()
+    except AssertionError as error:
+        raise ValueError("no helper") from error
+
+
+TRAINING = os.getpid()
+
+
+def uses_cuda():
+    if os.getpid() != TRAINING:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. Use 'spawn'.")
+
+
+def mistaken():
+    raise ValueError("wrong label")
+
+
+def is_not_fork_safe():
+    if os.getpid() != TRAINING:
+        raise RuntimeError("this client is not fork-safe")
+
+
+class Unpicklable(Rows):
+    def __init__(self):
+        super().__init__(lambda: None)
+
+
+@pytest.fixture
+def no_second_try(monkeypatch):
+    """A script without ``if __name__ == "__main__"``, which no process may import again."""
+    monkeypatch.setattr(inspection, "can_be_started_anew", lambda: False)
+
+
+@each("questions", [EVERYTHING, Questions(cost=True)])
+@each(
+    "dataset",
+    [
+        lambda: Rows(starts_a_pool),
+        lambda: Rows(starts_a_process),
+        lambda: Rows(starts_an_executor),
+        lambda: Rows(starts_one_and_says_it_otherwise),
+        lambda: Rows(uses_cuda),
+    ],
+)
+@pytest.mark.usefixtures("no_second_try")
+def test_what_a_side_process_may_not_do_is_done_by_the_training_process(dataset, questions):
+    facts = inspect(dataset(), questions)
+    assert facts.here
+    assert not facts.warnings
+    spec = LoaderSpec(dataset=dataset(), name="rows", options=LoaderOptions(), batch_size=2)
+    plan = plan_for(spec, facts)
+    assert (plan.executor, plan.num_workers) == ("inline", 0)
+    assert facts.here in plan.explain()
+    assert inspect(dataset(), questions, num_workers=0).here is None
+    if questions.sample:  # where the user has workers read, they would fail, too
+        with pytest.raises(DatasetError):
+            inspect(dataset(), questions, num_workers=2)
+
+
+@pytest.mark.usefixtures("no_second_try")
+def test_a_failure_of_which_nobody_knows_whether_a_fork_is_its_cause_is_no_verdict():
+    assert "not fork-safe" in inspect(Rows(is_not_fork_safe)).here
+    with pytest.raises(DatasetError, match="wrong label"):
+        inspect(Rows(mistaken))
+
+
+def test_a_dataset_that_cannot_be_sent_to_workers_is_read_here():
+    assert "could not be started" in inspect(Unpicklable(), start_method="spawn").here
+
+
+@each("make", [FastDataModule.from_datasets, from_loaders])
+def test_a_dataset_that_starts_processes_trains_as_with_torch(make):
+    loader = make(Rows(starts_a_process), batch_size=2, shuffle=False).train_dataloader()
+    theirs = list(DataLoader(Rows(starts_a_process), batch_size=2))
+    for ours, own in zip(loader, theirs, strict=True):
+        assert [part.tolist() for part in ours] == [part.tolist() for part in own]
 
 
 def test_the_first_look_is_after_worker_init_fn():

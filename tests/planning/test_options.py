@@ -248,12 +248,14 @@ def test_memory_is_pinned_for_cuda_only() -> None:
 
 
 def test_only_training_and_validation_keep_their_workers() -> None:
-    assert {s: plan(stage=s).persistent_workers for s in STAGES} == {
-        "train": True,
-        "val": True,
+    aside = LoaderOptions(executor="workers")
+    assert {s: plan(aside, stage=s).persistent_workers for s in STAGES} == {
+        "train": "unchanged",
+        "val": "unchanged",
         "test": False,
         "predict": False,
     }
+    assert plan(LoaderOptions(executor="torch")).persistent_workers is False
 
 
 def test_more_workers_than_cpus_are_kept_with_a_message() -> None:

@@ -627,7 +627,7 @@ def test_a_loader_finds_by_itself_that_its_samples_wait():
     times = Times()
     data = Planted(partial(times.advance, 1), length=6)
     with clock.installed(times):  # in the process that tries it, too
-        loader = FastDataLoader(data, batch_size=2, executor="auto", multiprocessing_context="fork")
+        loader = FastDataLoader(data, 2, num_workers="auto", multiprocessing_context="fork")
     assert loader.executor == "workers"
     computing = workers_for("train", read_limit(), on_cpu=True, batches=3)[0]
     assert loader.num_workers == 6 > computing
@@ -651,7 +651,7 @@ def test_the_workers_given_to_a_loader_always_win(workers):
     loader = FastDataLoader(Planted(nothing), batch_size=4, executor="auto", num_workers=workers)
     assert loader.num_workers == workers
     assert loader.executor == ("workers" if workers else "torch")
-    assert loader.persistent_workers == bool(workers)
+    assert not loader.persistent_workers
 
 
 @pytest.mark.cases(4)
@@ -673,7 +673,7 @@ def test_a_loader_chooses_around_whatever_else_is_set(settings, waits_s):
     times = Times()
     data = Planted(partial(times.advance, waits_s), length=3)
     with clock.installed(times):
-        loader = FastDataLoader(data, executor="auto", **settings)
+        loader = FastDataLoader(data, num_workers="auto", **settings)
     plain = {name: value for name, value in settings.items() if "batch" in name or "coll" in name}
     expected = [repr(batch) for batch in torch.utils.data.DataLoader(data, **plain)]
     try:
@@ -682,9 +682,11 @@ def test_a_loader_chooses_around_whatever_else_is_set(settings, waits_s):
         loader.close()
 
 
-def test_without_a_choice_a_loader_is_automatic_but_keeps_no_workers():
+def test_num_workers_means_what_it_means_to_torch_unless_it_is_auto():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
-    assert (loader.num_workers, loader.persistent_workers, loader.executor) == (1, False, "gather")
+    assert (loader.num_workers, loader.persistent_workers, loader.executor) == (0, False, "torch")
+    loader = FastDataLoader(TensorDataset(torch.arange(4)), num_workers="auto")
+    assert (loader.num_workers, loader.executor) == (1, "gather")
     assert loader.plan is not None
     four = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
@@ -697,7 +699,7 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     script.write_text("loader = ...")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
-    loader = FastDataLoader(Keeping(Times(), keeps=False), 4)
+    loader = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers="auto")
     assert (loader.executor, loader.num_workers) == ("torch", 0)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()

@@ -314,9 +314,9 @@ def test_it_is_not_read_where_nothing_rests_on_it_or_the_user_says_so(options) -
 
 @pytest.mark.parametrize("stream", [Asks(), Plain()])
 def test_what_the_user_says_counts(stream, recwarn, monkeypatch) -> None:
-    several = FastDataLoader(stream, 2, executor="auto", split=True)
+    several = FastDataLoader(stream, 2, num_workers="auto", split=True)
     assert several.num_workers >= 4 or os.cpu_count() == 1
-    one = FastDataLoader(stream, 2, executor="auto", split=False)
+    one = FastDataLoader(stream, 2, num_workers="auto", split=False)
     assert one.num_workers == 1
     assert not [each for each in recwarn if each.category is FastDataWarning]
     rows = {each.option: each for each in one.plan.choices}

@@ -486,6 +486,7 @@ class CostlyPipeline:
             needs_batches = False
             repeats = 1
             collate, finish, words = part.collate, part.finish, part.words
+            stacks, finish_each = part.stacks, part.finish_each
 
             def __call__(_, sample, key):
                 self.wall.s += took

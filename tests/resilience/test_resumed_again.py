@@ -138,7 +138,12 @@ def test_many_lives_take_the_steps_of_one(tmp_path, straight, feature, length, s
 
 
 class Stream(IterableDataset):
-    """As many samples as the images have, shared among workers; with a state or without one."""
+    """As many samples as the images have, shared among workers; with a state or without one.
+
+    It is told the epoch, as streams of libraries are.
+    """
+
+    __module__ = "datasets"
 
     def __init__(self, *, stateful):
         self.stateful, self.at, self.epoch = stateful, 0, 0

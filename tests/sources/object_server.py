@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import random
 import threading
+import zlib
 
 
 class ObjectServer:
@@ -23,8 +24,10 @@ class ObjectServer:
         self.needs_at_once = 0
         self.most_allowed = None
         self.throttle_status = 503
+        self.tells_versions = True
         self.throttled = 0
         self.requests = 0
+        self.asked_about = 0
         self.at_once = 0
         self.most_at_once = 0
         self.slow_now = 0
@@ -52,7 +55,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self):
-        self.do_GET()
+        self.owner.asked_about += 1
+        self._answer(*self._found())
+
+    def _found(self):
+        data = self.owner.objects.get(self.path.lstrip("/"))
+        return (404, b"") if data is None else (200, data)
+
+    def _answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if self.owner.tells_versions:
+            self.send_header("ETag", f'"{zlib.crc32(body)}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
 
     def do_GET(self):
         owner = self.owner
@@ -76,16 +93,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                         lambda: owner.requests >= until or owner.slow_now == owner.at_once, 100
                     )
                     owner.slow_now -= 1
-            data = owner.objects.get(self.path.lstrip("/"))
-            status = 503 if fails else 404 if data is None else 200
-            status = owner.throttle_status if throttled else status
-            body = data if status == 200 else b""
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+            if throttled or fails:
+                self._answer(owner.throttle_status if throttled else 503, b"")
+            else:
+                self._answer(*self._found())
         finally:
             with owner._lock:
                 owner.at_once -= 1

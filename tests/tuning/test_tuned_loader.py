@@ -354,10 +354,14 @@ class Stream(IterableDataset):
     [
         (Drawn(), {"tune": "off"}, "set by you"),
         (Drawn(), {"num_workers": 2}, "num_workers is set by you"),
-        (Drawn(), {}, "what the training process has opened"),
+        (Drawn(), {"num_workers": "auto"}, "what the training process has opened"),
         (Drawn(), {"num_workers": 0}, "num_workers is set by you"),
-        (Stream(), {}, "a stream"),
-        (TensorDataset(torch.arange(64.0).reshape(16, 4)), {}, "gather"),
+        (Stream(), {"num_workers": "auto"}, "a stream"),
+        (
+            TensorDataset(torch.arange(64.0).reshape(16, 4)),
+            {"num_workers": "auto"},
+            "gather",
+        ),
     ],
 )
 def test_what_is_not_tuned_says_why(dataset, how, why):
@@ -370,7 +374,7 @@ def test_what_is_not_tuned_says_why(dataset, how, why):
 
 def test_what_is_tuned_says_so():
     with on_machine():
-        loader = FastDataLoader(Costly(64, waits(0.004)), 4, executor="auto")
+        loader = FastDataLoader(Costly(64, waits(0.004)), 4, num_workers="auto")
     assert isinstance(loader.tune, Tuner)
     assert "tune" in loader.plan.explain()
     assert loader.tune.phase is Phase.MEASURING

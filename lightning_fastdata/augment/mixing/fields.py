@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     has_field,
     put_fields,
 )
+from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.stage_transform import plain_tensors
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.types import Batch
@@ -62,9 +63,10 @@ class Mixer:
         return any(step.sees_others for step in self.steps)
 
     def check_classes(self, sample: Batch) -> None:
-        """Raise BatchError if a class of a sample is not below ``num_classes``.
+        """Raise BatchError if a class of a sample is none of ``num_classes``.
 
-        It would train as if it had no label, and on the device a look at it would have to wait.
+        It would train as if it had no label: so would -100, which a loss leaves out, as a share of
+        a mixture it cannot. On the device a look at it would have to wait.
         """
         if not self._sees_others or not any(self._num_classes):
             return
@@ -72,11 +74,10 @@ class Mixer:
         places = self._label_places(sample, image)
         for place, classes in zip(places, self._num_classes, strict=False):
             value = get_field(sample, place) if has_field(sample, place) else None
-            if classes is not None and isinstance(value, int | np.integer) and value >= classes:
-                raise BatchError(
-                    f"The label {place!r} of a sample is class {value}, but num_classes={classes} "
-                    f"means classes 0 to {classes - 1}."
-                )
+            if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+                value = value.item()
+            if classes is not None and isinstance(value, int | np.integer):
+                _check_class(int(value), classes, f"The label {place!r} of a sample")
 
     def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
         """Return a collated batch with its samples mixed.
@@ -103,6 +104,7 @@ class Mixer:
                 self._shares(get_field(batch, place), classes, form.image.device)
                 for place, classes in zip(labels, self._num_classes, strict=False)
             ]
+            self._check_beside(batch, {*found.values(), *labels}, form.image)
             parts = _parts(batch, found, form.image, shares)
             start = 0
             for number, step in enumerate(self.steps):
@@ -139,6 +141,15 @@ class Mixer:
         }
         return {"image": image, **others}
 
+    def _check_beside(self, batch: Batch, known: Collection[Location], image: Tensor) -> None:
+        """Raise BatchError if something of the images' size would not be mixed."""
+        name = next((type(step).__name__ for step in self.steps if step.sees_others), None)
+        if name is not None:
+            height, width = image.shape[2:]
+            mover = Mover(name, takes_boxes=self.places.boxes is not None)
+            known = {*known, *self.places.fields.stays}
+            check_beside(batch, known, (height, width), mover, samples=len(image))
+
     def _find_labels(self, batch: Batch, image: Location) -> Sequence[int | str]:
         if not self._sees_others:
             return []
@@ -165,13 +176,31 @@ class Mixer:
             )
         if labels.ndim == 2:
             return labels.float()
-        if num_classes is None or labels.is_floating_point():
+        if labels.is_floating_point():
+            dtype = str(labels.dtype).removeprefix("torch.")
+            raise BatchError(
+                f"The labels are {describe(labels)}, numbers of {dtype}. Classes are integers: "
+                "have the dataset return int(label). One number for each sample to regress on is "
+                "mixed as rows of one, [n, 1]: torch.tensor([value])."
+            )
+        if num_classes is None:
             raise BatchError(
                 f"The labels are {describe(labels)}. To mix classes their number is needed: "
                 "mixed(..., num_classes=10)."
             )
+        if labels.device.type == "cpu" and len(labels):
+            for value in labels.long().aminmax():
+                _check_class(int(value), num_classes, "A label of the batch")
         # By comparison: one_hot would ask the device for the largest class.
         return (labels[:, None] == torch.arange(num_classes, device=device)).float()
+
+
+def _check_class(value: int, classes: int, what: str) -> None:
+    if not 0 <= value < classes:
+        raise BatchError(
+            f"{what} is class {value}, but num_classes={classes} means classes 0 to {classes - 1}. "
+            "What has no class cannot be mixed: leave such samples out of the dataset."
+        )
 
 
 def _existing(batch: Batch, place: int | str, name: str) -> int | str:

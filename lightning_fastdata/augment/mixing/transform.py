@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,13 @@ from lightning_fastdata.augment.mixing.fields import Mixer, Places
 from lightning_fastdata.augment.mixing.step import MixStep
 from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
-from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field, put_fields
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    find_fields,
+    get_field,
+    listed,
+    put_fields,
+)
 from lightning_fastdata.augment.record.targets import convert_images
 from lightning_fastdata.augment.record.worker import ComposeWorker
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
@@ -54,7 +60,6 @@ def repeat_entries(field: Batch, samples: int, repeats: int) -> Batch:
     return field
 
 
-_Entry = TypeVar("_Entry", bound="int | str | None")
 _NUMBERS, _ORDER = "mixing numbers", "mixing order"
 
 
@@ -62,6 +67,7 @@ def mixed(
     *steps: object,
     image: int | str | None = None,
     mask: int | str | None = None,
+    stays: int | str | Sequence[int | str] = (),
     label: int | str | Sequence[int | str] | None = None,
     boxes: int | str | None = None,
     classes: int | str | None = None,
@@ -82,6 +88,7 @@ def mixed(
             ``RandomErasing`` or ``OneOfMixes``, in the order in which they run.
         image: key or index of the image in a sample and in a batch; None finds it.
         mask: key or index of the mask; None takes the key ``"mask"`` where there is one.
+        stays: what is left as it is, as :func:`as_batch_transform` takes it.
         label: key or index of the labels: classes ``[n]`` or one-hot ``[n, classes]``; they become
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple;
@@ -111,7 +118,9 @@ def mixed(
     rest = list(steps)
     pipeline = None
     if rest and not isinstance(rest[0], MixStep):
-        first = as_batch_transform(rest.pop(0), image=image, mask=mask, same_pixels=same_pixels)
+        first = as_batch_transform(
+            rest.pop(0), image=image, mask=mask, stays=stays, same_pixels=same_pixels
+        )
         if not isinstance(first, BatchTransform):
             raise TransformError(
                 f"{first.name} comes before what mixes, and only an albumentations Compose can. "
@@ -131,22 +140,16 @@ def mixed(
         )
     if pipeline is not None and any(step.sees_others for step in mixes):
         _check_all_is_mixed(pipeline, boxes)
-    labels = _listed(label)
-    counts = _listed(num_classes) or (None,) * max(1, len(labels))
+    labels = listed(label)
+    counts = listed(num_classes) or (None,) * max(1, len(labels))
     if len(counts) != max(1, len(labels)):
         raise OptionsError(
             f"num_classes={num_classes!r} for label={label!r}: give one number for each label, in "
             "the same order; None for one that is one-hot."
         )
-    fields = Fields(image=image, mask=mask)
+    fields = Fields(image=image, mask=mask, stays=listed(stays))
     places = Places(fields=fields, labels=labels, boxes=boxes, classes=classes)
     return MixedTransform(pipeline, Mixer(mixes, places, counts, output), repeats)
-
-
-def _listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int | str) else tuple(value)
 
 
 def _check_all_is_mixed(pipeline: BatchTransform, boxes: int | str | None) -> None:
@@ -207,6 +210,17 @@ class MixedTransform:
     def for_samples(self, samples: Iterable[Any]) -> MixedTransform:
         """Return the transform for a dataset, of which these are samples from all over it."""
         pipeline = None if self.pipeline is None else self.pipeline.for_samples(samples)
+        return MixedTransform(pipeline, self._mixer, self.repeats)
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return the pipeline, and what mixes."""
+        return (self.compose, *self._mixer.steps)
+
+    def renewed(self) -> MixedTransform:
+        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
+        pipeline = None if self.pipeline is None else self.pipeline.renewed()
+        if pipeline is self.pipeline:
+            return self
         return MixedTransform(pipeline, self._mixer, self.repeats)
 
     def in_worker(self, *, on_device: bool) -> MixedWorker:
@@ -301,6 +315,27 @@ class MixedWorker:
         if self._inner is None:
             return _pack(numbers)
         return self._inner.collate([tape for tape, _ in each], stack_drawn(numbers))
+
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
+        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        tapes = [tape for tape, _ in self._each(drawn)]
+        return self._inner is None or self._inner.stacks(self._each(samples), tapes, batch)
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return samples of which only the mixing waits for the device, and what it drew."""
+        if self._inner is None:
+            return list(samples), list(drawn)
+        tapes, numbers = zip(*self._each(drawn), strict=True)
+        done, left = self._inner.finish_each(self._each(samples), tapes)
+        each = list(zip(left, numbers, strict=True))
+        if self.repeats == 1:
+            return done, each
+        firsts = range(0, len(done), self.repeats)
+        return [done[at : at + self.repeats] for at in firsts], [
+            each[at : at + self.repeats] for at in firsts
+        ]
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Return a batch that was collated here, mixed; for where nothing runs on the device."""

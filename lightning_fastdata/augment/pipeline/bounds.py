@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from lightning_fastdata.augment.pipeline.tree import list_leaves
+from lightning_fastdata.augment.ops.positions.warp import blends_alike
+from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
@@ -91,8 +92,6 @@ _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
     **dict.fromkeys(("AdvancedBlur", "Blur", "Defocus", "Emboss", "GaussianBlur"), SUMS),
     **dict.fromkeys(("MotionBlur", "RingingOvershoot"), SUMS),
-    "CLAHE": Bound(2, 0.999, 2),
-    "ColorJitter": Bound(3, 0.999, 0.05),
     "HueSaturationValue": Bound(1, 0.999, 1),  # float32 images are made uint8 first
     "UnsharpMask": Bound(8, 0.99, 8),  # rounding decides what is below its threshold
 }
@@ -111,9 +110,103 @@ def bound_of(transform: Node) -> Bound:
         return RESIZE
     if name == "Downscale":
         return EQUAL if set(transform.interpolation_pair.values()) == {0} else RESIZE
+    if name == "ColorJitter":
+        return Bound(3, 0.999, 0.05) if any(transform.hue) else Bound(0, 1, 0.05)
     if name == "Sharpen":
         return EQUAL if transform.method == "gaussian" else SUMS
     return _NAMED.get(name, EQUAL)
+
+
+_LINEAR: Final = _WARPS | {"GridDistortion", "Perspective"}
+"""Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
+_SAME_FLOATS: Final = frozenset(
+    {
+        *("AdditiveNoise", "AutoContrast", "CLAHE", "CenterCrop", "ChannelDropout"),
+        *("ChannelShuffle", "ChromaticAberration", "CoarseDropout", "Crop", "D4", "Downscale"),
+        *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
+        *("MedianBlur", "Morphological", "MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
+        *("Posterize", "RGBShift", "RandomCrop", "RandomGridShuffle", "RandomRotate90"),
+        *("RandomToneCurve", "SaltAndPepper", "Solarize", "SquareSymmetry", "TimeMasking"),
+        *("TimeReverse", "ToFloat", "ToRGB", "ToTensorV2", "Transpose", "VerticalFlip"),
+        "XYMasking",
+    }
+)
+"""Operations whose float32 images are Albumentations' own to the last bit."""
+_STRETCHES: Final = "stretches the levels that it finds"
+_JUMPS: Final = "has a threshold"
+_OF_HUE: Final = "turns a level into many of hue"
+_OF_NEIGHBOURS: Final = "enlarges the differences of neighbours"
+_AMPLIFIES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("AutoContrast", "CLAHE", "Equalize"), _STRETCHES),
+    **dict.fromkeys(("Posterize", "UnsharpMask"), _JUMPS),
+    "HueSaturationValue": _OF_HUE,
+}
+"""What makes many levels of one, and of a float that is off in its last bit; and why."""
+_AMPLIFIES_BYTES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("Emboss", "RingingOvershoot", "Sharpen"), _OF_NEIGHBOURS),
+    "ColorJitter": _OF_HUE,
+}
+"""What makes many levels of one, but not much of a float that is off in its last bit."""
+_ROUNDS: Final = frozenset(
+    {"ChromaticAberration", "Downscale", "FromFloat", "MedianBlur", "RandomToneCurve"}
+)
+"""What makes float32 images bytes first: one level of a float that is off in its last bit."""
+MOST_PER_LEVEL: Final = 3
+"""So many levels may become of one that is off: contrast and gamma of usual strengths."""
+
+
+def may_differ(transform: Node, dtype: np.dtype[Any]) -> bool:
+    """Return whether the device may make other values of images of a dtype, a few or by a little.
+
+    What is drawn for every pixel on the device is not meant, nor what users registered.
+    """
+    name, bound = type(transform).__name__, bound_of(transform)
+    kind = held(transform, "interpolation")
+    if not is_albumentations(transform):
+        return False
+    if dtype != np.uint8:
+        return name not in _SAME_FLOATS and (kind != 0 or bound is FEW_ELSEWHERE)
+    if name in _LINEAR and kind == 1:
+        return not blends_alike()
+    return bound.largest > 0
+
+
+def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
+    """Return how a transform makes much of a little that images before it are off; None: it won't.
+
+    ``dtype`` is that of the images where they were first off.
+    """
+    name = type(transform).__name__
+    if not is_albumentations(transform):
+        return None
+    if name == "Normalize" and transform.normalization.startswith("min_max"):
+        return _STRETCHES
+    if name == "Solarize":  # in the middle, what is below becomes what is above
+        jump = max(abs(255 - 510 * threshold) for threshold in transform.threshold_range)
+        return _JUMPS if jump > MOST_PER_LEVEL else None
+    if _levels_of_one(transform) > MOST_PER_LEVEL:
+        return f"makes more than {MOST_PER_LEVEL} levels of one"
+    if dtype != np.uint8:
+        gray = name == "ToGray" and transform.method == "from_lab"
+        return "rounds to whole levels" if gray or name in _ROUNDS else _AMPLIFIES.get(name)
+    if name == "ColorJitter" and not any(transform.hue):
+        return None
+    return _AMPLIFIES.get(name) or _AMPLIFIES_BYTES.get(name)
+
+
+def _levels_of_one(transform: Node) -> float:
+    """Return how many levels contrast, gamma or a factor makes at most of one."""
+    name = type(transform).__name__
+    if name == "RandomBrightnessContrast":
+        return float(1 + max(transform.contrast_limit))
+    if name == "ColorJitter":
+        saturated = max(1, 2 * transform.saturation[1] - 1)
+        return float(transform.brightness[1] * transform.contrast[1] * saturated)
+    if name == "MultiplicativeNoise":
+        return float(max(transform.multiplier))
+    if name == "RandomGamma":  # in the dark it is steepest
+        return float(round(255 * (1 / 255) ** (min(transform.gamma_limit) / 100)))
+    return 1.0
 
 
 def levels_per_unit(compose: Node, dtype: np.dtype[Any]) -> float | np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     Any,
@@ -12,6 +12,7 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeGuard,
+    TypeVar,
     runtime_checkable,
 )
 
@@ -28,12 +29,15 @@ Location: TypeAlias = int | str | None
 Layout: TypeAlias = Literal["pil", "hwc", "hw", "chw"]
 """The form in which an image was found."""
 
+_Entry = TypeVar("_Entry", bound="int | str | None")
+
 _USUAL: Final = frozenset({"uint8", "float32"})
 _HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 _NUMBERS: Final = "biuf"
 """NumPy's kinds of numbers, of which images may be."""
 _TOO_WIDE: Final = frozenset({"int64", "uint64"})
-_CHANNELS: Final = frozenset({1, 3, 4})
+CHANNELS: Final = frozenset({1, 3, 4})
+"""Of an image, as most have them."""
 _WIDE: Final = 16
 """An image with so many channels has more than 4 rows."""
 _PIL_MODES: Final = {"L": "L", "RGB": "RGB", "RGBA": "RGBA", "1": "L"}
@@ -49,6 +53,15 @@ class Fields:
     """None finds it: the key ``"image"``, or the first element that looks like an image."""
     mask: int | str | None = None
     """None takes the key ``"mask"`` where there is one."""
+    stays: tuple[int | str, ...] = ()
+    """Others that are left as they are, though the image beside them is moved."""
+
+
+def listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
+    """Return keys or numbers that were given as one, as several, or not."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int | str) else tuple(value)
 
 
 class Found(NamedTuple):
@@ -64,6 +77,7 @@ class _PilImage(Protocol):
     """A PIL image, recognised without importing PIL."""
 
     mode: str
+    size: tuple[int, int]
 
     def getbands(self) -> tuple[str, ...]: ...
 
@@ -100,9 +114,29 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
         return Found(None, None)
     raise BatchError(
         f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
-        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample). "
+        "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample), or "
+        "frames or a volume under Albumentations' names for them ('images', 'volume'). "
         "Say where it is with image=<key or index>."
     )
+
+
+def target_places(
+    item: Batch, fields: Fields, names: Iterable[str], *, batched: bool
+) -> dict[str, Location]:
+    """Return where the images and masks with these names in a pipeline are in a sample or batch.
+
+    In a tuple, ``"2"`` names the position.
+
+    Raises:
+        BatchError: as :func:`find_fields`.
+    """
+    found = find_fields(item, fields, batched=batched)
+    places: dict[str, Location] = {}
+    for name in names:
+        places[name] = {"image": found.image, "mask": found.mask}.get(name, name)
+        if places[name] == name and name.isdecimal() and isinstance(item, list | tuple):
+            places[name] = int(name)
+    return places
 
 
 def has_field(item: Batch, location: int | str) -> bool:
@@ -209,7 +243,7 @@ def to_hwc(value: object, *, name: str = "image") -> tuple[np.ndarray, Layout]:
             "[0, 1], with 2 or 3 dimensions per sample; convert it in the dataset."
         )
     if isinstance(value, np.ndarray):
-        if value.ndim == 3 and value.shape[0] in _CHANNELS and min(value.shape[1:]) >= _WIDE:
+        if value.ndim == 3 and value.shape[0] in CHANNELS and min(value.shape[1:]) >= _WIDE:
             raise BatchError(
                 f"The {name} is {describe(value)}, with its channels first. Albumentations takes "
                 "arrays with the channels last: return it as image.transpose(1, 2, 0), or as a "

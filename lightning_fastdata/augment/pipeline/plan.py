@@ -16,7 +16,11 @@ The rules, in order:
    [0, 1] alone, which they are not behind ``Normalize``.
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
-5. A quarter turn or a transposition does not change a square. Where the size is not known before
+5. An operation whose pixels may be a level off, or floats off in their last bits, runs in the
+   worker where one after it makes more of that (``Equalize``, ``CLAHE``, ``Sharpen``, ...). So the
+   bound of whole pipelines is that of their operations, see
+   :mod:`~lightning_fastdata.augment.pipeline.bounds`.
+6. A quarter turn or a transposition does not change a square. Where the size is not known before
    any image is seen, it runs on the device in those samples whose shape it leaves as it is, and in
    the worker in the others.
 """
@@ -30,12 +34,14 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import numpy as np
 
 from lightning_fastdata.augment.ops.operation import draw_params
+from lightning_fastdata.augment.pipeline.bounds import may_differ, why_amplifies
 from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
     SWAPS_AXES,
     Leaf,
     Size,
     follow_sizes,
+    followers,
     is_albumentations,
     keeps_params,
     last_opaque,
@@ -57,7 +63,7 @@ from lightning_fastdata.augment.pipeline.values import (
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.tree import Node
@@ -133,9 +139,10 @@ def analyse(
     """
     leaves = list_leaves(compose)
     refusal = refusal or _refusal(leaves)
-    own_pixels = "same_pixels: the device would make other pixels of the same distribution"
-    if not same_pixels and keeps_params(compose):
-        same_pixels = True
+    own_pixels = None
+    if same_pixels:
+        own_pixels = "same_pixels: the device would make other pixels of the same distribution"
+    elif keeps_params(compose):
         own_pixels = "the pipeline returns what it drew, and the device would draw other numbers"
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
@@ -150,6 +157,7 @@ def analyse(
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     conditional = [leaf.conditional for leaf in leaves]
     barrier_after: str | None = None
+    behind = followers(compose)
     for index in range(len(leaves) - 1, -1, -1):
         leaf = leaves[index]
         name = type(leaf.transform).__name__
@@ -164,9 +172,9 @@ def analyse(
             if shared.before[index].exact is None or padded:
                 why_worker = "images differ in size before it"
         draws = op is not None and op.draws_pixels(leaf.transform)
-        freedom = f"; {op.freedom}" if op is not None and draws else ""
-        if why_worker is None and draws and same_pixels:
-            why_worker = own_pixels
+        if why_worker is None:
+            after = [leaves[other] for other in _on_device(behind[index], placed, len(leaves))]
+            why_worker = own_pixels if draws else _why_amplified(leaf, states, after)
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
             # After a crop on the device, what the worker resizes again would have a third size.
@@ -177,7 +185,7 @@ def analyse(
                 why_worker = "no device form for its settings, or for the images it is given"
         turns = why_worker is None and _depends_on_shape(leaf, op, sizes.before[index])
         where, why = _where(name, why_worker, barrier_after, turns=turns, sees=sees[index])
-        why += freedom if where != "worker" else ""
+        why += f"; {op.freedom}" if op is not None and draws and where != "worker" else ""
         placed.append(OpPlacement(name=name, where=where, why=why))
         sees[index] |= where == "worker"
         conditional[index] |= turns
@@ -258,6 +266,21 @@ def _why_worker(
         return "changes the shape or dtype of some samples only"
     if barrier_after is not None:
         return f"changes the shape or dtype, and {barrier_after} after it may need the pixels"
+    return None
+
+
+def _on_device(leaves: Iterable[int], placed: list[OpPlacement], count: int) -> list[int]:
+    """Return those leaves that are not known to run in the worker; the last are placed first."""
+    known = {count - 1 - number: place.where for number, place in enumerate(placed)}
+    return [leaf for leaf in sorted(leaves) if known.get(leaf) != "worker"]
+
+
+def _why_amplified(leaf: Leaf, states: States, after: list[Leaf]) -> str | None:
+    """Return why an operation may not be off at all: one of those after it makes more of that."""
+    for dtype in {each.dtype for each in states}:
+        for other in (one.transform for one in after if may_differ(leaf.transform, dtype)):
+            if (how := why_amplifies(other, dtype)) is not None:
+                return f"equal in the worker alone, and {type(other).__name__} after it {how}"
     return None
 
 

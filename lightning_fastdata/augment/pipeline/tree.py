@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from lightning_fastdata.tree import held
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -80,6 +82,29 @@ def list_nodes(compose: Node) -> list[Node]:
 def count_leaves(node: Node) -> int:
     """Return how many transforms a node holds."""
     return sum(map(count_leaves, node.transforms)) if is_container(node) else 1
+
+
+def followers(compose: Node) -> list[frozenset[int]]:
+    """Return, for each transform of a pipeline, the numbers of those that may come after it."""
+    after: list[set[int]] = []
+
+    def walk(node: Node) -> range:
+        first, parts = len(after), []
+        if not is_container(node):
+            after.append(set())
+        else:
+            parts = [walk(child) for child in node.transforms]
+        alone = is_albumentations(node) and type(node).__name__ in _ONE_CHILD
+        for number, part in enumerate(parts):
+            later = [] if alone else parts[number + 1 :] if in_sequence(node) else parts
+            again = bool(held(node, "replace"))
+            found = {leaf for other in later if again or other != part for leaf in other}
+            for leaf in part:
+                after[leaf] |= found
+        return range(first, len(after))
+
+    walk(compose)
+    return list(map(frozenset, after))
 
 
 def drawn_words(composes: Iterable[Node], run: Callable[[], object]) -> tuple[str, ...]:

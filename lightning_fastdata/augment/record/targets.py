@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +13,7 @@ from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
+    channels_first,
     describe,
     find_fields,
     get_field,
@@ -20,6 +21,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     numpy_dtype,
     put_fields,
 )
+from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
 from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves, list_nodes
 from lightning_fastdata.augment.pipeline.values import Values, in_unit_range, unit_after
 from lightning_fastdata.errors import BatchError
@@ -117,33 +119,60 @@ def _added(compose: BaseCompose) -> dict[str, Role]:
     return added
 
 
+def named_places(item: Batch, names: Collection[str]) -> dict[str, Location]:
+    """Return where a sample or batch has what a pipeline knows by other names than its image.
+
+    In a mapping under these names; in a tuple, ``"2"`` names the position.
+    """
+    if isinstance(item, Mapping):
+        return {name: name for name in item if name in names and item[name] is not None}
+    length = len(item) if isinstance(item, list | tuple) else 0
+    return {str(place): place for place in range(length) if str(place) in names}
+
+
 def convert_images(
     batch: Batch, fields: Fields, roles: Mapping[str, Role], form: OutputForm
 ) -> Batch:
     """Return a collated batch with its uint8 or float32 images in their output form.
 
-    ``fields`` says where its image is; other images are keys of a dict, the names in ``roles``.
+    ``fields`` says where its image is; ``roles`` has the names of other images.
     """
     if not form.converts:
         return batch
     places: list[Location] = [find_fields(batch, fields, batched=True).image]
-    if isinstance(batch, Mapping):
-        named = (name for name, role in roles.items() if role == "image" and name != "image")
-        places += [name for name in named if isinstance(batch.get(name), torch.Tensor)]
+    named = [name for name, role in roles.items() if role == "image" and name != "image"]
+    places += _tensors(batch, named_places(batch, named)).values()
     converted = {place: convert_output(get_field(batch, place), form) for place in places}
     return put_fields(batch, converted)
 
 
 def places_of(batch: Batch, fields: Fields, compose: BaseCompose) -> dict[str, Location]:
-    """Return where the images and masks of a batch are, by the pipeline's names for them."""
+    """Return where the images and masks of a batch are, by the pipeline's names for them.
+
+    Raises:
+        BatchError: there is no image, or something of its size beside it would not be moved.
+    """
     found = find_fields(batch, fields, batched=True)
     places: dict[str, Location] = {"image": found.image}
     if found.mask is not None:
         places["mask"] = found.mask
-    if isinstance(batch, Mapping):
-        names = target_roles(compose).keys() - {"image", "mask"}
-        places |= {name: name for name in names if isinstance(batch.get(name), torch.Tensor)}
+    names = target_roles(compose).keys() - {"image", "mask"}
+    places |= _tensors(batch, named_places(batch, names))
+    mover, image = mover_of(compose), get_field(batch, found.image)
+    if mover is not None and isinstance(image, torch.Tensor) and image.ndim in {3, 4}:
+        first = image.ndim == 4 and channels_first(tuple(image.shape[1:]))
+        height, width = image.shape[2:] if first else image.shape[1:3]
+        known = {*places.values(), *fields.stays}
+        check_beside(batch, known, (height, width), mover, samples=len(image))
     return places
+
+
+def _tensors(batch: Batch, places: Mapping[str, Location]) -> dict[str, Location]:
+    return {
+        name: place
+        for name, place in places.items()
+        if isinstance(get_field(batch, place), torch.Tensor)
+    }
 
 
 def channels_behind(

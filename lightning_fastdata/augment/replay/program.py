@@ -11,7 +11,6 @@ import torch
 
 from lightning_fastdata.augment.replay.instructions import fused_form
 from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, StepGroup, fuse
-from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
         Role,
         Tape,
         TapeOp,
-        Track,
     )
 
 _ALIGN: Final = 16
@@ -154,34 +152,17 @@ def compile_tapes(
     Each sample keeps its own order of operations; a step takes the operation that is written first
     among those that come next, with all samples whose turn it is. ``ops`` know what can be fused;
     without them nothing is.
-
-    Raises:
-        BatchError: images come from the workers with several dtypes.
     """
     packer = Packer()
     programs = {}
     for key in dict.fromkeys(name for tape in tapes for name in tape):
-        tracks = [tape[key] for tape in tapes if key in tape]
-        role = tracks[0].role
-        if role == "image":
-            _check_dtypes(key, tracks)
+        role = next(tape[key].role for tape in tapes if key in tape)
         notes = [tape[key].ops if key in tape else () for tape in tapes]
         steps, known = _schedule(notes, packer, ops or {}, role)
         runs = fuse(known, len(tapes), packer.add, role)
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
     return Draws(len(tapes), programs, packer.blob(), slots)
-
-
-def _check_dtypes(key: str, tracks: Sequence[Track]) -> None:
-    # One tensor would be made of them, with other numbers than operations were drawn for.
-    dtypes = sorted({str(track.dtype) for track in tracks if track.dtype is not None})
-    if len(dtypes) > 1 and any(track.ops for track in tracks):
-        raise BatchError(
-            f"The {key}s of one batch are {' and '.join(dtypes)}, and what is left to the device "
-            "is for one dtype: have the dataset return one, or set augment_on='cpu' "
-            "(on_device=False)."
-        )
 
 
 def _schedule(

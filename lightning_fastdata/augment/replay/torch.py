@@ -13,9 +13,9 @@ from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
     describe,
-    find_fields,
     get_field,
     put_fields,
+    target_places,
 )
 from lightning_fastdata.augment.replay.triton import has_kernels, run_fused, takes
 from lightning_fastdata.errors import BatchError, TransformError
@@ -125,11 +125,9 @@ def replay_batch(
     """
     if not draws.programs:
         return batch
-    found = find_fields(batch, fields, batched=True)
     values: dict[Location, torch.Tensor] = {}
-    for target, program in draws.programs.items():
-        location = {"image": found.image, "mask": found.mask}.get(target, target)
-        value = get_field(batch, location)
+    for target, location in target_places(batch, fields, draws.programs, batched=True).items():
+        program, value = draws.programs[target], get_field(batch, location)
         if not isinstance(value, torch.Tensor) or len(value) != draws.samples:
             raise BatchError(
                 f"The field {location!r} should be a tensor of {draws.samples} samples, "

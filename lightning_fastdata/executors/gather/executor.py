@@ -151,7 +151,8 @@ class GatherExecutor:
         if not (plan.default_collation and plan.batched) or rows_of(plan.dataset) is None:
             raise OptionsError(
                 f"executor is 'gather', but {type(plan.dataset).__name__} is neither tensors nor "
-                "arrays, or its batches are not torch's default ones. Use 'auto' or 'workers'."
+                "arrays (nor a complete cache of such samples), or its batches are not torch's "
+                "default ones. Use 'auto' or 'workers'."
             )
         self._plan = plan
         self._odd = Fetcher(replace(plan, seed=None))

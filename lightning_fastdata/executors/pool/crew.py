@@ -24,6 +24,7 @@ from lightning_fastdata.executors.pool.process import Answer, ChildProcess, Loss
 from lightning_fastdata.executors.pool.splitter import Task
 from lightning_fastdata.executors.pool.wire import TaskQueue, make_packet
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.system_calls import held_signals
 from lightning_fastdata.sources.source import reads_ahead
 
 _DEATHS_AT_START: Final = 3
@@ -238,25 +239,27 @@ class Crew:
         may have been called again since, and the processes call that of their copies.
         """
         for number in sorted(set(range(self.wanted)) - self.children.keys()):
-            ends = () if self._queue is None else self._queue.descriptors
-            wires = (child.wire.fileno() for child in self.children.values())
-            queue = None if self._queue is None else self._queue.reading
-            files = (*ends, *wires)
-            try:
-                child = ChildProcess(
-                    self.plan, number, self.wanted, files, epoch=epoch, queue=queue
-                )
-            except OSError as error:
-                raise cannot_start(number, error) from error
-            child.progress.generation = self._generation
-            for setting in self._settings.values():
-                child.send(setting)
-            for slot in self._slots.values():
-                child.send(protocol.MapSlot(slot.number), slot)
-            self.children[number] = child
-            for end in child.ends:
-                self._by_end[end] = child
-                self._poller.register(end, select.POLLIN)
+            with held_signals():
+                self._spawn(number, epoch)
+
+    def _spawn(self, number: int, epoch: int | None) -> None:
+        ends = () if self._queue is None else self._queue.descriptors
+        wires = (child.wire.fileno() for child in self.children.values())
+        queue = None if self._queue is None else self._queue.reading
+        files = (*ends, *wires)
+        try:
+            child = ChildProcess(self.plan, number, self.wanted, files, epoch=epoch, queue=queue)
+        except OSError as error:
+            raise cannot_start(number, error) from error
+        child.progress.generation = self._generation
+        for setting in self._settings.values():
+            child.send(setting)
+        for slot in self._slots.values():
+            child.send(protocol.MapSlot(slot.number), slot)
+        self.children[number] = child
+        for end in child.ends:
+            self._by_end[end] = child
+            self._poller.register(end, select.POLLIN)
 
     def _retire_if_idle(self, child: ChildProcess) -> Iterator[Loss]:
         if not child.retired or self.children.get(child.number) is not child:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+import torch
+
 from lightning_fastdata.batches.bad_samples import (
     NO_SAMPLES,
     STAND_INS,
@@ -252,8 +255,11 @@ class Splitter:
     def begin(self, number: int, run: EpochRun, indices: Any) -> PendingBatch:
         """Return a batch that begins, with none of the samples in quarantine."""
         plan = self.plan
-        if plan.batched and hasattr(indices, "tolist"):
-            indices = indices.tolist()
+        if plan.batched and run.order is not None:
+            indices = indices.tolist()  # an array of our own
+        elif isinstance(indices, np.ndarray):
+            indices = list(indices)
+        indices = _own_memory(indices, batched=plan.batched)
         indices, left_out = plan.faults.left_out(
             plan.guard, indices, run.number, batched=plan.batched
         )
@@ -353,3 +359,12 @@ def rows_per_task(
         return rows
     share = -(-samples * look_ahead // (_TASKS_PER_WORKER * workers))
     return max(rows, min(-(-samples // 2), share, round(_LONG_TASK_NS / sample_ns)))
+
+
+def _own_memory(indices: Any, *, batched: bool) -> Any:
+    """Return indices of which a tensor does not lie in a larger one, that would travel with it."""
+    if not batched:
+        return indices.clone() if isinstance(indices, torch.Tensor) else indices
+    if not any(isinstance(each, torch.Tensor) for each in indices[:1]):
+        return indices
+    return [each.clone() if isinstance(each, torch.Tensor) else each for each in indices]

@@ -39,6 +39,7 @@ class LoaderFacts:
     pinned: bool | None = None
     """Batches arrive in page-locked memory."""
     persistent_workers: bool | None = None
+    """None: there are none, or they must not be kept, as what they read changes with the epochs."""
     streamed: bool | None = None
     """The dataset is an iterable one."""
     loader: str | None = None

@@ -64,7 +64,7 @@ def _for_epoch_starts(e: Evidence, each_s: float) -> str:
             "or kept ones"
         )
     if e.streamed and e.first_parts is None:
-        if e.persistent_workers:
+        if e.persistent_workers is not False:
             return keep
         return (
             f"{keep}, or keep the workers (persistent_workers=True): FastDataLoader tells which of "
@@ -93,9 +93,11 @@ def _first_batches(e: Evidence) -> Finding | None:
         before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
         if before > e.step_ms:
             gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
-    remedy = "LoaderOptions(persistent_workers=True)"
-    if e.persistent_workers:
-        remedy = "longer epochs: the workers are kept already"
+    remedy = {
+        None: "longer epochs",
+        False: "LoaderOptions(persistent_workers=True)",
+        True: "longer epochs: the workers are kept already",
+    }[e.persistent_workers]
     cause = (
         f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is {share:.0%} "
         "of an epoch"

@@ -62,9 +62,11 @@ def _begins_anew(e: Evidence) -> Finding | None:
         return None
     if e.setup is not None and not e.setup.workers:
         return None  # nothing starts
-    remedy = "LoaderOptions(persistent_workers=True)"
-    if e.persistent_workers:
-        remedy = "a longer one: its workers are kept already"
+    remedy = {
+        None: "a longer one",
+        False: "LoaderOptions(persistent_workers=True)",
+        True: "a longer one: its workers are kept already",
+    }[e.persistent_workers]
     cause = f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step"
     return found("FD310", share, cause, remedy, remedies.without(e, e.one_of.begins_ms))
 

@@ -113,7 +113,9 @@ def _epoch_starts(known: Unstamped) -> Finding | None:
     share = min(1.0, summary.cold_wait_ms * summary.cold_steps / (summary.duration_s * 1e3))
     if share <= EPOCH_START_HIGH:
         return None
-    remedy = "persistent_workers=True, so that workers start once and not in every epoch"
+    remedy = "a dataset and a sampler that start faster, or longer epochs"
+    if known.facts.persistent_workers is False:
+        remedy = "persistent_workers=True, so that workers start once and not in every epoch"
     cause = f"starting epochs takes {share:.0%} of the time"
     return _finding(known, "FD106", cause, _of_loader(known, remedy), "loading", share=share)
 

@@ -19,7 +19,12 @@ from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.executors.torch_guard import ReadingOn
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.planning.facts.probe import further_samples, measure_samples, probe_indices
+from lightning_fastdata.planning.facts.probe import (
+    fails_for_its_place,
+    further_samples,
+    measure_samples,
+    probe_indices,
+)
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
 from lightning_fastdata.planning.stream_split import StreamSplit, read_apart, splits_itself
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
@@ -62,6 +67,7 @@ class DatasetFacts:
     cost: SampleCost | None = None  # of reading a sample
     draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
     start_method: str | None = None  # of workers, where the usual way was seen to fail
+    here: str | None = None  # why the training process alone can read it; None: nothing says so
     stream: StreamSplit | None = None  # whether a stream shares itself out among workers
     warnings: tuple[str, ...] = ()  # what the user should know, each a sentence or more
 
@@ -109,18 +115,19 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         work = partial(try_apart, _answer, reading_on(spec), questions)
         findings = work(start_method=method)
     facts, failure = facts_of(findings), findings.failure
-    if failure is None or (spec.reads_here and _suspects_fork(failure)):
+    if failure is None or (spec.reads_here and (_suspects_fork(failure) or _of_place(failure))):
         return facts
-    if (
-        asked_method is None
-        and method == "fork"
-        and _suspects_fork(failure)
-        and can_be_started_anew()
-    ):
-        again = work(start_method="forkserver")
-        if again.failure is None:
+    of_place = _of_place(failure)
+    if asked_method is None and method == "fork" and _suspects_fork(failure):
+        again = work(start_method="forkserver") if can_be_started_anew() else None
+        if again is not None and again.failure is None:
             warning = _forkserver_message(failure)
             return replace(facts_of(again), start_method="forkserver", warnings=(warning,))
+        # What ends its process would end the training, too, and workers can be replaced.
+        of_place |= failure.kind != "died" and (again is None or _of_place(again.failure))
+    if of_place and spec.leaves_workers_open:
+        here = f"a side process that tried the dataset {failure.what}; here it is read as by torch"
+        return replace(facts, here=here)
     if failure.error is not None and questions.sample:
         raise _unreadable(spec, findings.values.get("key", 0), failure)
     decided_without = (
@@ -204,6 +211,13 @@ def _suspects_fork(failure: Failure) -> bool:
         return error.errno in _HANDLE_ERRORS
     # A mistake of the dataset raises an ordinary error; what a library says of a fork is its own.
     return isinstance(error, RuntimeError) or type(error).__module__ != "builtins"
+
+
+def _of_place(failure: Failure | None) -> bool:
+    """Whether it fails for the process in which it was tried, and says nothing of this one."""
+    if failure is None or failure.error is None:
+        return failure is not None and failure.kind == "not started"
+    return fails_for_its_place(failure.error)
 
 
 def may_start_processes() -> bool:

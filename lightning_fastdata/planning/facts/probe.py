@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,11 @@ _WORTH_KEEPING_MS: Final = 0.05
 _AGAIN_SHARE: Final = 0.1  # of the budget, spent on reading samples once more
 _MOST_READ_AGAIN: Final = 32
 _MUCH_CHEAPER: Final = 4
+_PLACES: Final = (
+    "daemonic processes are not allowed to have children",
+    "Cannot re-initialize CUDA in forked subprocess",
+)
+"""What Python and torch say to those that want it in a worker."""
 # Samplers that give each position of the dataset, from 0.
 _OF_POSITIONS: Final = (SequentialSampler, RandomSampler, ShuffleSampler, DistributedSampler)
 
@@ -223,6 +229,9 @@ def measure_samples(
 
     Returns:
         None if it is empty or a sample could not be read, which raises when training reads it.
+
+    Raises:
+        Exception: Whatever reading raised, if that is for the process in which it was tried.
     """
     clocks = clocks or Clocks()
     at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
@@ -241,7 +250,9 @@ def measure_samples(
         read = partial(_read, dataset, remaining[:size], at_once, until=(ends_s, clocks.clock_s))
         try:
             samples, wall_ms, cpu_ms = clocks.of(read)
-        except Exception:
+        except Exception as error:
+            if fails_for_its_place(error):
+                raise
             return None
         count = len(remaining[:size]) if at_once else len(samples)
         groups.append(_Group(count, wall_ms, cpu_ms, _collate_ms(samples, collate, clocks)))
@@ -277,6 +288,12 @@ def measure_samples(
         pace=1000 * median(paces_s) / _KNOWN_MS or 1.0,
         again_ms=again_ms,
     )
+
+
+def fails_for_its_place(error: BaseException) -> bool:
+    """Return whether reading failed for what a side process may not do, and others may."""
+    told = "".join(traceback.format_exception(error))  # with causes, and notes of other processes
+    return any(text in told for text in _PLACES)
 
 
 def known_work(cpu_s: Callable[[], float] = clock.thread_time) -> float:

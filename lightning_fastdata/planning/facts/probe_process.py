@@ -27,7 +27,13 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.system_calls import OpenFile, die_with, files_being_read, open_anew
+from lightning_fastdata.host.system_calls import (
+    OpenFile,
+    die_with,
+    files_being_read,
+    held_signals,
+    open_anew,
+)
 
 Tell: TypeAlias = Callable[[str, object], None]
 """Sends a finding to the training process: its name, and a value that can be pickled."""
@@ -92,7 +98,8 @@ def try_apart(
     )
     with ours, theirs, stacks, stack_end:
         try:
-            process.start()
+            with held_signals():
+                process.start()
         except Exception as error:  # what cannot be pickled, and processes that may have no others
             what = f"could not be started: {type(error).__name__}: {error}"
             return Findings(failure=Failure(kind="not started", what=what))
@@ -163,6 +170,7 @@ def _main(
     arguments: tuple[object, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with(parent)
     open_anew(files)
     if _CAN_ASK_FOR_STACKS:

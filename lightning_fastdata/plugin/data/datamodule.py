@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_fastdata.caches.folders import CacheFolder
+from lightning_fastdata.caches.folders import CacheFolder, check_folder
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
     Auto,
@@ -38,6 +39,7 @@ from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
 from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName, TransferHooks
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
 from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
+from lightning_fastdata.plugin.seams.trainer import refuse_other_tree
 from lightning_fastdata.types import STAGES, Shuffle, Stage
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
     ``predict_dataset()``. Each returns a dataset; a dict or list of datasets becomes one loader per
-    dataset, combined by Lightning.
+    dataset, combined by Lightning. A dataset in the place of its method, as ``setup()`` puts it by
+    ``self.train_dataset = ...``, does as well.
 
     A subclass with a constructor of its own passes on what it takes of these arguments. Of
     ``batch_size``, ``drop_last`` and ``seed`` that it does not pass on, what it saves by
@@ -84,7 +87,9 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             that the dataset calls itself runs in the workers.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
-        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none.
+        mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none. Anything
+            else of the image's size is an error beside Albumentations operations that move pixels;
+            :func:`as_batch_transform` says how to name it, or to leave it.
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
             ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
             ``"raise"`` an error; ``"off"``: nothing. All but the last two train in parts what does
@@ -95,7 +100,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             Albumentations drew runs there, too. The batches are the same in any case.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
             make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
-            samples show that it pays. See :class:`CachedDataset`.
+            samples show that it pays and a cache can be used. See :class:`CachedDataset`.
         collate_fn: Samples to batch. Default: torch's collation, extended to dataclasses.
         drop_last: Leave out the last training batch if it is not full.
         seed: Seed of order and augmentation. Default: the one of ``seed_everything``, else 0.
@@ -137,6 +142,8 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         given = (num_workers, pin_memory, persistent_workers, prefetch_factor)
         self.options = joined_options(options, dict(zip(LOADER_ARGUMENTS, given, strict=True)))
         self.shuffle = checked_shuffle(shuffle)
+        if cache is not None:
+            check_folder(cache, ("auto", "disk", "ram"))
         self.cache = cache
         self.collate_fn = collate_fn
         self.drop_last = drop_last
@@ -148,6 +155,28 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         self.notes: list[str] = []
 
     _guard_callback: type | None = None
+
+    @property
+    def augment(self) -> Any:
+        """What was given as ``augment``. To set it holds for loaders that are made afterwards.
+
+        Raises:
+            OptionsError: A trainer has made the loaders already. A pipeline may be changed in
+                place; its next epoch is as the pipeline is then.
+        """
+        return self._transforms.given
+
+    @augment.setter
+    def augment(
+        self, augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+    ) -> None:
+        if self._trainer is not None and self._trainer.training:
+            raise OptionsError(
+                "augment= was set while the training runs, whose loaders were made with what it "
+                "was before. Change the pipeline itself in place (its transforms, or their p), "
+                "which the next epoch sees, or set augment before trainer.fit()."
+            )
+        self._transforms.assign(augment)
 
     @property
     def augment_on(self) -> AugmentOn:
@@ -168,6 +197,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         self._trainer = trainer
         if trainer is None:
             return
+        refuse_other_tree(self, trainer)
         take_over_hyperparameters(self)
         self.placing.attached()
         # Attaching is the one moment that no subclass overrides.
@@ -235,9 +265,9 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
     ):
         """Return a data module of the datasets of DataLoaders, in the same batches.
 
-        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, or Lightning's
-        ``CombinedLoader``. Of a loader are kept: dataset, sampler or batch sampler, batch size,
-        ``drop_last``, ``collate_fn``, ``worker_init_fn``, ``generator``, ``timeout``,
+        Each is a ``torch.utils.data.DataLoader``, a list or dict of them, Lightning's
+        ``CombinedLoader``, or none. Of a loader are kept: dataset, sampler or batch sampler, batch
+        size, ``drop_last``, ``collate_fn``, ``worker_init_fn``, ``generator``, ``timeout``,
         ``multiprocessing_context`` and ``in_order``. A plain ``shuffle=True`` becomes this
         package's shuffle by seed and epoch. ``batch_size`` of the data module is that of the first
         training loader; setting it, as ``Tuner.scale_batch_size`` and the guard do, scales those of
@@ -249,8 +279,10 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             test: To test on.
             predict: To predict.
             keep_workers: Keep ``num_workers``, ``prefetch_factor``, ``persistent_workers`` and
-                ``pin_memory`` too. Otherwise they are chosen for this machine, except for the
-                workers of a stream, since the number of those decides its batches.
+                ``pin_memory`` too. Otherwise they are chosen for this machine, except for a loader
+                without workers, which is read in the training process, and for the workers of a
+                stream, whose number decides its batches: ``num_workers="auto"`` has these chosen,
+                too.
             **arguments: The other arguments of the constructor, except ``batch_size`` and
                 ``shuffle``.
 

@@ -50,6 +50,15 @@ _ABOUT_LOADERS: Final = ("batch_size", "shuffle", "options", *LOADER_ARGUMENTS)
 # -- what a dataset method returns -----------------------------------------------------------------
 
 
+def datasets_of(module: DataModule, stage: Stage) -> Any:
+    """Return what the dataset method of a stage returns, or the dataset that took its place.
+
+    ``self.train_dataset = ...`` in ``setup()``, as many data modules have it, hides the method.
+    """
+    found = getattr(module, DATASET_METHOD[stage])
+    return found() if callable(found) and not isinstance(found, Dataset) else found
+
+
 def named(datasets: object, name: str) -> list[tuple[str, Any]]:
     """Return each dataset with the name that messages call it by.
 
@@ -220,7 +229,7 @@ def taken_apart(
 
 
 def _given_loaders(
-    loaders: Any, name: str, *, keep_workers: bool
+    loaders: Any, name: str, **workers: bool
 ) -> tuple[Any, Callable[[Any], Any] | None]:
     """Take a DataLoader, a list or dict of them, or Lightning's CombinedLoader of these apart.
 
@@ -233,15 +242,15 @@ def _given_loaders(
         combine = partial(kind, mode=mode)
         loaders = loaders.iterables
     if isinstance(loaders, Mapping):
-        given = {key: _given(loaders[key], f"{name}[{key!r}]", keep_workers) for key in loaders}
+        given = {key: _given(loaders[key], f"{name}[{key!r}]", **workers) for key in loaders}
         return given, combine
     if isinstance(loaders, list | tuple):
-        several = [_given(one, f"{name}[{at}]", keep_workers) for at, one in enumerate(loaders)]
+        several = [_given(one, f"{name}[{at}]", **workers) for at, one in enumerate(loaders)]
         return several, combine
-    return _given(loaders, name, keep_workers), combine
+    return _given(loaders, name, **workers), combine
 
 
-def _given(loader: object, name: str, keep_workers: bool) -> GivenLoader:
+def _given(loader: object, name: str, *, keep_workers: bool, chosen: bool) -> GivenLoader:
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         raise OptionsError(
@@ -261,7 +270,7 @@ def _given(loader: object, name: str, keep_workers: bool) -> GivenLoader:
             f"{name} is a FastDataLoader with a transform. Give the transform to the data module "
             "as augment=."
         )
-    arguments = _order(loader) | _workers(loader, keep_workers)
+    arguments = _order(loader) | _workers(loader, keep=keep_workers, chosen=chosen)
     batches = loader.batch_size is not None or loader.batch_sampler is not None
     if loader.collate_fn is not (default_collate if batches else default_convert):
         arguments["collate_fn"] = loader.collate_fn
@@ -299,7 +308,8 @@ def _order(loader: DataLoader[Any]) -> dict[str, object]:
     return {"sampler": sampler}
 
 
-def _workers(loader: DataLoader[Any], keep: bool) -> dict[str, object]:
+def _workers(loader: DataLoader[Any], *, keep: bool, chosen: bool) -> dict[str, object]:
+    """Return what is kept of a loader's workers; ``chosen``: their number is left open."""
     taken: dict[str, object] = {}
     if loader.multiprocessing_context is not None:
         taken["multiprocessing_context"] = loader.multiprocessing_context.get_start_method()
@@ -307,8 +317,11 @@ def _workers(loader: DataLoader[Any], keep: bool) -> dict[str, object]:
         taken["timeout"] = loader.timeout
     if not loader.in_order:
         taken["in_order"] = False
-    # Which batches a stream gives depends on how many workers share it out.
-    if keep or (isinstance(loader.dataset, IterableDataset) and loader.num_workers):
+    open_ = chosen or (isinstance(loader, FastDataLoader) and loader.chosen)
+    # What reads in the training process sees what steps change, and which batches a stream gives
+    # depends on how many workers share it out.
+    stays = not loader.num_workers or isinstance(loader.dataset, IterableDataset)
+    if keep or (stays and not open_):
         names = _WORKERS if loader.num_workers else _WORKERS[:1]
         taken |= {name: getattr(loader, name) for name in names}
     if keep:
@@ -335,7 +348,7 @@ def of_datasets(
 
 def of_loaders(
     cls: Callable[..., M],
-    loaders: Mapping[Stage, object],
+    loaders: Mapping[Stage, Any],
     arguments: Mapping[str, Any],
     *,
     keep_workers: bool,
@@ -352,10 +365,11 @@ def of_loaders(
                 f"from_loaders() takes {name} from the loaders. Leave out {name}="
                 f"{arguments[name]!r}, or use from_datasets()."
             )
+    chosen = arguments.get("num_workers") == "auto"
     given = {
-        stage: _given_loaders(own, stage, keep_workers=keep_workers)
+        stage: _given_loaders(own, stage, keep_workers=keep_workers, chosen=chosen)
         for stage, own in loaders.items()
-        if own is not None
+        if not is_missing(own if combined_mode(own) is None else own.iterables)
     }
     sizes = [one.batch_size for form, _ in given.values() for _, one in named(form, "")]
     base = next((size for size in sizes if size is not None), None)

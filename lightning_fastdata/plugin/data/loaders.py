@@ -8,14 +8,13 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence, Sized
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.caches.cached import CachedSource
-from lightning_fastdata.caches.folders import CacheFolder, cache_root, room_bytes
+from lightning_fastdata.caches.folders import CacheFolder, cache_root, hold, room_bytes
 from lightning_fastdata.caches.gain import measure_gain
 from lightning_fastdata.caches.image_cache import cache_of, with_cache
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
@@ -38,6 +37,7 @@ from lightning_fastdata.tree import is_a
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.caches.cached import CachedDataset
     from lightning_fastdata.caches.gain import CacheGain
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.types import Shuffle, Stage
@@ -225,24 +225,42 @@ def kept(
     ``"auto"`` is ``"disk"`` where an earlier run has begun the cache, or where some samples, read
     in a process that is thrown away, show that it pays in the epochs of the training: see
     :meth:`CacheGain.why_not`. Ranks decide for themselves; their samples are the same in any case.
+    What keeps a cache from being used is said, and ends no training.
     """
     if folder != "auto":
         return with_cache(dataset, folder), None
-    pays, reason = _decision(dataset, _epochs_left(trainer))
-    found = with_cache(dataset, "disk") if pays else dataset
-    return found, f"samples are {'' if pays else 'not '}kept (cache='auto'): {reason}"
-
-
-def _decision(dataset: Dataset[Any], epochs: float) -> tuple[bool, str]:
-    """Return whether samples are to be kept, and why."""
     try:
-        cache = cache_of(with_cache(dataset, "disk"))
+        cached, reason = _decision(dataset, _epochs_left(trainer))
+    except (DatasetError, OptionsError, OSError) as error:  # of the place, or what is there
+        cached, reason = None, str(error)
+        warnings.warn(f"No samples are kept (cache='auto'): {error}", FastDataWarning, stacklevel=2)
+    said = f"samples are {'not ' if cached is None else ''}kept (cache='auto'): {reason}"
+    return dataset if cached is None else cached, said
+
+
+def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None, str]:
+    """Return the dataset with a cache, or None if samples are not to be kept; and why."""
+    try:
+        cached = with_cache(dataset, "disk")
     except DatasetError as error:
-        return False, str(error)
+        return None, str(error)
+    cache = cache_of(cached)
     if cache is None:
-        return False, "there is no room"
-    if cache.stored:
-        return True, f"an earlier run has kept {cache.stored} of {len(cache)}"
+        return None, "there is no room"
+    cache.optional = cached is not dataset
+    reason = f"an earlier run has kept {cache.stored} of {len(cache)}"
+    if not cache.stored:
+        pays, reason = _gain(dataset, cache, epochs)
+        if not pays:
+            return None, reason
+    hold(cache.folder)  # which fails where nothing can be written
+    return cached, reason
+
+
+def _gain(
+    dataset: Dataset[Any], cache: CachedDataset | CachedSource, epochs: float
+) -> tuple[bool, str]:
+    """Return whether keeping samples pays, and why."""
     if len(cache) < 2:
         return False, "there are too few"
     with tempfile.TemporaryDirectory() as folder:
@@ -257,16 +275,11 @@ def _decision(dataset: Dataset[Any], epochs: float) -> tuple[bool, str]:
     # Records from afar come quicker from a disk, too; what is made of them is not kept.
     from_afar = isinstance(cache, CachedSource)
     reason = gain.why_not(
-        disk_bytes=room_bytes(_existing(cache_root("disk")), in_memory=False),
+        disk_bytes=room_bytes(cache_root("disk"), in_memory=False),
         memory_bytes=math.inf if from_afar else read_host_memory().available_bytes / 2,
         epochs=epochs,
     )
     return reason is None, reason or str(gain)
-
-
-def _existing(folder: Path) -> Path:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
 
 
 def _measure(dataset: Dataset[Any], folder: str, tell: Tell) -> None:

@@ -34,6 +34,8 @@ from lightning_fastdata.plugin.data.arguments import (
 from lightning_fastdata.plugin.data.datasets import (
     DATASET_METHOD,
     Constant,
+    GivenLoader,
+    datasets_of,
     held_pipelines,
     in_form_of,
     is_missing,
@@ -73,6 +75,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.tuning.tuner import Tuner
     from lightning_fastdata.types import Stage
 
+_CAME_WITHOUT: Final = (
+    "read in the training process, as the loader came with num_workers=0; "
+    'from_loaders(..., num_workers="auto") has the number chosen'
+)
 _FURTHER_SAMPLES: Final = 7  # read beside the first one to see whether all images have one size
 
 
@@ -114,6 +120,8 @@ class ModuleLoaders:
         loaders = []
         for name, item in by_name:
             dataset, known = taken_apart(item, module.batch_size, options_of(module, stage))
+            if stage == "train" and isinstance(item, GivenLoader) and known.get("num_workers") == 0:
+                _tell(module.trainer, name, _CAME_WITHOUT)
             loaders.append(module.make_loader(dataset, stage=stage, name=name, **known))
         formed = in_form_of(datasets, loaders)
         method = getattr(module, DATASET_METHOD[stage])
@@ -161,6 +169,7 @@ class ModuleLoaders:
             "epoch": first_epoch if run is None else run.epoch,
             "run": run,
             "tune": self._tuner(spec, plan, trainer) or "off",
+            "chosen": spec.options.num_workers == "auto",
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= module.placing.settings(
@@ -251,6 +260,7 @@ class ModuleLoaders:
         if facts.sampled:
             for transform in transforms:
                 transform.check_sample(facts.sample)
+            self._transforms.warn_if_unlike_training(stage, spec.name, facts.sample)
         return facts
 
     def explain(self, module: DataModule) -> str:
@@ -330,7 +340,7 @@ def _plan(module: DataModule, spec: LoaderSpec, facts: DatasetFacts) -> LoaderPl
 def _named_datasets(module: DataModule, stage: Stage) -> tuple[object, list[tuple[str, Any]]]:
     name = _name_of(module, stage)
     try:
-        datasets = getattr(module, DATASET_METHOD[stage])()
+        datasets = datasets_of(module, stage)
     except Exception as error:
         if module.trainer is not None:
             raise  # setup() has run; it is the user's own error

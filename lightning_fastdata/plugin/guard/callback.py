@@ -15,7 +15,7 @@ from lightning_fastdata.host.memory import (
     is_out_of_memory,
     size_text,
 )
-from lightning_fastdata.plugin.data.datasets import named
+from lightning_fastdata.plugin.data.datasets import datasets_of, named
 from lightning_fastdata.plugin.guard.prediction import (
     predict_peak_bytes,
     skipped,
@@ -134,7 +134,7 @@ class GuardHooks:
         asked, accumulate = datamodule.batch_size, trainer.accumulate_grad_batches
         if self._resumed is not None:
             return _as_before(self._resumed, trainer, datamodule)
-        rows = guard_rows(datamodule.train_dataset())
+        rows = guard_rows(datasets_of(datamodule, "train"))
         if rows is None:
             if self.parts is not None:
                 look = partial(self._look_at, trainer, pl_module, datamodule, reader)
@@ -208,7 +208,7 @@ class GuardHooks:
         if self._watched is None or datamodule is None or decision is None:
             return
         rows = (self.parts and self.parts.largest) or datamodule.batch_size
-        rows = min(rows, guard_rows(datamodule.train_dataset()) or rows)
+        rows = min(rows, guard_rows(datasets_of(datamodule, "train")) or rows)
         took_bytes = self._watched.peak_bytes()
         predicted = predict_peak_bytes(decision.probes, rows)
         note = f"The training took {size_text(took_bytes)} of GPU memory at {rows} rows"

@@ -18,7 +18,13 @@ from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.memory import MemoryReader, is_out_of_memory
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.plugin.data.datasets import GivenLoader, in_form_of, named, taken_apart
+from lightning_fastdata.plugin.data.datasets import (
+    GivenLoader,
+    datasets_of,
+    in_form_of,
+    named,
+    taken_apart,
+)
 from lightning_fastdata.plugin.guard.prediction import Probe
 from lightning_fastdata.plugin.guard.replay import rows_of, samples_of
 from lightning_fastdata.plugin.guard.snapshots import Undo
@@ -45,7 +51,7 @@ class NoLossError(Exception):
 
 def collates(datamodule: DataModule) -> bool:
     """Return whether training batches are collated by a function of the user's."""
-    datasets = [dataset for _, dataset in named(datamodule.train_dataset(), "")]
+    datasets = [dataset for _, dataset in named(datasets_of(datamodule, "train"), "")]
     own = [taken_apart(each, 1)[1].get("collate_fn", datamodule.collate_fn) for each in datasets]
     return any(each is not None and each is not default_collate for each in own)
 
@@ -65,7 +71,7 @@ def guard_rows(datasets: object) -> int | None:
 
 def guard_batch(datamodule: DataModule, stage: Stage, rows: int) -> Batch:
     """Return a batch of training (``"train"``) or of the one validation dataset (``"val"``)."""
-    datasets = datamodule.train_dataset() if stage == "train" else datamodule.val_dataset()
+    datasets = datasets_of(datamodule, stage)
     batches = [_first_rows(datamodule, each, rows, stage) for _, each in named(datasets, "")]
     return in_form_of(datasets, batches) if stage == "train" else batches[0]
 

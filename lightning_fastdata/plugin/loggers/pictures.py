@@ -20,6 +20,7 @@ from lightning_fastdata.errors import (
     require,
 )
 from lightning_fastdata.plugin.contracts import DataModule
+from lightning_fastdata.plugin.data.datasets import datasets_of
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import own_datamodule
@@ -200,7 +201,7 @@ def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Im
 
     form = module.image_form("train")
     if form.normalized is None:
-        form = form.normalized_by([module.train_dataset()])
+        form = form.normalized_by([datasets_of(module, "train")])
     images = form.find(batch)
     grid = form.grid(images, len(images))
     caption = describe_picture(images, len(images), form, epoch, step)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_fastdata.augment import BatchImages, as_batch_transform
+from lightning_fastdata.augment import BatchImages, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import FastDataWarning, TransformError
+from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -50,6 +52,14 @@ class StageTransforms:
         """Of each stage, what was registered, and what it was last made to suit a dataset."""
         self._warm: set[tuple[object, ...]] = set()
         """Forms of the kernels that were compiled."""
+        self._told = False
+        self.assign(augment)
+
+    def assign(self, augment: object) -> None:
+        """Have these transforms, and none else, as :class:`StageTransforms` takes them."""
+        self.given = augment
+        for registered in self._of.values():
+            registered.clear()
         by_stage: Mapping[Any, object]
         by_stage = augment if isinstance(augment, Mapping) else {"train": augment}
         for stage, transform in by_stage.items():
@@ -131,6 +141,26 @@ class StageTransforms:
                 registered.remove(made)
 
         return remove
+
+    def warn_if_unlike_training(self, stage: Stage, name: str, sample: object) -> None:
+        """Warn, once, if training normalises the images and a stage does not.
+
+        ``sample`` is one of its dataset, ``name``. What callables do to it is not known.
+        """
+        callables = any(not one.starts_in_worker for one in self._of[stage])
+        if self._told or stage == "train" or callables:
+            return
+        undone = left_undone(self._of["train"], self._of[stage], sample, self._image)
+        if undone is not None:
+            self._told = True
+            warnings.warn(
+                f"{name}: training runs {undone}. Nothing in augment= does the same for stage "
+                f"{stage!r}, so that the model gets other numbers there than it learns on. Give "
+                f"each stage its pipeline: augment={{'train': compose, {stage!r}: A.Compose(["
+                "A.Normalize(), A.ToTensorV2()])}.",
+                FastDataWarning,
+                stacklevel=3,
+            )
 
     def explain(self, where: Callable[[Stage], tuple[PixelPlace, str]]) -> list[str]:
         """Return, for each transform, where each of its operations runs and why.
@@ -223,7 +253,8 @@ def finish(
     if callables:
         with drawing(batch.stage):
             for transform in callables:
-                plain = transform.apply(plain, None)
+                with told_of_shared_draws(transform, plain):
+                    plain = transform.apply(plain, None)
     return plain, True
 
 

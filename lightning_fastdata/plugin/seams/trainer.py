@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lightning_fastdata.errors import TransformError, has_package
+from lightning_fastdata.errors import OptionsError, TransformError, has_package
 from lightning_fastdata.loading.position import Place
 from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
@@ -51,6 +51,30 @@ def own_datamodule(trainer: Trainer) -> DataModule | None:
     """Return the trainer's data module if it is a FastDataModule, else None."""
     datamodule = attributes_of(trainer).datamodule
     return datamodule if isinstance(datamodule, DataModule) else None
+
+
+def refuse_other_tree(datamodule: object, trainer: Trainer) -> None:
+    """Raise OptionsError if a Trainer is of that package of Lightning which the module is not of.
+
+    Lightning itself would say "Expected a parent".
+    """
+    own, its = (
+        {
+            package
+            for package in PACKAGES
+            for c in type(one).__mro__
+            if c.__module__.startswith(package)
+        }
+        for one in (datamodule, trainer)
+    )
+    if own and its and not own & its:
+        other, ours = its.pop(), own.pop()
+        place = "lightning_fastdata" + ".pytorch_lightning" * (other == PACKAGES[1])
+        raise OptionsError(
+            f"{type(datamodule).__name__} is a data module of {ours[:-1]}, and the Trainer one of "
+            f"{other[:-1]}, which takes its own only. Write `from {place} import FastDataModule, "
+            f"DataThroughputCallback`, or `from {ours[:-1]} import Trainer`."
+        )
 
 
 def has_cuda(trainer: Trainer) -> bool:

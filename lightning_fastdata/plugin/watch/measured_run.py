@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
 
+_COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
 
@@ -60,6 +62,17 @@ class RunJudge:
         self._began_s = clock_s()
         self._spent_s = self._dearest_s = 0.0
         self.ranks: RankRecords | None = None
+        self._read: Fingerprint | None = None
+        self._epochs = 0
+        self._changes = False
+
+    def epoch_began(self) -> None:
+        """Compare what is read with what it was in the epoch before."""
+        _, loader = _costliest_loader(self._recording.loaders(), None)
+        read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
+        now = fingerprint(*read, within_s=_COMPARED_WITHIN_S)
+        self._changes |= self._epochs > 0 and (now is None or now != self._read)
+        self._read, self._epochs = now, self._epochs + 1
 
     @property
     def affordable(self) -> bool:
@@ -81,8 +94,12 @@ class RunJudge:
             augment_on = "cpu"
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
+        known = read_loader(loader)
+        if self._changes and not known.persistent_workers:
+            # Workers that are kept would read what was there in the first epoch: no advice.
+            known = replace(known, persistent_workers=None)
         return replace(
-            read_loader(loader),
+            known,
             usable_cpus=self._usable_cpus,
             augment_on=augment_on,
             augment_settled=settled or (transform is not None and not transform.defers),

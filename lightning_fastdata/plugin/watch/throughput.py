@@ -203,6 +203,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
     ) -> None:
         """Show the batch, if that was asked for."""
         run = self._run
+        if run is not None and batch_idx == 0:
+            run.judge.epoch_began()
         if run is not None and run.pictures is not None:
             step = steps_logged_by(trainer, run.recording.batches_stepped)
             run.pictures.batch_began(trainer.loggers, batch, epoch=trainer.current_epoch, step=step)

@@ -83,6 +83,28 @@ def loop() -> Loop:
     return min(_LOOPS, key=misses)
 
 
+@cache
+def blends_alike() -> bool:
+    """Return whether the installed OpenCV blends neighbours as the device does, of noise of bytes.
+
+    On CPUs that multiply and add in two instructions it may be a level off in some pixels.
+    """
+    import cv2
+
+    if cells.on_cells():
+        return True
+    size = 64, 96
+    noise = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    matrix = np.array([[0.8, 0.3, 2.6], [-0.3, 0.9, 4.7], [0, 0, 1]])
+    wanted = cv2.warpAffine(noise, matrix[:2], size[::-1], flags=cv2.INTER_LINEAR)
+    inverse = torch.from_numpy(cells.invert(matrix, projective=False).astype(np.float32))[None]
+    columns = loop().scalar_from(size[1]), loop().rounds_once
+    where = _positions(inverse, size, *columns, projective=False)
+    black = torch.zeros(1, 3)
+    found = sample(torch.from_numpy(noise)[None], *where, LINEAR, cv2.BORDER_CONSTANT, black)[0]
+    return bool((found.numpy() == wanted).all())
+
+
 def still_on_cells(batch: Tensor) -> bool:
     """Return whether OpenCV 5 warps images or masks as OpenCV 4 does: these dtypes, two channels.
 

@@ -1,0 +1,152 @@
+"""What lies beside an image that is moved, and would stay behind: masks, images, boxes."""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_fastdata.augment.pipeline.fields import Location, describe, is_pil
+from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves
+from lightning_fastdata.errors import BatchError, FastDataWarning
+from lightning_fastdata.tree import children, spelled
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.pipeline.tree import Node
+    from lightning_fastdata.tree import Path
+    from lightning_fastdata.types import Batch
+
+_MASK_FILLS: Final = ("fill_mask", "mask_drop_value")
+"""Where dropouts keep what they write to a mask; None: they leave it as it is."""
+_MOST_PARTS: Final = 16
+"""Of a list within a sample that are looked at: it may hold thousands of tokens."""
+_PLAIN: Final = (numbers.Number, str, bytes, type(None))
+_warned: set[str] = set()
+
+
+class Mover(NamedTuple):
+    """What moves the pixels of an image."""
+
+    name: str
+    """As messages call it."""
+    takes_boxes: bool
+    """Whether it knows boxes: what looks like some is no concern then."""
+
+
+def mover_of(compose: Node) -> Mover | None:
+    """Return what moves pixels in a pipeline; None if all of it leaves them at their places."""
+    import albumentations
+
+    for leaf in list_leaves(compose):
+        transform = leaf.transform
+        # A Lambda is a NoOp, too: what it does to masks is the user's own.
+        if not isinstance(transform, albumentations.DualTransform) or isinstance(
+            transform, albumentations.NoOp
+        ):
+            continue
+        if all(vars(transform).get(name, name) is not None for name in _MASK_FILLS):
+            boxes = is_container(compose) and "bboxes" in getattr(compose, "processors", ())
+            return Mover(type(transform).__name__, boxes)
+    return None
+
+
+def check_beside(
+    item: Batch,
+    known: Collection[Location],
+    size: tuple[int, int],
+    mover: Mover,
+    *,
+    samples: int | None = None,
+) -> None:
+    """Raise BatchError if a field of the height and width of the image would stay where it is.
+
+    Boxes that would stay are a FastDataWarning, once.
+
+    Args:
+        item: a sample, or a batch.
+        known: fields that move, too, or that are said to stay.
+        size: height and width of the image in pixels.
+        mover: what moves its pixels.
+        samples: of a batch; None for a sample.
+    """
+    if isinstance(item, list | tuple):
+        known = {place % len(item) for place in known if isinstance(place, int)}
+    for place, field in children(item) or ():
+        if place in known or isinstance(field, _PLAIN):
+            continue
+        for path, value, shape in _arrays(field, (place,), samples):
+            if size in pairwise(shape):
+                raise BatchError(_left_behind(path, value, mover))
+            if not mover.takes_boxes and len(shape) == 2 and shape[1] in {4, 5}:
+                _warn_of_boxes(path, value, mover)
+
+
+def _arrays(
+    value: Batch, path: Path, samples: int | None
+) -> Iterator[tuple[Path, Batch, tuple[int, ...]]]:
+    """Yield the arrays in a field, with where each is and the shape that it has in one sample."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        shape = tuple(value.shape)
+        yield path, value, shape[1:] if samples is not None and shape[:1] == (samples,) else shape
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _arrays(part, (*path, key), samples)
+    elif isinstance(value, list | tuple):
+        width = _width_of_rows(value)
+        if width:
+            yield path, value, (len(value), width)
+            return
+        # The parts of a list in a batch are of one sample each.
+        of_each = None if samples == len(value) else samples
+        for place, part in enumerate(islice(value, _MOST_PARTS)):
+            yield from _arrays(part, (*path, place), of_each)
+    elif not isinstance(value, _PLAIN) and is_pil(value):
+        yield path, value, value.size[::-1]
+
+
+def _width_of_rows(value: list[Batch] | tuple[Batch, ...]) -> int:
+    """Return how many numbers each row of a list has, of which the first is asked; 0: no rows."""
+    first: Any = value[0] if value else None
+    rows = isinstance(first, list | tuple)
+    return len(first) if rows and all(isinstance(one, numbers.Number) for one in first) else 0
+
+
+def _name(path: Path) -> str:
+    return repr(path[0]) if len(path) == 1 else spelled(path)
+
+
+def _left_behind(path: Path, value: Batch, mover: Mover) -> str:
+    place = path[0]
+    role = (
+        f"If it is the mask, say mask={place!r} (to FastDataModule, DataThroughputCallback, "
+        "as_batch_transform or mixed). If it is another image or mask, say A.Compose(..., "
+        f"additional_targets={{'{place}': 'image'}}), or 'mask'."
+        if len(path) == 1
+        else "If it is a mask or an image, return it beside the image: {'image': ..., 'mask': ...}."
+    )
+    return (
+        f"The field {_name(path)} is {describe(value)}, as high and as wide as the image. "
+        f"{mover.name} moves the pixels of the image, and this field has no role, so that it would "
+        f"stay behind. {role} If it is to stay as it is, say stays=[{place!r}], as in "
+        f"augment=as_batch_transform(compose, stays=[{place!r}])."
+    )
+
+
+def _warn_of_boxes(path: Path, value: Batch, mover: Mover) -> None:
+    text = (
+        f"The field {_name(path)} is {describe(value)}, as boxes are, and {mover.name} moves the "
+        "pixels of the image without them. Say how they are written, A.Compose(..., "
+        "bbox_params=A.BboxParams(...)), and have the dataset return a dict with 'image' and "
+        "'bboxes'. If they are no boxes, or are to stay as they are, say "
+        f"augment=as_batch_transform(compose, stays=[{path[0]!r}])."
+    )
+    # By name: the numbers of boxes differ from sample to sample.
+    told = f"{mover.name} {_name(path)}"
+    if told not in _warned:
+        _warned.add(told)
+        warnings.warn(text, FastDataWarning, stacklevel=4)

@@ -1,0 +1,303 @@
+"""Whether what the program holds is as it was: a digest of objects, down to each element.
+
+It tells of this process alone. Compared are the attributes and elements of an object and of all
+that it holds, numbers in arrays and tensors, what functions close over, the attributes of the
+user's classes, and the plain data (numbers, texts, and containers of these) among the globals of
+the user's modules that have a part in it; of a few files that are named alone, size and time. Not
+compared are other files, the environment, and globals of other kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import enum
+import hashlib
+import math
+import pickle
+import stat
+import sys
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path, PurePath
+from types import FunctionType, ModuleType, NoneType, SimpleNamespace
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from lightning_fastdata.host import clock
+from lightning_fastdata.randomness.search import is_users, loaded_classes
+from lightning_fastdata.tree import held, held_by
+
+_AT_ONCE_BYTES: Final = 2**24
+"""So much is digested between two looks at the clock."""
+_LARGE_BYTES: Final = 2**20
+_FEW: Final = 16
+"""Files that are looked at."""
+_LOOKED_AT: Final = 1000
+"""Elements of a global container that are looked at to see whether it holds plain data."""
+_DEPTH: Final = 4
+_ATOMS: Final = (int, float, complex, bool, str, bytes, bytearray, NoneType, range, slice)
+_SEQUENCES: Final = (list, tuple, set, frozenset, deque)
+_MAPPINGS: Final = (dict, OrderedDict, defaultdict)
+_SHARED: Final = (
+    ("multiprocessing.managers", "BaseProxy"),
+    ("multiprocessing.queues", "Queue", "SimpleQueue"),
+    ("multiprocessing.shared_memory", "SharedMemory", "ShareableList"),
+    ("multiprocessing.synchronize", "SemLock", "Condition", "Event"),
+    ("mmap", "mmap"),
+)
+"""What other processes see as it is now, whenever they were started."""
+_C_DATA: Final = ctypes.Array.__mro__[1]
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
+
+
+class Fingerprint(NamedTuple):
+    """What some objects were at one moment; equal to another one if nothing has changed."""
+
+    own: bytes
+    """A digest of what belongs to this process, and is copied into others when they start."""
+    live: bytes
+    """A digest of what other processes see change: shared memory, and files."""
+    shared: bool
+    """They hold shared memory."""
+
+
+def fingerprint(
+    *objects: object, within_s: float = math.inf, roughly: bool = False
+) -> Fingerprint | None:
+    """Return what objects are now, or None if they cannot be compared.
+
+    So it is of what cannot be pickled (an open file, a generator), of memory on a device, and of
+    what takes more than ``within_s`` seconds of a CPU. The ``__getstate__()`` of objects is called.
+    ``roughly``: of tensors above 1 MiB torch's count of changes is compared, of such arrays a part.
+    """
+    sink = _Sink(clock.thread_time() + within_s)
+    digesting = _Digesting(sink, roughly=roughly)
+    try:
+        for one in objects:
+            digesting.note_live(_files(one))
+        digesting.dump(objects)
+    except Exception:  # whatever the __reduce__() of an object raises
+        return None
+    return Fingerprint(sink.digest.digest(), digesting.live.digest(), digesting.shared)
+
+
+class _TooLongError(Exception):
+    """The time is over."""
+
+
+class _Sink:
+    """Where a pickle goes that is never read: into a digest."""
+
+    def __init__(self, until_s: float) -> None:
+        self.digest = hashlib.blake2b(digest_size=16)
+        self._until_s = until_s
+
+    def write(self, data: Any) -> None:
+        raw = memoryview(data).cast("B")
+        for start in range(0, len(raw), _AT_ONCE_BYTES):
+            if clock.thread_time() > self._until_s:
+                raise _TooLongError
+            self.digest.update(raw[start : start + _AT_ONCE_BYTES])
+
+    def write_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        self.write(buffer.raw())
+
+
+class _Digesting(pickle.Pickler):
+    """Digests what a pickle would hold; code by its address, and what it holds."""
+
+    def __init__(self, sink: _Sink, *, roughly: bool) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
+        self.live = hashlib.blake2b(digest_size=16)
+        self.shared = False
+        self._roughly = roughly
+        self._looked_up = 0
+        self._modules: set[str] = set()
+        self._shared_kinds = tuple(
+            kind for module, *names in _SHARED for kind in loaded_classes(module, *names)
+        )
+        self._with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is _stand_in:
+            return NotImplemented
+        if isinstance(obj, type):
+            return _stand_in, (id(obj), tuple(self._of_class(obj)))
+        if isinstance(obj, FunctionType):
+            return _stand_in, (id(obj.__code__), tuple(self._of_function(obj)))
+        if isinstance(obj, PurePath) and self._looked_up < _FEW:
+            self._looked_up += 1
+            self.note_live(_of_file(str(obj)))
+            return _stand_in, ("path", str(obj))
+        if isinstance(obj, ModuleType):
+            return _stand_in, ("module", obj.__name__)
+        if isinstance(obj, torch.Tensor):
+            return _stand_in, tuple(self._of_tensor(obj))
+        if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
+            return _stand_in, tuple(self._of_array(obj))
+        if isinstance(obj, self._with_locks):
+            return self._shared(obj, bytes(cast("Any", obj).get_obj()))
+        if isinstance(obj, _C_DATA):
+            return self._shared(obj, bytes(cast("Any", obj)))
+        if isinstance(obj, self._shared_kinds):
+            return self._shared(obj)
+        if isinstance(obj, _LOCKS):
+            return _stand_in, ("lock", id(obj))
+        if held(obj, "__wrapped__") is not None:  # by functools.lru_cache, say
+            return _stand_in, (type(obj).__qualname__, obj.__wrapped__)
+        return NotImplemented
+
+    def note_live(self, what: object) -> None:
+        """Take something into the digest of what others see change, too."""
+        self.live.update(repr(what).encode())
+
+    def _shared(self, obj: object, content: bytes = b"") -> tuple[Any, tuple[object, ...]]:
+        self.shared = True
+        self.live.update(content)
+        return _stand_in, ("shared", id(obj))
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
+        if tensor.device.type != "cpu":
+            raise TypeError("It would have to be copied from its device.")
+        if _is_shared(tensor):
+            self.shared = True
+            self.live.update(
+                _as_buffer(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            )
+            yield from (tensor.data_ptr(), tensor.stride(), str(tensor.dtype), tuple(tensor.shape))
+            return
+        if self._roughly and tensor.nbytes > _LARGE_BYTES:
+            yield from (tensor._version, tensor.data_ptr(), tuple(tensor.shape))
+            return
+        plain = tensor.detach().contiguous().reshape(-1)
+        yield from (str(tensor.dtype), tuple(tensor.shape))
+        yield _as_buffer(plain.view(torch.uint8).numpy())
+        yield held_by(tensor)
+
+    def _of_array(self, array: np.ndarray[Any, Any]) -> Iterator[object]:
+        owner: Any = array
+        while isinstance(owner, np.ndarray) and owner.base is not None:
+            if isinstance(owner, np.memmap):
+                break
+            owner = owner.base
+        yield from (array.dtype.str, array.shape)
+        if isinstance(owner, np.memmap):
+            # Its pages are those of the file, for every process and at any time.
+            self.shared = True
+            yield from (str(owner.filename), array.ctypes.data, array.strides)
+            return
+        private = isinstance(owner, np.ndarray | bytes)
+        if not private and not (isinstance(owner, torch.Tensor) and not _is_shared(owner)):
+            self.shared = True  # or it may be: the memory is somebody else's
+        if self._roughly and array.nbytes > _LARGE_BYTES:
+            yield array.ctypes.data
+            array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
+        plain = np.ascontiguousarray(array).reshape(-1)
+        yield _as_buffer(plain.view(np.uint8) if plain.size else plain)
+
+    def _of_class(self, cls: type) -> Iterator[object]:
+        yield cls.__qualname__
+        for owner in cls.__mro__:
+            if is_users(owner.__module__):
+                yield _attributes(owner)
+                yield self._of_globals(owner.__module__)
+
+    def _of_function(self, function: FunctionType) -> Iterator[object]:
+        yield from (function.__qualname__, function.__defaults__, function.__kwdefaults__)
+        yield dict(vars(function))
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a name that is not bound yet
+                yield None
+        if is_users(function.__module__):
+            yield self._of_globals(function.__module__)
+
+    def _of_globals(self, name: str) -> dict[str, object]:
+        """Return the plain data of a module, once."""
+        module = sys.modules.get(name)
+        if module is None or name in self._modules:
+            return {}
+        self._modules.add(name)
+        found: dict[str, object] = {}
+        for key, value in list(vars(module).items()):
+            if key.startswith("__"):
+                continue
+            if isinstance(value, type) and value.__module__ == name:
+                found[key] = _attributes(value)
+            elif _is_plain(value, _DEPTH):
+                found[key] = value
+        return found
+
+
+def _files(owner: object) -> list[object]:
+    """Return what the system says of the files that an object names in attributes of its own."""
+    texts = (value for value in held_by(owner).values() if type(value) is str)
+    return [_of_file(text) for text in islice(texts, _FEW)]
+
+
+def _of_file(path: str) -> tuple[int, int] | None:
+    """Return size and time of the last change of a file; None: it is none."""
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError):  # a text that names no file
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _as_buffer(array: Any) -> pickle.PickleBuffer:
+    return pickle.PickleBuffer(array)
+
+
+def _stand_in(*_what: object) -> None:
+    """Stand for an object that is compared by what is said of it."""
+
+
+def _attributes(cls: type) -> dict[str, object]:
+    """Return what of a class may be changed: its plain data, and which code its methods have."""
+    found: dict[str, object] = {}
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, FunctionType):
+            found[name] = id(value.__code__)
+        elif not name.startswith("__") and _is_plain(value, _DEPTH):
+            found[name] = value
+    return found
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    """Return whether a value is made of numbers, texts and arrays alone."""
+    kind = type(value)
+    if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | torch.Tensor):
+        return True
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
+    if isinstance(value, (_C_DATA, *with_locks)):
+        return True
+    if not depth:
+        return False
+    if kind in _SEQUENCES:
+        return all(_is_plain(each, depth - 1) for each in islice(value, _LOOKED_AT))  # type: ignore[call-overload]
+    if kind in _MAPPINGS:
+        return _are_plain(value, depth)  # type: ignore[arg-type]
+    own = kind in (SimpleNamespace, argparse.Namespace) or _is_of_user(kind)
+    return own and _are_plain(held_by(value), depth)
+
+
+def _are_plain(items: Mapping[Any, object], depth: int) -> bool:
+    some = islice(list(items.items()), _LOOKED_AT)
+    return all(_is_plain(key, depth - 1) and _is_plain(value, depth - 1) for key, value in some)
+
+
+def _is_of_user(kind: type) -> bool:
+    """Return whether a class is the user's alone: no module, dataset or trainer."""
+    return all(owner is object or is_users(owner.__module__) for owner in kind.__mro__)

@@ -1,0 +1,47 @@
+"""Whether a training changes what is read while it is read, seen before it makes a difference."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Final
+
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+
+_WITHIN_S: Final = 0.01
+
+
+class StateWatch:
+    """Compares what is read before and behind some of the steps: the first, 2nd, 4th, 8th, ...
+
+    What reading itself changes makes no difference, nor what cannot be compared.
+
+    Args:
+        objects: What is read.
+        text: The warning where a step has changed it, with a place for its number.
+    """
+
+    def __init__(self, objects: tuple[object, ...], text: str) -> None:
+        self._objects = objects
+        self._text = text
+        self._count = 0
+        self._before: Fingerprint | None = None
+
+    def handed_out(self) -> None:
+        """Note that a step begins."""
+        self._count += 1
+        if self._text and not self._count & (self._count - 1):
+            self._before = self._look()
+
+    def asked(self) -> None:
+        """Warn, once, if the step that has ended changed what is read."""
+        if self._before is None:
+            return
+        before, self._before = self._before, None
+        now = self._look()
+        if now is not None and now != before:
+            warnings.warn(self._text.format(self._count), FastDataWarning, stacklevel=3)
+            self._text = ""
+
+    def _look(self) -> Fingerprint | None:
+        return fingerprint(*self._objects, within_s=_WITHIN_S, roughly=True)

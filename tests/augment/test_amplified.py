@@ -1,0 +1,203 @@
+"""Whole pipelines of any operations are off by what their operations are off, not by more."""
+
+from __future__ import annotations
+
+import warnings
+
+import albumentations as A
+import numpy as np
+import torch
+from augment.parity import both, extremes, photographs
+from hypothesis import example, given
+from hypothesis import strategies as st
+from misses import each
+from thoroughness import max_examples
+
+from benchmarks.parity import examples, make_example
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.bounds import (
+    MOST_PER_LEVEL,
+    SAME,
+    bound_of,
+    levels_per_unit,
+    may_differ,
+)
+from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.pipeline.tree import followers, list_leaves
+from lightning_fastdata.augment.pipeline.values import Values
+from lightning_fastdata.augment.transform import BatchTransform
+from lightning_fastdata.types import SampleKey
+
+BYTES, FLOATS = np.dtype(np.uint8), np.dtype(np.float32)
+SIZE = (60, 72)
+OFF = {
+    "hue": lambda: A.HueSaturationValue(15, 30, 30, p=1),
+    "jitter": lambda: A.ColorJitter(p=1),
+    "gaussian": lambda: A.GaussianBlur(p=1),
+    "motion": lambda: A.MotionBlur(p=1),
+    "blur": lambda: A.Blur(p=1),
+    "advanced": lambda: A.AdvancedBlur(p=1),
+    "defocus": lambda: A.Defocus(p=1),
+    "emboss": lambda: A.Emboss(p=1),
+    "sharpen": lambda: A.Sharpen(p=1),
+    "unsharp": lambda: A.UnsharpMask(p=1),
+    "ringing": lambda: A.RingingOvershoot(p=1),
+    "warp": lambda: A.Affine(rotate=(-40, 40), p=1),
+    "cubic": lambda: A.Rotate((-40, 40), interpolation=2, p=1),
+    "lens": lambda: A.OpticalDistortion(mode="fisheye", p=1),
+    "resize": lambda: A.Resize(50, 80, p=1),
+    "crop": lambda: A.RandomResizedCrop((64, 56), p=1),
+    "spline": lambda: A.ThinPlateSpline(p=1),
+    "pieces": lambda: A.PiecewiseAffine(p=1),
+    "corners": lambda: A.Perspective(p=1),
+    "grid": lambda: A.GridDistortion(p=1),
+    "aberration": lambda: A.ChromaticAberration(p=1),
+}
+MORE = {
+    "equalize": lambda: A.Equalize(p=1),
+    "clahe": lambda: A.CLAHE(p=1),
+    "contrast": lambda: A.AutoContrast(p=1),
+    "posterize": lambda: A.Posterize((2, 5), p=1),
+    "solarize": lambda: A.Solarize((0.1, 0.9), p=1),
+    "gamma": lambda: A.RandomGamma((30, 60), p=1),
+    "harsh": lambda: A.RandomBrightnessContrast(contrast_limit=(2, 5), p=1),
+}
+MILD = {
+    "curve": lambda: A.RandomToneCurve(p=1),
+    "mild": lambda: A.RandomBrightnessContrast(p=1),
+    "gray": lambda: A.ToGray(p=0.5),
+    "lightness": lambda: A.ToGray(method="from_lab", p=0.5),
+    "flip": lambda: A.HorizontalFlip(p=0.5),
+    "median": lambda: A.MedianBlur(p=1),
+    "sepia": lambda: A.ToSepia(p=0.5),
+    "tint": lambda: A.PlanckianJitter(p=1),
+    "downscale": lambda: A.Downscale(p=1),
+    "factor": lambda: A.MultiplicativeNoise((0.5, 1.5), p=1),
+    "shift": lambda: A.RGBShift(p=1),
+    "no hue": lambda: A.ColorJitter(hue=0, p=1),
+    "to float": lambda: A.Sequential([A.ToFloat(255), A.FromFloat("uint8")], p=1),
+    "dropout": lambda: A.CoarseDropout(p=1),
+}
+GROUPS = {
+    "all": list,
+    "one of": lambda some: [A.OneOf(some, p=0.9)],
+    "some of": lambda some: [A.SomeOf(some, 2, p=0.9)],
+    "shuffled": lambda some: [A.RandomOrder(some, n=len(some), p=1)],
+}
+NAMES = st.sampled_from(sorted({**OFF, **MORE, **MILD}))
+KEY = SampleKey(0, 0, 0)
+
+
+def made(names):
+    return [{**OFF, **MORE, **MILD}[name]() for name in names]
+
+
+def operation(name):
+    """Return an operation with an argument or none; None for what has none or draws pixels."""
+    arguments = next((more for known, more in examples() if known == name), {})
+    transform = make_example(name, arguments)
+    return None if DEVICE_OPS[name].draws_pixels(transform) or name == "ToRGB" else transform
+
+
+def images(dtype, size=SIZE):
+    return torch.from_numpy(
+        np.stack([*photographs(*size, dtype=dtype), *extremes(*size, dtype=dtype)])
+    )
+
+
+def gap_and_most(compose, batch, dtype):
+    """Return the largest difference of the two places in levels, and the largest there may be."""
+    outs = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for place in ("albumentations", "torch"):
+            run = BatchTransform.from_albumentations(compose, same_pixels=True, on_cpu=place)
+            outs.append(run(batch.clone(), key=KEY).double())
+    gap = float((outs[0] - outs[1]).abs().max()) * levels_per_unit(compose, dtype)
+    values = (frozenset({Values(dtype)}),)
+    plan = analyse(compose, DEVICE_OPS, size=SIZE, same_pixels=True, values=values)
+    off = [
+        bound_of(leaf.transform)
+        for leaf, place in zip(list_leaves(compose), plan.placements, strict=True)
+        if place.where != "worker" and may_differ(leaf.transform, dtype)
+    ]
+    each_of = [bound.largest if dtype == BYTES else bound.of_floats for bound in off]
+    return gap, MOST_PER_LEVEL * sum(each_of) + (SAME if dtype == FLOATS else 0)
+
+
+@max_examples(60)
+@example(["hue", "equalize"], "all", BYTES)
+@example(["flip", "jitter", "contrast"], "shuffled", BYTES)
+@example(["resize", "clahe"], "all", FLOATS)
+@example(["mild", "solarize"], "all", FLOATS)
+@given(
+    st.lists(NAMES, min_size=2, max_size=5),
+    st.sampled_from(sorted(GROUPS)),
+    st.sampled_from([BYTES, FLOATS]),
+)
+def test_a_pipeline_is_off_by_no_more_than_its_operations(names, group, dtype):
+    if dtype == FLOATS:
+        names = [name for name in names if name != "to float"] or ["flip"]
+    head, *tail = made(names)
+    if len(tail) > 1 and not {"resize", "crop"} & set(names):  # a batch has one size
+        tail = GROUPS[group](tail)
+    gap, most = gap_and_most(A.Compose([head, *tail]), images(dtype), dtype)
+    assert gap <= most
+
+
+def places(*operations, dtype=BYTES):
+    values = (frozenset({Values(dtype)}),)
+    compose = A.Compose(list(operations))
+    plan = analyse(compose, DEVICE_OPS, size=SIZE, same_pixels=True, values=values)
+    return plan.placements
+
+
+@each("more", [name for name in MORE if name not in ("gamma", "harsh")])
+@each("off", [name for name in OFF if name != "aberration"])
+def test_what_is_off_and_then_amplified_is_computed_in_the_worker(off, more):
+    off_by_itself = may_differ(OFF[off](), BYTES)
+    for dtype in (BYTES, FLOATS) if off_by_itself else (FLOATS,):
+        first, flip, last = places(OFF[off](), A.HorizontalFlip(), MORE[more](), dtype=dtype)
+        assert (first.where, last.where) == ("worker", "device")
+        assert f"{last.name} after it" in first.why
+        assert flip.where == "device"
+        # Nothing makes more of it where the two come the other way round, or never together.
+        assert places(MORE[more](), OFF[off](), dtype=dtype)[1].where == "device"
+        if off not in ("resize", "crop"):
+            assert places(A.OneOf([OFF[off](), MORE[more]()]), dtype=dtype)[0].where == "device"
+
+
+def test_contrast_and_gamma_amplify_if_they_are_strong():
+    blur = A.GaussianBlur(p=1)
+    for name in ("gamma", "harsh"):
+        assert places(blur, MORE[name]())[0].where == "worker"
+    for mild in (A.RandomGamma(p=1), A.RandomBrightnessContrast(p=1), A.Solarize(p=1)):
+        assert places(blur, mild)[0].where == "device"
+
+
+def test_an_operation_that_the_worker_amplifies_stays_on_the_device_where_that_was_not_drawn():
+    blur = A.GaussianBlur(p=1)
+    wheres = {
+        dtype: [place.where for place in places(blur, A.FromFloat(dtype), dtype=FLOATS)]
+        for dtype in ("uint8", "uint16")
+    }
+    assert wheres == {"uint8": ["worker", "device"], "uint16": ["either", "worker"]}
+
+
+def test_followers_are_the_transforms_that_a_sample_may_take_next():
+    one, two, three, four = (A.NoOp() for _ in range(4))
+    one_of = A.Compose([one, A.OneOf([two, three]), four])
+    assert followers(one_of) == [{1, 2, 3}, {3}, {3}, set()]
+    shuffled = A.Compose([A.RandomOrder([one, A.Sequential([two, three])]), four])
+    assert followers(shuffled) == [{1, 2, 3}, {0, 2, 3}, {0, 3}, set()]
+    again = A.Compose([A.SomeOf([one, two], 2, replace=True)])
+    assert followers(again) == [{0, 1}, {0, 1}]
+
+
+def test_float_images_that_are_said_to_be_the_same_are_so_to_the_last_bit():
+    for name in sorted(DEVICE_OPS):
+        transform = operation(name)
+        if transform is None or may_differ(transform, FLOATS):
+            continue
+        for wanted, got, *_ in both(transform, photographs(140, 140, dtype=FLOATS), seeds=[1]):
+            np.testing.assert_array_equal(got, wanted, err_msg=name)

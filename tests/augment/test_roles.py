@@ -1,0 +1,254 @@
+"""What lies beside an image moves with it, or it is said that it has no role."""
+
+from __future__ import annotations
+
+import warnings
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from augment.parity import photographs
+from augment.trainers import Keeps, quiet_trainer
+from misses import each
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_fastdata import (
+    BatchTransform,
+    DataThroughputCallback,
+    FastDataModule,
+    FastDataWarning,
+    as_batch_transform,
+)
+from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed
+from lightning_fastdata.augment.pipeline import roles
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.randomness.seeds import reseed
+from lightning_fastdata.types import SampleKey
+
+torch.set_num_threads(1)
+
+HEIGHT, WIDTH = 24, 32
+IMAGE, OTHER = photographs(HEIGHT, WIDTH)[:2]
+MASK = (IMAGE[..., 0] > 100).astype(np.uint8)
+TENSOR = torch.from_numpy(IMAGE).permute(2, 0, 1).contiguous()
+KEY = SampleKey(3, 1, 5)
+
+
+def moves(**arguments):
+    """Return a pipeline of its own transforms, which keep the targets that they were given."""
+    crop = [A.HorizontalFlip(p=1), A.RandomCrop(16, 20), A.ToFloat(255), A.ToTensorV2()]
+    return A.Compose(crop, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_told_yet():
+    roles._warned.clear()
+
+
+def in_worker(transform, sample):
+    done, _ = transform.in_worker(on_device=False)(sample, KEY)
+    return default_collate([done])
+
+
+def on_device(transform, sample):
+    part = transform.in_worker(on_device=True)
+    done, tape = part(sample, KEY)
+    return transform.apply(default_collate([done]), None if tape is None else part.collate([tape]))
+
+
+def of_a_loader(transform, sample):
+    return transform.apply_unprepared(default_collate([sample]), KEY)
+
+
+def called(transform, sample):
+    return transform(default_collate([sample]), key=KEY)
+
+
+WAYS = [in_worker, on_device, of_a_loader, called]
+WITHOUT_ROLE = {
+    "tuple": ((IMAGE, MASK), "1"),
+    "tuple of tensors": ((TENSOR, torch.from_numpy(MASK)), "1"),
+    "mask with channels first": ((TENSOR, torch.from_numpy(MASK)[None]), "1"),
+    "int64 mask behind a class": ((IMAGE, 7, MASK.astype(np.int64)), "2"),
+    "mask first": ((MASK.astype(np.int64), TENSOR), "0"),
+    **{name: ({"image": IMAGE, name: MASK}, repr(name)) for name in ("label", "seg", "target")},
+    "second image": ({"image": IMAGE, "before": OTHER}, "'before'"),
+    "two views": ((IMAGE, OTHER), "1"),
+    "target of a detector": ((IMAGE, {"masks": np.stack([MASK, MASK])}), r"\[1\]\['masks'\]"),
+    "list of masks": ((IMAGE, [MASK, MASK]), r"\[1\]\[0\]"),
+}
+
+
+@each("way", WAYS)
+@each("form", WITHOUT_ROLE)
+def test_what_would_stay_behind_is_named_with_the_argument_that_gives_it_a_role(way, form):
+    sample, named = WITHOUT_ROLE[form]
+    transform = as_batch_transform(moves())
+    with pytest.raises(BatchError, match=rf"The field {named} .*HorizontalFlip.*stays=\["):
+        way(transform, sample)
+
+
+@each("sample", [(Image.fromarray(IMAGE), Image.fromarray(MASK)), *[WITHOUT_ROLE["seg"][0]]])
+def test_it_is_told_before_the_first_batch(sample):
+    with pytest.raises(BatchError, match=r"mask=.*additional_targets"):
+        as_batch_transform(moves()).check_sample(sample)
+
+
+def wanted(sample, names):
+    """Return what Albumentations makes of the fields with a role, by its names for them."""
+    compose = moves(additional_targets={n: k for n, (_, k) in names.items() if k})
+    reseed((compose,), KEY)
+    return compose(**{name: sample[place] for name, (place, _) in names.items()})
+
+
+ROLES = {
+    "position of the mask": ((IMAGE, MASK), {"mask": 1}, {}, {"mask": (1, "")}),
+    "position from the end": ((IMAGE, 7, MASK), {"mask": -1}, {}, {"mask": (2, "")}),
+    "name of the mask": ({"image": IMAGE, "seg": MASK}, {"mask": "seg"}, {}, {"mask": ("seg", "")}),
+    "named target": (
+        {"image": IMAGE, "gt": MASK},
+        {},
+        {"gt": "mask"},
+        {"gt": ("gt", "mask")},
+    ),
+    "target at a position": ((IMAGE, 7, MASK), {}, {"2": "mask"}, {"2": (2, "mask")}),
+    "image at a position": ((IMAGE, OTHER), {}, {"1": "image"}, {"1": (1, "image")}),
+    "mask and image at positions": (
+        (IMAGE, MASK, OTHER),
+        {"mask": 1},
+        {"2": "image"},
+        {"mask": (1, ""), "2": (2, "image")},
+    ),
+}
+
+
+@each("way", WAYS)
+@each("form", ROLES)
+def test_what_has_a_role_is_what_albumentations_makes_of_it(way, form):
+    sample, arguments, targets, names = ROLES[form]
+    place = "image" if isinstance(sample, dict) else 0
+    want = wanted(sample, {"image": (place, ""), **names})
+    compose = moves(additional_targets=targets)
+    made = way(as_batch_transform(compose, image=place, **arguments), sample)
+    assert torch.equal(made[place][0], torch.as_tensor(want["image"]))
+    for name, (where, _) in names.items():
+        assert torch.equal(made[where][0], torch.as_tensor(want[name])), name
+
+
+@each("way", WAYS)
+@each("stays", ["before", ["before"], ("before", "absent")])
+def test_what_is_said_to_stay_stays(way, stays):
+    sample = {"image": IMAGE, "mask": MASK, "before": OTHER}
+    for transform in (
+        as_batch_transform(moves(), stays=stays),
+        BatchTransform.from_albumentations(moves(), stays=stays),
+    ):
+        made = way(transform, sample)
+        assert torch.equal(made["before"][0], torch.from_numpy(OTHER))
+        assert made["mask"].shape == (1, 16, 20)
+
+
+LEAVES_PIXELS = [
+    A.RandomBrightnessContrast(p=1),
+    A.GaussNoise(p=1),
+    A.CoarseDropout(p=1),
+    A.GridDropout(p=1),
+    A.PixelDropout(p=1),
+    A.NoOp(),
+    A.Normalize(),
+]
+
+
+@each("way", WAYS)
+@each("operation", LEAVES_PIXELS)
+def test_where_no_pixel_moves_nothing_needs_a_role(way, operation):
+    transform = as_batch_transform(A.Compose([operation, A.ToTensorV2()]))
+    made = way(transform, {"image": IMAGE, "seg": MASK, "boxes": np.ones((2, 4), np.float32)})
+    assert torch.equal(made["seg"][0], torch.from_numpy(MASK))
+
+
+@each("operation", [A.Affine(), A.Resize(8, 8), A.CoarseDropout(fill_mask=0), A.Morphological()])
+@each("within", [lambda t: t, lambda t: A.OneOf([A.Blur(), t]), lambda t: A.Sequential([t])])
+def test_whatever_would_change_a_mask_needs_its_role(operation, within):
+    transform = as_batch_transform(A.Compose([A.Normalize(), within(operation)]))
+    with pytest.raises(BatchError, match="'seg'"):
+        transform.check_sample({"image": IMAGE, "seg": MASK})
+
+
+@each("field", [np.zeros((HEIGHT,)), np.zeros((WIDTH, HEIGHT)), "name", [3] * 100, None, 2.5])
+def test_what_has_another_size_needs_no_role(field):
+    as_batch_transform(moves()).check_sample((IMAGE, field))
+
+
+def test_rows_of_a_batch_are_not_the_height_of_an_image():
+    batch = {"image": TENSOR[None, :, :16, :16].repeat(16, 1, 1, 1), "label": torch.zeros(16, 16)}
+    as_batch_transform(A.HorizontalFlip(p=1)).apply_unprepared(batch, KEY)
+
+
+class Rare(Dataset):
+    """Samples of which the last ones have a mask."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return {"image": IMAGE, **({"seg": MASK} if i > 3 else {})}
+
+
+@each("place", ["cpu", "gpu", "callback"])
+def test_a_mask_that_comes_late_is_named_where_it_comes(place, tmp_path):
+    compose, model = moves(), Keeps()
+    if place == "callback":
+        callback = DataThroughputCallback(compose, report=False, summary=False)
+        parts = {"callbacks": [callback]}, {"train_dataloaders": DataLoader(Rare(), 2)}
+    else:
+        data = FastDataModule.from_datasets(
+            Rare(), batch_size=2, num_workers=0, augment=compose, augment_on=place, shuffle=False
+        )
+        parts = {}, {"datamodule": data}
+    with pytest.raises(BatchError, match=r"mask='seg'"):
+        quiet_trainer(tmp_path, **parts[0]).fit(model, **parts[1])
+    assert len(model.seen) == 2
+
+
+BOXES = {
+    "array": ({"image": IMAGE, "bboxes": np.ones((2, 4))}, "'bboxes'"),
+    "with a class": ((IMAGE, torch.ones(3, 5)), "1"),
+    "target of a detector": ((IMAGE, {"boxes": torch.ones(1, 4)}), r"\[1\]\['boxes'\]"),
+    "lists": ({"image": IMAGE, "boxes": [[1, 2, 3, 4], [1, 2, 3, 5]]}, "'boxes'"),
+}
+
+
+@each("form", BOXES)
+def test_boxes_that_would_stay_are_warned_of_once(form):
+    sample, named = BOXES[form]
+    roles._warned.clear()
+    transform = as_batch_transform(moves())
+    with pytest.warns(FastDataWarning, match=rf"The field {named} .*bbox_params") as told:
+        transform.check_sample(sample)
+    assert len(told) == 1
+    for way in (in_worker, on_device):
+        way(transform, sample)  # a second warning would be an error here
+
+
+def test_boxes_that_move_or_are_said_to_stay_are_not_warned_of():
+    moved = moves(bbox_params=A.BboxParams("pascal_voc", label_fields=["labels"]))
+    sample = {"image": IMAGE, "bboxes": [[1, 2, 30, 20]], "labels": [1], "size": np.ones((1, 4))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        as_batch_transform(moved).check_sample(sample)
+        stays = as_batch_transform(moves(), stays=["bboxes", "size"])
+        stays.check_sample(sample)
+
+
+@each("step", [CutMix(), MixUp(0.8), Mosaic()])
+def test_mixing_leaves_nothing_of_the_size_of_the_images_behind(step):
+    batch = {"image": TENSOR[None].repeat(4, 1, 1, 1) / 255, "label": torch.arange(4)}
+    seg = {"seg": torch.from_numpy(MASK)[None].repeat(4, 1, 1)}
+    with pytest.raises(BatchError, match=r"'seg'.*stays=\['seg'\]"):
+        mixed(step, num_classes=4).apply_unprepared(batch | seg, KEY)
+    made = mixed(step, num_classes=4, stays="seg").apply_unprepared(batch | seg, KEY)
+    assert torch.equal(made["seg"], seg["seg"])
+    mixed(RandomErasing(p=1)).apply_unprepared(batch | seg, KEY)  # moves nothing

@@ -1,0 +1,245 @@
+"""Whatever samples and ``collate_fn`` are: what trains in one place trains in the other, alike.
+
+The oracle is ``augment_on="cpu"``: Albumentations makes all pixels before samples are collated.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import albumentations as A
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from misses import each
+from skimage import data
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
+from lightning_fastdata.augment.mixing import RandomErasing, mixed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+torch.set_num_threads(1)
+
+PHOTOGRAPH = np.ascontiguousarray(data.astronaut()[:48, :64])
+PHOTOGRAPHS = [np.roll(PHOTOGRAPH, 5 * number, 1) for number in range(8)]
+MASKS = [(image[..., 0] // 50).astype(np.uint8) for image in PHOTOGRAPHS]
+RGBA = [np.dstack([image, image[..., :1]]) for image in PHOTOGRAPHS]
+PAIRS = [{"image": i, "mask": m} for i, m in zip(PHOTOGRAPHS, MASKS, strict=True)]
+SOME_MASKS = [pair if n % 3 else {"image": pair["image"]} for n, pair in enumerate(PAIRS)]
+SIZES = [{"image": image[: 40 + n % 3]} for n, image in enumerate(PHOTOGRAPHS)]
+FRAMES = np.stack(PHOTOGRAPHS[:3])
+
+
+def by_name(values: list[np.ndarray], name: str = "image") -> list[dict[str, Any]]:
+    return [{name: value} for value in values]
+
+
+def in_lists(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [sample.get(name) for sample in samples] for name in ("image", "mask")}
+
+
+def stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(sample["image"]) for sample in samples])
+
+
+def masks_in_lists(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"image": stacked(samples), "mask": [sample.get("mask") for sample in samples]}
+
+
+def masks_made_up(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    none = np.zeros((48, 64), np.uint8)
+    masks = [torch.as_tensor(sample.get("mask", none)) for sample in samples]
+    return {"image": stacked(samples), "mask": torch.stack(masks)}
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    images = [torch.as_tensor(sample["image"]) for sample in samples]
+    page = torch.zeros((len(images), 64, 64, 64), dtype=images[0].dtype)
+    for place, image in zip(page, images, strict=True):
+        place[: image.shape[0], : image.shape[1], : image.shape[2]] = image
+    return {"image": page}
+
+
+def sorted_by_level(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    samples = sorted(samples, key=lambda sample: float(torch.as_tensor(sample["image"])[5, 5, 0]))
+    return {"image": stacked(samples)}
+
+
+def renamed(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"pixels": stacked(samples)}
+
+
+def halved(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"image": stacked(samples) / 2}
+
+
+def from_arrays(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"image": torch.stack([torch.from_numpy(sample["image"]) for sample in samples])}
+
+
+def alternating(one: list[Any], other: list[Any]) -> list[Any]:
+    return [pair[n % 2] for n, pair in enumerate(zip(one, other, strict=True))]
+
+
+FLIPS = [A.HorizontalFlip(), A.VerticalFlip()]
+END = [A.Normalize(), A.ToTensorV2()]
+FINISHED = A.Compose([*FLIPS, *END])
+GRAY = A.ToGray(3, "average", p=1)
+CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
+    "some masks": (SOME_MASKS, FINISHED, masks_in_lists),
+    "some masks, no tensor": (SOME_MASKS, A.Compose(FLIPS), masks_in_lists),
+    "some masks, made up": (SOME_MASKS, FINISHED, masks_made_up),
+    "sizes": (SIZES, FINISHED, in_lists),
+    "sizes, not stacked": (SIZES, FINISHED, None),
+    "sizes, padded": (SIZES, FINISHED, padded),
+    "padded": (by_name(PHOTOGRAPHS), FINISHED, padded),
+    "sorted": (by_name(PHOTOGRAPHS), A.Compose(FLIPS), sorted_by_level),
+    "renamed": (PAIRS, FINISHED, renamed),
+    "converted": (by_name(PHOTOGRAPHS), FINISHED, halved),
+    "made of arrays": (PAIRS, A.Compose(FLIPS), from_arrays),
+    "a dtype that nobody had seen before": (
+        by_name([*PHOTOGRAPHS[:4], PHOTOGRAPHS[4] / np.float32(255), *PHOTOGRAPHS, *PHOTOGRAPHS]),
+        A.Compose(FLIPS),
+        None,
+    ),
+    "gray and RGB": (
+        by_name(alternating([i[..., :1] for i in PHOTOGRAPHS], PHOTOGRAPHS)),
+        A.Compose([*FLIPS, A.ToRGB(), *END]),
+        None,
+    ),
+    "RGB and RGBA": (by_name(alternating(RGBA, PHOTOGRAPHS)), A.Compose([GRAY, *END]), None),
+    "RGBA to gray before what has no form": (
+        by_name(RGBA),
+        A.Compose([GRAY, A.ImageCompression(p=0.5), *END]),
+        None,
+    ),
+    "some to gray": (by_name(RGBA), A.Compose([A.ToGray(3, "average", p=0.5), *FLIPS]), None),
+    "some cropped": (PAIRS, A.Compose([A.RandomCrop(40, 40, p=0.5), *FLIPS]), None),
+    "some cropped, in lists": (PAIRS, A.Compose([A.RandomCrop(40, 40, p=0.5), *END]), in_lists),
+    "frames": (by_name([FRAMES] * 4, "images"), A.Compose(FLIPS), None),
+    "frames by name": (
+        by_name([FRAMES] * 4, "images"),
+        as_batch_transform(A.Compose(FLIPS), image="images"),
+        None,
+    ),
+    "frames in lists": (by_name([list(FRAMES)] * 4, "images"), A.Compose(FLIPS), None),
+    "an image called frames": (
+        by_name(PHOTOGRAPHS, "images"),
+        as_batch_transform(FINISHED, image="images"),
+        None,
+    ),
+    "volumes and their masks": (
+        [{"volume": FRAMES[..., 0], "mask3d": FRAMES[..., 1] // 50}] * 4,
+        A.Compose(FLIPS),
+        None,
+    ),
+    "frames in some samples, images in others": (
+        alternating(by_name(PHOTOGRAPHS), by_name([FRAMES] * 8, "images")),
+        A.Compose(FLIPS),
+        list,
+    ),
+    "masks of float64, warped": (
+        [{**pair, "mask": pair["mask"] / 255} for pair in PAIRS],
+        A.Compose([A.Affine(rotate=(-40, 40), interpolation=0, p=1), A.Perspective(0, p=1)]),
+        None,
+    ),
+    "mixed, and sorted": (
+        PAIRS,
+        mixed(A.Compose(FLIPS), RandomErasing(1.0, value=0), repeats=2),
+        sorted_by_level,
+    ),
+}
+
+
+REFUSED = {"sizes, not stacked", "some to gray", "some cropped"}
+"""No batch can be made of them in either place."""
+
+
+class Samples(Dataset):
+    """Samples that lie in memory."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self.samples[index])
+
+
+class Keeps(L.LightningModule):
+    """Keeps the batches that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.batches.append(batch)
+        return self.weight * 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trained(
+    samples: list[Any], augment: Any, collate_fn: Callable[[list[Any]], Any] | None, place: str
+) -> list[Any] | type[Exception]:
+    """Return the batches of an epoch, or the class of the error that ended it."""
+    module = Keeps()
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data_module = FastDataModule.from_datasets(
+        Samples(samples),
+        batch_size=4,
+        collate_fn=collate_fn,
+        augment=augment,
+        augment_on=place,
+        seed=3,
+        options=LoaderOptions(executor="inline"),
+    )
+    try:
+        trainer.fit(module, data_module)
+    except Exception as error:
+        return type(error)
+    return module.batches
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    elif isinstance(one, np.ndarray):
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_equal(one[name], other[name])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for each_, other_ in zip(one, other, strict=True):
+            assert_equal(each_, other_)
+    else:
+        assert one == other
+
+
+@pytest.mark.cases(13)
+@pytest.mark.filterwarnings("ignore")
+@each("name", CASES)
+def test_what_trains_in_the_workers_trains_alike_on_the_device(name):
+    wanted, found = (trained(*CASES[name], place) for place in ("cpu", "gpu"))
+    assert_equal(found, wanted)
+    assert isinstance(wanted, list) == (name not in REFUSED)

@@ -1,0 +1,477 @@
+"""A program may change what it reads while it trains: each batch is what torch's DataLoader reads.
+
+Each kind of change is made by each of those who make one, with each number of workers, kept or not,
+through each front door; any two of these meet. The oracle is the same program on torch's
+DataLoader with as many workers: without any a batch is read as things are at that moment, with
+workers as they were when the epoch began, or the first epoch if the user keeps them. Where the
+number is chosen, the oracle is torch with workers that are not kept. In place of another batch a
+warning may come, before the first one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import threading
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from augment.pairwise import pairwise
+from lightning.pytorch import Callback, LightningModule, Trainer
+from misses import Misses
+from thoroughness import LONG
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
+
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    FastDataWarning,
+    LoaderOptions,
+)
+
+LENGTH, BATCH, EPOCHS = 8, 2, 2
+IN_A_GLOBAL: dict[str, int] = {"added": 0}
+
+
+class Rows(Dataset):
+    """Sample ``i`` is ``i`` and what ``look`` sees."""
+
+    of_all = 0
+
+    def __init__(self, look: Callable[[Rows, Any], Any], **held: Any) -> None:
+        self.look = look
+        self.__dict__.update(held)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.tensor([int(index), int(self.look(self, int(index)))])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+
+class Stream(IterableDataset):
+    """As many samples as :class:`Rows` has, shared out among workers."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, LENGTH, step):
+            yield torch.tensor([index, int(self.held[-1])])
+
+
+class Chosen(Sampler):
+    """Gives the sample of the lowest weight, as it is when that is asked for."""
+
+    def __init__(self) -> None:
+        self.weights = torch.arange(LENGTH, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(LENGTH):
+            yield int(self.weights.argmin())
+
+
+class Joined:
+    """Collates, and adds a number of its own."""
+
+    added = 0
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + self.added
+
+
+def plus_one(data: Any, name: str) -> None:
+    setattr(data, name, getattr(data, name) + 1)
+
+
+World = tuple[dict[str, Any], Callable[[], object]]
+"""Arguments of a loader, and what changes what it reads."""
+
+
+def attribute(_: Path) -> World:
+    data = Rows(lambda own, _: own.number, number=0)
+    return {"dataset": data}, partial(plus_one, data, "number")
+
+
+def told_the_epoch(_: Path) -> World:
+    data, epochs = Rows(lambda own, _: own.told, told=0), itertools.count(10)
+    return {"dataset": data}, lambda: data.set_epoch(next(epochs))
+
+
+def element_of_a_list(_: Path) -> World:
+    data = Rows(lambda own, i: own.rows[i], rows=[0] * LENGTH)
+    return {"dataset": data}, lambda: data.rows.__setitem__(5, data.rows[5] + 1)
+
+
+def item_of_a_dict(_: Path) -> World:
+    data = Rows(lambda own, _: own.items["a"]["b"], items={"a": {"b": 0}})
+    return {"dataset": data}, lambda: data.items["a"].update(b=data.items["a"]["b"] + 1)
+
+
+def tensor_in_place(_: Path) -> World:
+    data = Rows(lambda own, i: own.rows[i], rows=torch.zeros(LENGTH))
+    return {"dataset": data}, lambda: data.rows.add_(1)
+
+
+def array_in_place(_: Path) -> World:
+    data = Rows(lambda own, i: own.rows[i], rows=np.zeros(LENGTH))
+    return {"dataset": data}, lambda: data.rows.__iadd__(1)
+
+
+def object_within(_: Path) -> World:
+    data = Rows(lambda own, _: own.config.deep.number, config=types.SimpleNamespace())
+    data.config.deep = types.SimpleNamespace(number=0)
+    return {"dataset": data}, partial(plus_one, data.config.deep, "number")
+
+
+def function_in_its_place(_: Path) -> World:
+    data = Rows(lambda _own, _i: 0)
+    numbers = itertools.count(1)
+    return {"dataset": data}, lambda: setattr(data, "look", partial(_number, next(numbers)))
+
+
+def _number(number: int, *_: object) -> int:
+    return number
+
+
+def class_attribute(_: Path) -> World:
+    own = type("Own", (Rows,), {"of_all": 0, "__module__": __name__})
+    return {"dataset": own(lambda data, _: data.of_all)}, partial(plus_one, own, "of_all")
+
+
+def global_of_the_module(_: Path) -> World:
+    IN_A_GLOBAL["added"] = 0
+    data = Rows(lambda _own, _i: IN_A_GLOBAL["added"])
+    return {"dataset": data}, lambda: IN_A_GLOBAL.update(added=IN_A_GLOBAL["added"] + 1)
+
+
+def variable_closed_over(_: Path) -> World:
+    number = 0
+
+    def add() -> None:
+        nonlocal number
+        number += 1
+
+    return {"dataset": Rows(lambda _own, _i: number)}, add
+
+
+def buffer_of_the_past(_: Path) -> World:
+    past = deque([0], maxlen=4)
+    return {"dataset": Rows(lambda own, _: own.past[-1], past=past)}, lambda: past.append(
+        past[-1] + 1
+    )
+
+
+def collation(_: Path) -> World:
+    joined = Joined()
+    return {"dataset": Rows(lambda *_: 0), "collate_fn": joined}, partial(plus_one, joined, "added")
+
+
+def weights_of_a_sampler(_: Path) -> World:
+    sampler = Chosen()
+    last = itertools.count()
+    return {"dataset": Rows(lambda *_: 0), "sampler": sampler}, lambda: sampler.weights.__setitem__(
+        next(last) % LENGTH, 100.0
+    )
+
+
+def list_of_a_sampler(_: Path) -> World:
+    order = list(range(LENGTH))
+    return {"dataset": Rows(lambda *_: 0), "sampler": order}, order.reverse
+
+
+def indices_of_a_subset(_: Path) -> World:
+    subset = Subset(Rows(lambda *_: 0), list(range(LENGTH)))
+    return {"dataset": subset}, subset.indices.reverse
+
+
+def part_of_a_whole(_: Path) -> World:
+    inner = Rows(lambda own, _: own.number, number=0)
+    whole = ConcatDataset([inner, Rows(lambda *_: 0)])
+    return {"dataset": whole}, partial(plus_one, inner, "number")
+
+
+def columns_in_place(_: Path) -> World:
+    rows = torch.zeros(LENGTH, 2)
+    return {"dataset": TensorDataset(rows)}, lambda: rows.add_(1)
+
+
+def columns_replaced(_: Path) -> World:
+    data = TensorDataset(torch.zeros(LENGTH, 2))
+    return {"dataset": data}, lambda: setattr(data, "tensors", (data.tensors[0] + 1,))
+
+
+def shared_value(_: Path) -> World:
+    value = multiprocessing.Value("i", 0)
+    data = Rows(lambda own, _: own.value.value, value=value)
+    return {"dataset": data}, partial(plus_one, value, "value")
+
+
+def shared_tensor(_: Path) -> World:
+    rows = torch.zeros(LENGTH).share_memory_()
+    return {"dataset": Rows(lambda own, i: own.rows[i], rows=rows)}, lambda: rows.add_(1)
+
+
+def content_of_a_file(folder: Path) -> World:
+    file = folder / "number.txt"
+    file.write_text("0")
+    data = Rows(lambda own, _: own.file.read_text(), file=file)
+    return {"dataset": data}, lambda: file.write_text(str(int(file.read_text()) + 1))
+
+
+def buffer_of_a_stream(_: Path) -> World:
+    past = deque([0], maxlen=4)
+    return {"dataset": Stream(past)}, lambda: past.append(past[-1] + 1)
+
+
+def attribute_of_a_stream(_: Path) -> World:
+    data = Stream([0])
+    return {"dataset": data}, lambda: setattr(data, "held", [data.held[-1] + 1])
+
+
+KINDS = (
+    attribute, told_the_epoch, element_of_a_list, item_of_a_dict, tensor_in_place, array_in_place,
+    object_within, function_in_its_place, class_attribute, global_of_the_module,
+    variable_closed_over, buffer_of_the_past, collation, weights_of_a_sampler, list_of_a_sampler,
+    indices_of_a_subset, part_of_a_whole, columns_in_place, columns_replaced, shared_value,
+    shared_tensor, content_of_a_file, buffer_of_a_stream, attribute_of_a_stream,
+)  # fmt: skip
+SEEN_AT_ONCE = (shared_value, shared_tensor, content_of_a_file)
+"""Workers, too, see these at some moment within an epoch; when, torch does not say."""
+WHO = ("step", "epoch start", "epoch end", "callback", "validation", "thread")
+WORKERS = (0, 1, 2, "auto here", "auto aside")
+DOORS = ("FastDataModule", "from_loaders", "FastDataLoader")
+
+
+class Seen(LightningModule):
+    """Notes the batches of training, and lets the change be made when it is time."""
+
+    def __init__(self, who: str, change: Callable[[], object], told: list[Any]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches: list[list[Any]] = []
+        self.warned: int | None = None
+        """Batches that had come when a warning came."""
+        self._who, self._change, self._told = who, change, told
+
+    def _now(self, who: str) -> None:
+        if self._who == who:
+            self._change()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        if self.warned is None and self._told:
+            self.warned = len(self.batches)
+        batch = batch[0] if isinstance(batch, list | tuple) else batch
+        self.batches.append(batch.tolist())
+        self._now("step")
+        if self._who == "thread":
+            thread = threading.Thread(target=self._change)
+            thread.start()
+            thread.join()
+        return self.weight.sum()
+
+    def validation_step(self, *_: object) -> None:
+        self._now("validation")
+
+    def on_train_epoch_start(self) -> None:
+        # Before the first one Lightning has made torch's iterators; ours begin behind it.
+        if self.current_epoch:
+            self._now("epoch start")
+
+    def on_train_epoch_end(self) -> None:
+        self._now("epoch end")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Changes(Callback):
+    def __init__(self, module: Seen) -> None:
+        self.module = module
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        self.module._now("callback")
+
+
+def trained(
+    who: str, make: Callable[[Path], World], folder: Path, door: Callable[..., Any]
+) -> Seen:
+    """Return what a training has seen whose data come through a door."""
+    arguments, change = make(folder)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", FastDataWarning)
+        module = Seen(who, change, raised)
+        trainer = Trainer(
+            max_epochs=EPOCHS,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            callbacks=[Changes(module)],
+        )
+        given = door(arguments)
+        if isinstance(given, FastDataModule):
+            trainer.fit(module, datamodule=given)
+        else:
+            trainer.fit(module, given, DataLoader(Rows(lambda *_: 0), LENGTH))
+    return module
+
+
+@cache
+def by_torch(who: str, make: Callable[[Path], World], workers: int, *, kept: bool) -> Any:
+    """Return the batches of the same program on torch's DataLoader."""
+    folder = Path(_folders.name) / f"{who}-{make.__name__}-{workers}-{kept}"
+    folder.mkdir(parents=True)
+    how = {"batch_size": BATCH, "num_workers": workers, "persistent_workers": kept}
+    return trained(who, make, folder, lambda given: DataLoader(**given, **how)).batches
+
+
+def ours(door: str, workers: int | str, given: dict[str, Any], *, kept: bool) -> Any:
+    """Return what loads the same data by this package."""
+    how: dict[str, Any] = {"num_workers": "auto" if isinstance(workers, str) else workers}
+    if kept:
+        how["persistent_workers"] = True
+    aside = {"executor": "workers"} if workers == "auto aside" else {}
+    if door == "FastDataLoader":
+        return FastDataLoader(**given, batch_size=BATCH, **how, **aside)
+    validation = DataLoader(Rows(lambda *_: 0), LENGTH)
+    if door == "from_loaders":
+        options = {"options": LoaderOptions(**aside)} if aside else {}
+        if isinstance(workers, str):
+            loader = DataLoader(**given, batch_size=BATCH)
+            return FastDataModule.from_loaders(loader, validation, num_workers="auto", **options)
+        loader = DataLoader(**given, batch_size=BATCH, **how)
+        return FastDataModule.from_loaders(loader, validation, keep_workers=kept)
+
+    class Own(FastDataModule):
+        def train_dataloader(self) -> Any:
+            others = {name: value for name, value in given.items() if name != "dataset"}
+            ordered = "sampler" in others or isinstance(given["dataset"], Stream)
+            order = {} if ordered or door == "shuffled" else {"shuffle": False}
+            return self.make_loader(given["dataset"], stage="train", **others, **order)
+
+        def val_dataloader(self) -> Any:
+            return validation
+
+    return Own(BATCH, options=LoaderOptions(**how, **aside))
+
+
+_folders = types.SimpleNamespace(name="")
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return the cases: all in a long run, else any two values of any two factors."""
+    factors: dict[str, tuple[Any, ...]] = {
+        "kind": KINDS, "who": WHO, "workers": WORKERS, "kept": (False, True), "door": DOORS,
+    }  # fmt: skip
+    if not LONG:
+        return pairwise(factors)
+    return [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_each_batch_is_what_torch_reads_or_a_warning_comes_first(who, tmp_path) -> None:
+    _folders.name = str(tmp_path / "torch")
+    by_torch.cache_clear()
+    with Misses() as misses:
+        for number, row in enumerate(rows()):
+            if row["who"] == who:
+                workers, kind = row["workers"], row["kind"]
+                kept = row["kept"] and workers in (1, 2)
+                within = who in ("step", "thread")
+                if within and kind in SEEN_AT_ONCE and workers != 0:
+                    continue
+                with misses.case(kind.__name__, who, workers, "kept" * kept, row["door"]):
+                    folder = tmp_path / str(number)
+                    folder.mkdir()
+                    door = partial(ours, row["door"], workers, kept=kept)
+                    seen = trained(who, kind, folder, door)
+                    if not isinstance(workers, str):
+                        wanted = [by_torch(who, kind, workers, kept=kept)]
+                    else:  # with how many, is left open, and a sampler or a stream may tell
+                        wanted = (by_torch(who, kind, each, kept=False) for each in range(1, 5))
+                    _judge(seen, wanted)
+
+
+def test_what_is_read_ahead_of_a_shuffled_epoch_is_not_older_than_the_epoch(tmp_path) -> None:
+    _folders.name = str(tmp_path / "torch")
+    by_torch.cache_clear()
+    with Misses() as misses:
+        for kind in KINDS:
+            given, _ = kind(tmp_path)
+            if "sampler" in given or isinstance(given["dataset"], IterableDataset):
+                continue
+            with misses.case(kind.__name__):
+                door = partial(ours, "shuffled", "auto aside", kept=False)
+                seen = trained("validation", kind, tmp_path, door)
+                wanted = by_torch("validation", kind, 2, kept=False)
+                assert by_epoch(seen.batches) == by_epoch(wanted)
+
+
+def by_epoch(batches: list[Any]) -> list[Any]:
+    """Return the samples of each epoch, sorted."""
+    samples = list(itertools.chain(*batches))
+    each = len(samples) // EPOCHS
+    return [sorted(samples[at : at + each]) for at in range(0, len(samples), each)]
+
+
+def _judge(seen: Seen, wanted: Iterable[list[Any]]) -> None:
+    others = []
+    for one in wanted:
+        if seen.batches == one:
+            return
+        pairs = zip(seen.batches, one, strict=False)
+        others.append(next((at for at, (a, b) in enumerate(pairs) if a != b), len(one)))
+        if seen.warned is not None and seen.warned <= others[-1]:
+            return
+    told = "nothing was said" if seen.warned is None else f"batch {seen.warned} was warned of"
+    raise AssertionError(f"{told}, and batch {max(others)} was another one: {seen.batches}")
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_to_keep_workers_is_not_advised_where_they_would_read_something_else(changes) -> None:
+    data = Rows(lambda own, _: own.number, number=0)
+    callback = DataThroughputCallback(summary=False)
+    trainer = Trainer(
+        max_epochs=8,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    # Each step starts an epoch, so that to start workers takes nearly all of the time.
+    module = Seen("epoch end" if changes else "nobody", partial(plus_one, data, "number"), [])
+    trainer.fit(module, DataLoader(data, LENGTH, num_workers=1))
+    told = str(callback.report.as_dict())
+    assert "FD106" in told or "FD310" in told
+    assert ("persistent_workers=True" in told) is not changes

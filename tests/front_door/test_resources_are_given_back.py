@@ -1,0 +1,122 @@
+"""After each way of use, threads, files and processes are as they were before."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from misses import each
+from open_files import open_files
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, StepTimer
+
+
+class Rows(Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), float(index))
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.ones(12, 32))
+
+
+class Breaks(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 4:
+            raise ValueError("broken")
+        return super().training_step(batch, batch_idx)
+
+
+def fit(model: BoringModel | None = None, **how: Any) -> tuple[object, ...]:
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[DataThroughputCallback(summary=False, report=False)],
+    )
+    trainer.fit(model or BoringModel(), **how)
+    return trainer, how
+
+
+def module() -> object:
+    data = FastDataModule.from_datasets(Rows(), Rows(), batch_size=2, num_workers=0)
+    return fit(datamodule=data)
+
+
+def module_with_workers() -> object:
+    return fit(datamodule=FastDataModule.from_datasets(Rows(), batch_size=2, num_workers=1))
+
+
+def stream() -> object:
+    return fit(datamodule=FastDataModule.from_datasets(Stream(), batch_size=2, num_workers=0))
+
+
+def from_loaders() -> object:
+    given = DataLoader(Rows(), 2), DataLoader(Rows(), 2)
+    return fit(datamodule=FastDataModule.from_loaders(*given, keep_workers=True))
+
+
+def callback() -> object:
+    return fit(train_dataloaders=DataLoader(Rows(), 2), val_dataloaders=DataLoader(Rows(), 2))
+
+
+def training_that_breaks() -> object:
+    data = FastDataModule.from_datasets(Rows(), batch_size=2, num_workers=0)
+    with pytest.raises(ValueError, match="broken"):
+        fit(Breaks(), datamodule=data)
+    return data
+
+
+def loop() -> object:
+    for _ in FastDataLoader(Rows(), 2, num_workers=0):
+        pass
+    return None
+
+
+def timed_loop() -> object:
+    timer = StepTimer("cpu")
+    for _ in timer.batches(FastDataLoader(Rows(), 2, num_workers=0)):
+        pass
+    return None
+
+
+def timed_loop_that_is_left() -> object:
+    for number, _ in enumerate(StepTimer("cpu").batches(FastDataLoader(Rows(), 2, num_workers=0))):
+        if number == 4:
+            break
+    return None
+
+
+WAYS = (module, module_with_workers, stream, from_loaders, callback, training_that_breaks)
+LOOPS = (loop, timed_loop, timed_loop_that_is_left)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:Total length")
+@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`")
+@each("way", [*WAYS, *LOOPS])
+def test_a_way_of_use_leaves_nothing_behind(way: Callable[[], object]) -> None:
+    way()  # what is loaded and opened once
+    files, threads = open_files(), set(threading.enumerate())
+    kept = way()
+    gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(20)  # it has been told to end
+        assert not thread.is_alive(), thread.name
+    assert not multiprocessing.active_children()
+    del kept
+    assert not open_files() - files
