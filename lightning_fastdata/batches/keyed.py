@@ -145,12 +145,15 @@ class KeyedIterableDataset(_Stand, IterableDataset[Any]):
         self._keying.first = samples
 
     def __iter__(self) -> Iterator[Any]:
+        return self.over(self._keying.dataset)  # type: ignore[arg-type]
+
+    def over(self, samples: Iterable[Any]) -> Iterator[Any]:
+        """Yield the samples of a pass over the stream."""
         keying = self._keying
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         first, keying.first = keying.first, 0
         keying.seed_for(keying.key(first * workers + worker))
-        samples: Iterable[Any] = keying.dataset  # type: ignore[assignment]
         for position, sample in enumerate(samples, first):
             key = keying.key(position * workers + worker)
             yield keying.finish(sample, key)

@@ -25,6 +25,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 
 _ALWAYS_ALLOWED: Final = 10
 _MOST_LISTED: Final = 20
+_BEFORE: Final = ("Bad", "found before the training was resumed")
 _KILLS: Final = "It is in quarantine, as whoever read it died or got stuck."
 
 
@@ -73,6 +74,16 @@ class FaultLog:
     def is_asked(self) -> bool:
         """Whether anything but an error was asked for, so that torch's loader is to tell, too."""
         return self.rule.policy != "raise" or self.rule.quarantine_file is not None
+
+    @property
+    def bad(self) -> list[int | str]:
+        """Indices of the samples that count against the budget."""
+        return list(self._bad)
+
+    def count_in(self, bad: Iterable[int | str]) -> None:
+        """Count samples that were bad before a training was saved that goes on now."""
+        for index in bad:
+            self._bad.setdefault(index, Fault(0, index, 0, None, "read", *_BEFORE, 0, "raised"))
 
     def take(self, faults: Iterable[Fault]) -> None:
         """Take in what happened to the samples of a batch that is handed over, or has failed.

@@ -65,6 +65,8 @@ class StreamFetcher:
         self._generation = -1
         self._samples: Iterator[Any] = iter(())
         self._ended = False
+        self._again = self._has_ended_state = False
+        """What was loaded may be the end of a pass: then the next one follows."""
         self._read = 0
         self._skip = 0
         self._seen: ReadSamples | None = None
@@ -100,26 +102,27 @@ class StreamFetcher:
         self._ended, self._read, self.position = False, 0, 0
         self._samples = iter(())  # a file or lock that the old pass holds is free for the new one
         self._skip, self._note = 0, NO_NOTE
-        fresh = resume is None or resume.state is None
-        self._seen = ReadSamples() if fresh else None
-        self._wanted = None if resume is None else resume.digest
-        if resume is None:
-            self._states.begin(None, 0, epoch)
-            generators = self._states.generators_alone()
-            if generators is not None:  # the worker has read an epoch before
-                self._note = StreamNote(at_start=generators)
-            self._samples = iter(self.dataset)
-            return
-        self._read = (resume.batches - resume.skip) * (batch_size or 1)
+        self._again = self._has_ended_state
+        before = None if resume is not None else self._states.before_pass()
+        if before is not None:
+            self._note = StreamNote(at_start=before)
+        begin = LanePosition() if resume is None else resume
+        self._has_ended_state = begin.ended and begin.has_state
+        self._again |= begin.from_start and begin.has_state
+        self._seen = ReadSamples() if begin.from_start else None
+        self._wanted = begin.digest
+        self._read = (begin.batches - begin.skip) * (batch_size or 1)
         self.position = -2
-        self._states.begin(resume.state, self._read, epoch)
-        self.position, self._skip = 0, resume.skip
-        if not resume.ended and resume.state is not None:
-            self._samples = iter(self.dataset)  # what it draws before its first sample is over
-        if resume.generators is not None:
-            set_generator_states(resume.generators)
-        if not resume.ended and resume.state is None:
-            self._samples = iter(self.dataset)
+        self._states.begin(begin.state, self._read, epoch)
+        if begin.from_start and begin.generators is not None:
+            set_generator_states(begin.generators)
+        if begin.iterator is not None or not begin.ended:
+            self._samples = self._states.samples(begin)
+        if begin.ended:
+            self._samples = iter(())
+        if not begin.from_start and begin.generators is not None:
+            set_generator_states(begin.generators)  # what it draws before its first sample is over
+        self.position, self._skip = 0, begin.skip
 
     def batch(self, ask: StreamAsk, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:
         """Return the next collated batch, or :data:`END_OF_STREAM`."""
@@ -127,11 +130,13 @@ class StreamFetcher:
             self.start(ask.generation, epoch, ask.resume, ask.samples)
         if self._skip:
             self._drop_delivered(ask, mark)
+        self._states.about_to_read()
         samples = self._next_samples(ask, mark)
+        self._states.has_read()
+        if self._states.drew:
+            self._note = self._note._replace(drew=True)
         if not samples or (self._ended and self.plan.drop_last):
-            generators = self._states.generators_alone()
-            if generators is not None:
-                self._note = self._note._replace(after=generators)
+            self._note = self._note._replace(after=self._states.behind_pass())
             return END_OF_STREAM
         self.position = -1
         if self.stamps is not None:
@@ -157,6 +162,11 @@ class StreamFetcher:
                 mark(self._read if self._skip else len(samples))
             began_ns = clock.monotonic_ns()
             sample = next(self._samples, END_OF_STREAM)
+            again, self._again = self._again, False
+            if sample is END_OF_STREAM and again:
+                self._note = self._note._replace(empty_pass=self._states.empty_pass())
+                self._samples = self._states.samples(LanePosition())
+                sample = next(self._samples, END_OF_STREAM)
             self._ended = sample is END_OF_STREAM
             if not self._ended:
                 samples.append(sample)
@@ -229,7 +239,7 @@ class InlineExecutor:
         self._plan = plan
         self._batches: Iterator[Any] = iter(())
         self._epoch = 0
-        self._count = 0
+        self._count = self._begun = 0
         self._first = True
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
@@ -245,7 +255,7 @@ class InlineExecutor:
         Raises:
             OptionsError: It is a position of several workers, or of other batches.
         """
-        self._epoch, self._first = epoch, True
+        self._epoch, self._first, self._begun = epoch, True, 0
         fetcher = self._fetcher
         if not isinstance(fetcher, StreamFetcher):
             self._batches = fetcher.asks(batches)
@@ -266,6 +276,15 @@ class InlineExecutor:
         """
         return None if self._history is None else self._history.position(delivered)
 
+    @property
+    def stream_drew(self) -> bool:
+        """Whether a stream was seen to draw from global generators."""
+        return self._history is not None and self._history.drew
+
+    def under_way(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many batches of the epoch were begun, and which were not handed over: none."""
+        return self._begun, ()
+
     def __iter__(self) -> InlineExecutor:
         return self
 
@@ -277,6 +296,7 @@ class InlineExecutor:
     def _next(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         indices = self._wait.sampled(self._batches)
+        self._begun += 1
         plan, left_out = self._plan, list[Fault]()
         if plan.faults.quarantine:
             indices, left_out = plan.faults.left_out(

@@ -286,6 +286,10 @@ class StreamReader(Executor, Protocol):
     def position(self, delivered: int) -> StreamPosition | None:
         """Return where the stream is after so many batches of the epoch; None: it is no stream."""
 
+    @property
+    def stream_drew(self) -> bool:
+        """Whether a stream was seen to draw from global generators."""
+
 
 @runtime_checkable
 class WatchedExecutor(Protocol):

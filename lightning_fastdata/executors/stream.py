@@ -192,6 +192,11 @@ class StreamExecutor:
             self._receive(None)
         return self._history.position(delivered)
 
+    @property
+    def stream_drew(self) -> bool:
+        """Whether the stream was seen to draw from global generators."""
+        return self._history is not None and self._history.drew
+
     def _tell_workers(self, workers: int, epoch: int) -> None:
         if workers != self._wanted:
             warnings.warn(
@@ -241,6 +246,8 @@ class StreamExecutor:
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""
+        if any(not (lane.start_known or lane.closed) for lane in self._lanes):
+            self._history = None  # who had not told how it began this epoch never will
         self._crew.close()
         self._slots.close()
         self._lanes.clear()
@@ -260,7 +267,7 @@ class StreamExecutor:
 
     def _ask(self, lane: _Lane, ask: StreamAsk) -> None:
         self._count += 1
-        batch = PendingBatch(self._count, self._generation, self._epoch, ask, open_tasks=1)
+        batch = PendingBatch(self._count, self._generation, self._epoch, 0, ask, open_tasks=1)
         if self._whole_bytes:
             batch.slot = self._slots.take(self._whole_bytes)
         lane.batches.append(batch)

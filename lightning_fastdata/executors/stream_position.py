@@ -21,6 +21,7 @@ from lightning_fastdata.executors.stream_state import (
     HasBatchSize,
     counts_samples,
     own_stream,
+    tell_empty_pass,
     tell_others,
     tell_read_again,
     tells_state,
@@ -30,8 +31,8 @@ _KEPT: Final = 32
 """Batches that may be handed out, and not yet be taken by the training."""
 _KEPT_DIGESTS: Final = 256
 """Of a lane: those of batches that were handed out, and of batches made ahead of them."""
-NOTHING: Final = pickle.dumps((None, None))
-"""Neither a state of the dataset nor one of the generators."""
+NOTHING: Final = pickle.dumps((None, None, None))
+"""Neither a state of the dataset nor of its iterator nor of the generators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class LanePosition:
     """There are no more."""
     state: dict[str, Any] | None = None
     """The dataset's own, to be loaded; None: it is read from its beginning."""
+    iterator: dict[str, Any] | None = None
+    """That of the iterator that the dataset gave; None: it has none, or is at its beginning."""
     skip: int = 0
     """Batches to read and drop after that."""
     generators: dict[str, Any] | None = None
@@ -51,6 +54,16 @@ class LanePosition:
     worker has started."""
     digest: int | None = None
     """Of the samples to be read again, as :class:`.ReadSamples` has it; None: not known."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the dataset is given a state."""
+        return self.state is not None or self.iterator is not None
+
+    @property
+    def from_start(self) -> bool:
+        """Whether the pass is read from its beginning; a state is that from before it."""
+        return self.skip == self.batches and not self.ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +105,7 @@ class StreamPosition:
 
     def next_epoch(self) -> StreamPosition:
         """Return where the workers of an epoch that has ended begin the next one, if kept."""
-        lanes = (LanePosition(generators=lane.generators) for lane in self.lanes)
+        lanes = (replace(lane, batches=0, ended=False) for lane in self.lanes)
         return replace(self, lanes=tuple(lanes), turn=0)
 
     def check(self, batch_size: int | None, workers: int) -> None:
@@ -114,12 +127,21 @@ class StreamPosition:
             )
 
 
-def counts_only(saved: dict[str, Any]) -> dict[str, Any]:
+def counts_only(saved: dict[str, Any], epoch: int) -> dict[str, Any]:
     """Return a saved position of another rank for this one, which reads another part of the stream.
 
     Both have taken as many batches; what the rank of the position saved of its part is left out.
     """
     position = StreamPosition.from_dict(saved)
+    if epoch and any(lane.has_state for lane in position.lanes):
+        warnings.warn(
+            f"The stream's state in epoch {epoch} was saved on rank 0, for the part that it reads. "
+            "This rank reads its own part from the beginning of a new stream, so that what that "
+            "has from the passes before, as an order, is lost. Have the stream make it from "
+            "set_epoch(epoch).",
+            FastDataWarning,
+            stacklevel=2,
+        )
     lanes = (LanePosition(batches=lane.batches, skip=lane.batches) for lane in position.lanes)
     return replace(position, lanes=tuple(lanes)).as_dict()
 
@@ -130,15 +152,15 @@ class Snapshot(NamedTuple):
     batches: int
     """After so many of its batches in this epoch."""
     pickled: bytes
-    """(state of the dataset, states of the generators): plain data."""
+    """(state of the dataset, of its iterator, states of the generators): plain data."""
 
 
 class StreamNote(NamedTuple):
     """What the reader of a lane tells with a batch, or with the end."""
 
     at_start: bytes | None = None
-    """The generators before the first batch of the epoch, as in :class:`Snapshot`; None: as they
-    are when a worker has started."""
+    """What belongs to the beginning of the epoch, as in :class:`Snapshot`; None: the dataset and
+    the generators are as they are when a worker has started."""
     after: bytes | None = None
     """What belongs to the place behind the batch, as in :class:`Snapshot`; None: was not taken."""
     skipped: int | None = None
@@ -149,6 +171,10 @@ class StreamNote(NamedTuple):
     """Why the state of the dataset cannot be saved, to go on with after its name."""
     digest: int | None = None
     """Of all samples that it has read in this epoch; None: it did not begin at its beginning."""
+    drew: bool = False
+    """The stream draws from global generators."""
+    empty_pass: str = ""
+    """What a pass that gave nothing has made of the state that was loaded."""
     others: bool = False
     """Those that it has read again are not those that were delivered before."""
 
@@ -160,21 +186,27 @@ NO_NOTE: Final = StreamNote()
 class _Lane:
     def __init__(self, start: LanePosition) -> None:
         self.batches = self.made = start.batches
-        began = pickle.dumps((start.state, start.generators))
+        began = pickle.dumps((start.state, start.iterator, start.generators))
         self.snapshots = deque([Snapshot(start.batches - start.skip, began)])
         self.at_end: bytes | None = None
         self.digests: deque[tuple[int, int]] = deque(maxlen=_KEPT_DIGESTS)
 
     def position(self, batches: int) -> LanePosition:
         if self.at_end is not None and batches == self.made:
-            generators = pickle.loads(self.at_end)[1]  # from our own process
-            return LanePosition(batches=batches, ended=True, generators=generators)
+            state, iterator, generators = pickle.loads(self.at_end)  # from our own process
+            return LanePosition(
+                batches=batches, ended=True, state=state, iterator=iterator, generators=generators
+            )
         before = [one for one in self.snapshots if one.batches <= batches]
-        state, generators = pickle.loads(before[-1].pickled)  # from our own process
+        state, iterator, generators = pickle.loads(before[-1].pickled)  # from our own process
         skip = batches - before[-1].batches
-        digest = None if state is not None else dict(self.digests).get(batches)
         return LanePosition(
-            batches=batches, state=state, skip=skip, generators=generators, digest=digest
+            batches=batches,
+            state=state,
+            iterator=iterator,
+            skip=skip,
+            generators=generators,
+            digest=dict(self.digests).get(batches) if skip == batches else None,
         )
 
 
@@ -209,11 +241,13 @@ class StreamHistory:
         self._order: deque[int] = deque(maxlen=_KEPT)
         self._skipping = {number for number, start in enumerate(starts) if start.skip}
         self._told_skipping = not counts_samples(self._stream) and any(
-            start.skip and start.state is None for start in starts
+            start.skip and not start.has_state for start in starts
         )
         self._skipped = 0, 0.0
-        self._told_others = False
+        self._told_others = self._told_empty = False
         self._refused = ""
+        self.drew = False
+        """The stream was seen to draw from global generators."""
 
     @property
     def skipping(self) -> bool:
@@ -241,6 +275,10 @@ class StreamHistory:
         if note.at_start is not None:
             self._lanes[lane].snapshots[0] = Snapshot(0, note.at_start)
         self._refused = self._refused or note.refused
+        self.drew |= note.drew
+        if note.empty_pass and not self._told_empty:
+            self._told_empty = True
+            tell_empty_pass(self._stream, note.empty_pass)
         if note.others and not self._told_others:
             self._told_others = True
             tell_others(self._stream)
@@ -325,7 +363,7 @@ class StreamHistory:
         warnings.warn(
             f"{type(self._stream).__name__}.state_dict() {why}. So it is not saved, and a resumed "
             "training reads again and drops the samples that were delivered before, which takes "
-            "as long as reading them took.",
+            "as long as reading them took. What a pass has from the ones before it is lost.",
             FastDataWarning,
             stacklevel=2,
         )

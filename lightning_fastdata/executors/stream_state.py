@@ -8,7 +8,8 @@ import pickle
 import random
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -33,7 +34,8 @@ _PLAIN: Final = "numbers, strings, lists, dicts and None"
 _SHUFFLE_BUFFER: Final = "BufferShuffledExamplesIterable"
 """Of Hugging Face's ``datasets``."""
 _LOOKED_AT: Final = 64
-"""Samples at the beginning of a lane that :class:`ReadSamples` looks at, and each so many later."""
+"""Samples at the beginning of a lane that :class:`ReadSamples` looks at, and each so many later;
+batches of which it is seen whether they draw."""
 _COUNTED: Final = ("num_samples_yielded", "num_workers", "batch_size")
 
 
@@ -188,6 +190,17 @@ def _some_of(leaf: object) -> str:
     return repr(leaf)
 
 
+class _Begin(Protocol):
+    """Where a pass begins."""
+
+    @property
+    def state(self) -> dict[str, Any] | None: ...
+    @property
+    def iterator(self) -> dict[str, Any] | None: ...
+    @property
+    def from_start(self) -> bool: ...
+
+
 class StateTaker:
     """Takes the states of one stream between its batches, where that costs next to nothing.
 
@@ -203,15 +216,93 @@ class StateTaker:
         self._dataset = dataset
         self._stream = own_stream(dataset)
         self._takes = tells_state(self._stream)
+        self._iterator: object = self._stream if isinstance(self._stream, Iterator) else None
+        """What the stream has given last: it may be the stream itself."""
+        self._read_before = not worker
+        self._behind: tuple[Any, Any] | None = None
+        """The states behind a pass that has ended."""
         self._watch = DrawWatch() if worker else None
+        self._draws_seen, self._watched = DrawWatch(), 0
+        self.drew = False
+        """The stream was seen to draw from a global generator."""
         self._clock = clock_s
         self._next_s = 0.0
         self._loaded = False
+        self._loaded_state: dict[str, Any] | None = None
         self.refused = ""
         """Why its state cannot be saved, to go on with after ``state_dict()``."""
         self._told = False
         if self._takes and _has_shuffle_buffer(self._stream):
             self.refused = "leaves out the samples in its shuffle buffer, which would be lost"
+
+    def before_pass(self) -> bytes | None:
+        """Return what :meth:`take` does, before a pass; None: all is as a worker finds it.
+
+        What is read in the training process may have been read there before.
+        """
+        states = self._behind
+        if states is None and self._read_before:
+            if self._iterator is not self._stream:
+                self._iterator = None  # of a pass that was left
+            states = self._plain_states()
+        self._behind, self._read_before = None, True
+        return self._pickled(states)
+
+    def behind_pass(self) -> bytes | None:
+        """Return the same as the stream has ended."""
+        self._behind = self._plain_states()
+        return self._pickled(self._behind)
+
+    def _pickled(self, states: tuple[Any, Any] | None) -> bytes | None:
+        whole = (*(states or (None, None)), self.generators())
+        return None if whole == (None, None, None) else pickle.dumps(whole, 5)
+
+    def _plain_states(self) -> tuple[Any, Any]:
+        """Return the states of the stream and of its iterator, between two passes."""
+        try:
+            found = copy.deepcopy(self._states())
+        except Exception:  # it may be set up by its first pass, and have no state before
+            return None, None
+        return (None, None) if self.refused else found
+
+    def _states(self) -> tuple[Any, Any]:
+        """Return the states of the stream and of its iterator, which may be live; None: none.
+
+        Raises:
+            _RefusedError: One cannot be saved.
+        """
+        own = self._iterator is self._stream
+        return (
+            _state_of(self._stream) if self._takes and not own else None,
+            _state_of(self._iterator) if tells_state(self._iterator) else None,
+        )
+
+    def samples(self, begin: _Begin) -> Iterator[Any]:
+        """Begin the pass, where :meth:`begin` was told the same state."""
+        stream: Any = self._stream
+        kept = True
+        iterator: Any = iter(stream)
+        self._iterator = iterator
+        if begin.state is not None and self._takes and iterator is not stream:
+            with suppress(Exception):  # it may have no state before its first sample
+                kept = _state_of(stream) == begin.state
+            if not kept and not begin.from_start:  # it has set itself up in __iter__
+                stream.load_state_dict(copy.deepcopy(begin.state))
+        # A pass that has ended is followed by one that __iter__ has begun, or is to begin now.
+        loads = kept or not begin.from_start
+        if begin.iterator is not None and loads and tells_state(iterator):
+            iterator.load_state_dict(copy.deepcopy(begin.iterator))
+            if iterator is stream and begin.from_start:
+                iterator = iter(self._stream)
+        return self._dataset.over(iterator) if _is_keyed(self._dataset) else iterator
+
+    def empty_pass(self) -> str:
+        """Return what a pass without samples has made of the state that was loaded; "": nothing."""
+        with suppress(Exception):
+            loaded, now = self._loaded_state, _state_of(self._stream)
+            if loaded is not None and now != loaded:
+                return f"{loaded!r:.100} became {now!r:.100}"
+        return ""
 
     def begin(self, state: dict[str, Any] | None, samples: int, epoch: int) -> None:
         """Have the next pass over the stream go on from a state; None: from the beginning.
@@ -223,11 +314,21 @@ class StateTaker:
             # It would go on from what it was given for another pass, in the epoch of that.
             self._stream.reset_state_dict()
             tell_epoch(self._dataset, epoch)
-        self._loaded = state is not None
+        self._loaded, self._loaded_state = state is not None, state
         if state is not None:
             self._stream.load_state_dict(copy.deepcopy(state))  # it may go on in that very object
         if _is_keyed(self._dataset):
             self._dataset.number_from(samples)
+
+    def about_to_read(self) -> None:
+        """Watch for what is drawn until :meth:`has_read`."""
+        self._watched += 1
+        if not self.drew and self._watched <= _LOOKED_AT:
+            self._draws_seen.begin()
+
+    def has_read(self) -> None:
+        """Note whether anything was drawn."""
+        self.drew = self.drew or (self._watched <= _LOOKED_AT and self._draws_seen.drew())
 
     def tell_refused(self) -> str:
         """Return why its state cannot be saved, once in each pass; "" otherwise."""
@@ -239,29 +340,22 @@ class StateTaker:
         """Return the generators' states; None: they are those that the worker started with."""
         return generator_states() if self._watch is not None and self._watch.drew() else None
 
-    def generators_alone(self) -> bytes | None:
-        """Return them as :meth:`take` does, without a state of the stream; None: likewise."""
-        generators = self.generators()
-        return None if generators is None else pickle.dumps((None, generators), 5)
-
     def take(self) -> bytes | None:
-        """Return the state of the stream and the generators, pickled; None: not now.
+        """Return the states of stream, iterator and generators, pickled; None: not now.
 
         It is the one that belongs to the samples that were read until now.
         """
         began_s = self._clock()
-        if not self._takes or self.refused or began_s < self._next_s:
+        takes = self._takes or tells_state(self._iterator)
+        if not takes or self.refused or began_s < self._next_s:
             return None
         try:
-            state: object = self._stream.state_dict()
-            wrong = not_plain(state)
-            if wrong or not isinstance(state, dict):
-                self.refused = f"returned {state!r:.40}, which is no dict"
-                if wrong:
-                    self.refused = f"holds {wrong}, and a checkpoint takes {_PLAIN} only"
-                return None
+            states = self._states()
             # States may be live objects, which go on changing.
-            pickled = pickle.dumps((state, self.generators()), 5)
+            pickled = pickle.dumps((*states, self.generators()), 5)
+        except _RefusedError as why:
+            self.refused = str(why)
+            return None
         except Exception as error:  # whatever the user's code raises, or one that holds itself
             self.refused = f"raised {type(error).__name__} ({error!s:.200})"
             return None
@@ -272,11 +366,37 @@ class StateTaker:
         return pickled
 
 
+class _RefusedError(Exception):
+    """Why a state cannot be saved."""
+
+
+def _state_of(stateful: Stateful) -> dict[str, Any]:
+    state: object = stateful.state_dict()
+    wrong = not_plain(state)
+    if wrong:
+        raise _RefusedError(f"holds {wrong}, and a checkpoint takes {_PLAIN} only")
+    if not isinstance(state, dict):
+        raise _RefusedError(f"returned {state!r:.40}, which is no dict")
+    return state
+
+
 def tell_read_again(stream: object, what: str, seconds: float, why: str) -> None:
     """Say that a resumed stream was read again, and how long that took."""
     warnings.warn(
         f"To go on where the training was saved, {what} of {type(stream).__name__} that were "
         f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}.",
+        FastDataWarning,
+        stacklevel=4,
+    )
+
+
+def tell_empty_pass(stream: object, became: str) -> None:
+    """Say that a state from behind a pass counted an empty one when it was loaded."""
+    name = type(stream).__name__
+    warnings.warn(
+        f"{name}.state_dict() from the end of a pass was loaded, and {name} gave nothing and "
+        f"counted that as a pass: {became}. The pass that follows may be another one than without "
+        "a break. At its end, have __iter__ set its place back to the beginning.",
         FastDataWarning,
         stacklevel=4,
     )

@@ -88,6 +88,13 @@ class _Announces(Protocol):
     def ready(self) -> bool: ...
 
 
+@runtime_checkable
+class _Numbers(Protocol):
+    """An executor that knows which batches of the epoch it has handed over."""
+
+    def under_way(self) -> tuple[int, tuple[int, ...]]: ...
+
+
 class SourceSettings(NamedTuple):
     """The attributes of a FastDataLoader that its source rests on, under the same names.
 
@@ -168,6 +175,10 @@ class KeptExecutor:
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
         self._in_stream: StreamPosition | None = None
+        self.arms = True
+        """Another epoch may follow the one that begins."""
+        self._last: Executor | None = None
+        """Of the epoch that began last, also when it is over."""
         # Under this name Lightning looks for workers to stop when it is done.
         self._iterator: Executor | None = None
 
@@ -201,6 +212,7 @@ class KeptExecutor:
             self._iterator = None
             executor.close()  # which would otherwise live as long as the traceback
             raise
+        self._last = executor
         if keep:
             self._iterator = executor
         self._mortal = executor if isinstance(executor, _Respawns) else None
@@ -289,7 +301,7 @@ class KeptExecutor:
         executor.start_epoch(iter(indices), epoch, None if self._fresh else order)
         # An epoch that is not shuffled is one of several passes over data, as a validation is, and
         # may be repeated or followed by none.
-        if order.shuffle:
+        if order.shuffle and self.arms:
             executor.arm(replace(order, epoch=epoch + 1, start=0))
 
     def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None:
@@ -301,14 +313,24 @@ class KeptExecutor:
         Raises:
             OptionsError: So many were not handed out, or too long ago.
         """
-        running = None if self._running is None else self._running()
-        executor = self._iterator if running is None else running.executor or self._iterator
-        if not isinstance(executor, StreamReader) or (over and self.aside and not self.persistent):
+        executor = self._last
+        if not isinstance(executor, StreamReader) or (over and not self.keep):
             return None
         position = executor.position(batches)
         if position is not None and over:
             position = position.next_epoch()
         return None if position is None else position.as_dict()
+
+    @property
+    def keep(self) -> bool:
+        """Whether what reads a stream outlives its epoch."""
+        return self.persistent or not self.aside
+
+    @property
+    def draws_anew(self) -> bool:
+        """Whether a stream draws from global generators whose states nobody saves."""
+        kept = self.persistent and self.aside
+        return isinstance(self._last, StreamReader) and self._last.stream_drew and not kept
 
     def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None:
         """Begin the next epoch as a run that goes on did.
@@ -440,6 +462,10 @@ class EpochIterator:
     def ready(self) -> bool:
         """Return whether the next batch, or the end, comes without waiting for a side process."""
         return self.executor.ready() if isinstance(self.executor, _Announces) else True
+
+    def under_way(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return how many batches were begun, and which were not handed over; None: not known."""
+        return self.executor.under_way() if isinstance(self.executor, _Numbers) else None
 
     def end(self, why: str) -> None:
         """Give no more batches."""

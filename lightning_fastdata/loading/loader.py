@@ -16,7 +16,7 @@ from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.torch_guard import OpenedNotes
 from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
-from lightning_fastdata.loading.resume import Resumable
+from lightning_fastdata.loading.resume import Resumable, WatchedBatches
 from lightning_fastdata.loading.source import (
     Source,
     epoch_of,
@@ -192,6 +192,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
         self._inner: Source | None
+        self._read_by: Source | None = None
+        """What read the last epoch, also when it is closed."""
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
         if executor == "auto" or num_workers == "auto":
@@ -347,18 +349,23 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             if isinstance(inner, KeptExecutor):
                 inner.record(self.all_records)
             self._keep(inner, (settings, stamped))
+        if isinstance(inner, KeptExecutor):
+            inner.arms = self.run is None or not self.run.ends_with(begun.epoch)
         self._go_on(begun)
-        batches = epoch_of(inner, reported=bool(self._reported))
+        batches = source = epoch_of(inner, reported=bool(self._reported))
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
         if self.faults.is_asked and reads_with_torch(self):
             batches = OpenedNotes(batches, self.faults)
+        skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
+        if self._indices is not None and (skips or not self.in_order):
+            batches = WatchedBatches(batches, begun, source)
         return self._dropped(batches, begun)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        gone = ("_inner", "_inner_settings", "_indices", "records", "tuning_records")
+        gone = ("_inner", "_read_by", "_inner_settings", "_indices", "records", "tuning_records")
         own = {**dict.fromkeys(gone), "_ledger": Ledger(), "tune": "off"}
         return {**self.__dict__, **own}
 

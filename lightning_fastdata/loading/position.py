@@ -5,6 +5,7 @@ What counts is what the training took, not what was fetched or handed out ahead 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 VERSION: Final = 1
+_KEPT: Final = 2**12
+"""Batches that are handed out ahead of the training at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,12 @@ class LoaderState:
     batches: int
     """Batches of this pass over the data that the training took, of each rank."""
     samples: int
-    """Samples of it that all ranks took."""
+    """Samples of it that all ranks took, and those of ``late``."""
+    late: list[int] = field(default_factory=list)
+    """Numbers, in the order of the epoch, of batches that others have overtaken: they were not
+    taken, and come first."""
+    reached: int | None = None
+    """Batches of the order up to the last one that was taken; None: ``batches``."""
     length: int | None = None
     """Of the dataset; None: it has none."""
     batch_size: int | None = None
@@ -38,7 +46,8 @@ class LoaderState:
     order: str = ""
     """Who decides the order: the class of the sampler."""
     digest: int | None = None
-    """CRC-32 of the indices before the position; None: not known."""
+    """CRC-32 of the indices before the position, or of the batches of a stream that torch reads;
+    None: not known."""
     dataset: str = ""
     """The dataset's fingerprint."""
     drawn: Drawn = field(default_factory=dict)
@@ -47,10 +56,14 @@ class LoaderState:
     """What the dataset's own ``state_dict()`` returned."""
     stream: dict[str, Any] | None = None
     """The position in a stream."""
+    draws: bool = False
+    """The stream draws from global generators whose states are not saved."""
     base_seed: int | None = None
     """What the side processes were seeded from."""
     quarantine: list[int] = field(default_factory=list)
     """Samples that are not read again, as they killed or hung who read them."""
+    bad: list[int | str] = field(default_factory=list)
+    """Samples that were replaced or left out, which count against the budget of bad ones."""
     package: str = ""
     """Version that wrote it."""
     version: int = VERSION
@@ -88,6 +101,11 @@ class LoaderState:
                     "from 0 on. It was not written by FastDataLoader.state_dict()."
                 )
         return given
+
+    @property
+    def order_from(self) -> int:
+        """Number, in the order of the epoch, of the first batch that is not begun."""
+        return self.batches if self.reached is None else self.reached
 
     def differences(self, now: LoaderState) -> Iterator[str]:
         """Yield what of the loader is not as it was, the most important first."""
@@ -127,8 +145,20 @@ class Run(Protocol):
     def place(self) -> Place:
         """Return where the run is."""
 
+    def ends_with(self, epoch: int) -> bool:
+        """Return whether it is known that no epoch follows this one, which begins."""
+
     def resumed(self, loader: object) -> LoaderState | None:
         """Return where a loader was when the run was saved that goes on now; None: not known."""
+
+
+class UnderWay(NamedTuple):
+    """Which batches of a pass are under way."""
+
+    begun: int
+    """Batches of the pass that were begun."""
+    waiting: tuple[int, ...]
+    """Those of them, counted from 0, that were not handed out."""
 
 
 class Given(NamedTuple):
@@ -157,6 +187,32 @@ class Pass:
     """It is not what the training takes."""
     earlier: Pass | None = None
     """The one before it in the same epoch."""
+    under_way: deque[UnderWay] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """After each of the last batches that were fetched, if they may not come in order."""
+    fetched: int = 0
+    """How often that was noted."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """Of a stream that torch reads: of its first batches, by their number."""
+
+    def note(self, under_way: UnderWay) -> None:
+        """Note which batches are under way after the next one was fetched."""
+        self.under_way.append(under_way)
+        self.fetched += 1
+
+    def which(self, batches: int) -> tuple[int | None, list[int]]:
+        """Return what of the order was reached by so many batches, and which of it are left out."""
+        state = self.state or LoaderState(epoch=self.epoch, batches=0, samples=0)
+        back = self.fetched - (batches - state.batches)
+        if not 0 <= back < len(self.under_way):
+            return (state.reached, state.late) if batches == state.batches else (None, [])
+        before, ahead = state.late, state.order_from - len(state.late)
+        reached, waiting = self.under_way[-1 - back]
+        while reached and reached - 1 in waiting:
+            reached -= 1
+        late = [place for place in waiting if place < reached]
+        late += range(reached, len(before))
+        numbers = (before[at] if at < len(before) else ahead + at for at in late)
+        return ahead + max(reached, len(before)), sorted(numbers)
 
 
 class CountedBatches:
@@ -295,14 +351,20 @@ class Position:
     def given(self, epoch: int, batches: int) -> Given | None:
         """Return where a stream is at the position that :meth:`now` returned; None: not begun."""
         begun = self._pass
-        if begun is None or (begun.epoch == epoch and not begun.earlier):
-            return None if begun is None else Given(batches, over=False)
+        if begun is None:
+            return None
+        state = begun.state or LoaderState(epoch=epoch, batches=0, samples=0)
+        lanes = [] if state.stream is None else state.stream["lanes"]
+        # Of a state without a position in the stream, that was begun anew.
+        unknown = state.batches - sum(lane["batches"] for lane in lanes)
+        if begun.epoch == epoch and not begun.earlier:
+            return Given(batches - unknown, over=False)
         over = begun.epoch == epoch - 1 and begun.exhausted
-        return Given(begun.handed, over=True) if over else None
+        return Given(begun.handed - unknown, over=True) if over else None
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0
-    ) -> tuple[int, int, LoaderState | None]:
+    ) -> tuple[int, int, LoaderState | Pass | None]:
         """Return the epoch and how many batches of the pass were taken.
 
         Args:
@@ -311,7 +373,8 @@ class Position:
             ahead: Batches that a plain loop has taken and not used.
 
         Returns:
-            Epoch, batches, and the state that was loaded if no batch has followed yet.
+            Epoch, batches, and the state that was loaded if no batch has followed yet, else the
+            pass that gave the batches, if any were taken of one.
         """
         begun = self._pass
         if self._pending is not None:
@@ -321,7 +384,7 @@ class Position:
                 return 0, 0, None
             used = begun.handed - ahead
             whole = (begun.exhausted and not ahead) or used == length
-            return (begun.epoch + 1, 0, None) if whole else (begun.epoch, max(0, used), None)
+            return (begun.epoch + 1, 0, None) if whole else (begun.epoch, max(0, used), begun)
         epoch, taken, last, _ = run.place()
         if begun is None or begun.epoch != epoch:
             return epoch, 0, None
@@ -333,4 +396,4 @@ class Position:
         taken = min(taken, handed)
         while begun.earlier is not None and taken < begun.before:
             begun = begun.earlier
-        return epoch, max(0, taken - begun.before), None
+        return epoch, max(0, taken - begun.before), begun

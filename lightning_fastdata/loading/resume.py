@@ -9,14 +9,18 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.executors.fault_log import FaultLog
+from lightning_fastdata.executors.stream_state import ReadSamples, tell_others, tells_state
 from lightning_fastdata.host import clock
-from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
+from lightning_fastdata.loading.kept_executor import EpochIterator
+from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run, UnderWay
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import (
     EpochIndices,
@@ -25,8 +29,11 @@ from lightning_fastdata.order.indices import (
     Stateful,
 )
 from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
+from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
+
+_DIGESTS_KEPT: Final = 256
 
 
 class _Loader(Protocol):
@@ -54,6 +61,8 @@ class _Fetches(Protocol):
     """A source of batches that an executor of this package fetches."""
 
     base_seed: int | None
+    draws_anew: bool
+    keep: bool
 
     def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None: ...
     def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None: ...
@@ -131,8 +140,8 @@ def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
     if not state.batches:
         drawn = indices.drawn_epoch == state.epoch
         return replace(state, drawn=indices.drawn() if drawn else indices.to_draw())
-    samples = samples_before(indices, state, state.epoch, state.batches)
-    digest = indices.digest(state.epoch, samples, state.batches)
+    samples = samples_before(indices, state, state.epoch, state.order_from)
+    digest = indices.digest(state.epoch, samples, state.order_from)
     return replace(state, samples=samples, digest=digest, drawn=indices.drawn())
 
 
@@ -154,8 +163,9 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     # The digest of a sampler's own order is that of one rank, and rank 0 saves.
     shared = now.world_size > 1 and epoch_order(indices.source, begun.epoch) is None
     return Start(
-        batches=state.batches,
+        batches=state.order_from,
         samples=state.samples,
+        late=tuple(state.late),
         same_batches=state.same_steps(now),
         drawn=state.drawn or None,
         digest=None if shared or changed else state.digest,
@@ -168,6 +178,41 @@ def _tell_unknown(state: LoaderState, where: str) -> None:
         "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
         f"data module does not call super(). The epoch goes on {where}, so that samples may come "
         "twice or not at all in it; later epochs are whole.",
+        FastDataWarning,
+        stacklevel=2,
+    )
+
+
+def _tell_ranks(state: LoaderState) -> None:
+    warnings.warn(
+        f"Batches come as they are ready (in_order=False), and each of the {state.world_size} "
+        "ranks had taken others when the training was saved. Those of rank 0 are known, so that "
+        f"in epoch {state.epoch} some samples may come twice or not at all on other ranks; later "
+        "epochs are whole. For an exact resume leave in_order=True.",
+        FastDataWarning,
+        stacklevel=2,
+    )
+
+
+def _tell_draws(stream: object) -> None:
+    warnings.warn(
+        f"{type(stream).__name__} draws from global generators (random, numpy.random, torch). "
+        "Those of the training process are not saved, and workers that are started anew for each "
+        "epoch are seeded from torch's. So after this resume it draws other numbers than without a "
+        "break, with workers from the next epoch on. Read it with num_workers=1 or more and "
+        "persistent_workers=True, or have it draw from a "
+        "generator of its own that is seeded in set_epoch(epoch).",
+        FastDataWarning,
+        stacklevel=2,
+    )
+
+
+def _tell_left(stream: object, epoch: int) -> None:
+    warnings.warn(
+        f"The pass over {type(stream).__name__} before epoch {epoch} was left before its end (as "
+        "with limit_train_batches), and its state_dict() from then is not known. The epoch begins "
+        "as that of a new stream, which may be other samples than without a break. Have the "
+        "stream end by itself.",
         FastDataWarning,
         stacklevel=2,
     )
@@ -213,6 +258,11 @@ def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterat
         )
     if state.same_steps(now):
         return
+    if state.late:
+        yield (
+            f"{len(state.late)} batches of {state.batch_size} samples that others had overtaken "
+            "(in_order=False) are left out of this epoch, as batches have another size now."
+        )
     was = f"{state.batch_size} x {state.world_size} ranks"
     steps = f"steps of {now.batch_size} x {now.world_size} ranks, which were of {was}"
     known = epoch_order(indices.source, state.epoch) is not None
@@ -250,13 +300,16 @@ def _sampler_epoch(loader: Resumable) -> int | None:
     return None
 
 
-def _read_again(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch]:
+def _read_again(batches: DigestedBatches, state: LoaderState, stream: object) -> Iterator[Batch]:
     began_s = clock.monotonic()
-    for _ in islice(batches, count):
+    for _ in islice(batches, state.batches):
         pass
-    if count:
+    if state.batches:
+        if state.digest not in (None, batches.digest):
+            tell_others(stream)
         warnings.warn(
-            f"{count} batches of {name} that were delivered before the training was saved were "
+            f"{state.batches} batches of {type(stream).__name__} that were delivered before the "
+            "training was saved were "
             f"read again and dropped, in {clock.monotonic() - began_s:.1f} s, as torch's own "
             "iterator cannot begin within a stream. What its workers draw from global generators "
             'is not drawn again. Use executor="workers".',
@@ -266,6 +319,55 @@ def _read_again(batches: Iterator[Batch], count: int, name: str) -> Iterator[Bat
     yield from batches
 
 
+class WatchedBatches(Iterator[Batch]):
+    """The batches of a pass that may not come in order; which were fetched is noted."""
+
+    def __init__(self, batches: Iterator[Batch], begun: Pass, source: object) -> None:
+        self._batches = batches
+        self._begun = begun
+        self._source = source
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        source = self._source
+        now = source.under_way() if isinstance(source, EpochIterator) else under_way(source)
+        if now is not None:
+            self._begun.note(UnderWay(*now))
+        return batch
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._batches))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return iter, ((),)
+
+
+class DigestedBatches(WatchedBatches):
+    """The batches of a stream that torch reads: a digest of them is noted."""
+
+    def __init__(self, batches: Iterator[Batch], begun: Pass) -> None:
+        super().__init__(batches, begun, None)
+        self._seen = ReadSamples()
+
+    @property
+    def digest(self) -> int:
+        """Of the batches until now."""
+        return self._seen.digest
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._seen.add(batch.batch if isinstance(batch, StagedBatch) else batch)
+        self._begun.digests[self._seen.samples] = self.digest
+        self._begun.digests.pop(self._seen.samples - _DIGESTS_KEPT, None)
+        return batch
+
+
 class Resumable:
     """The part of a FastDataLoader that knows how far the training has come in its batches."""
 
@@ -273,11 +375,14 @@ class Resumable:
     batch_size: int | None
     sampler: Any
     batch_sampler: Any
+    in_order: bool
     seed: int
     epoch: Callable[[], int] | None
     run: Run | None
     quarantine: list[int]
+    faults: FaultLog
     _inner: object
+    _read_by: object
     _indices: EpochIndices | None
 
     def _counts_from_nothing(self, run: Run | None) -> None:
@@ -303,18 +408,27 @@ class Resumable:
 
         For who takes batches of a plain loop ahead of their use.
         """
-        epoch, batches, pending = self._position.now(self.run, self._length(), ahead)
-        if pending is not None:
-            return pending.as_dict()
+        epoch, batches, found = self._position.now(self.run, self._length(), ahead)
+        if isinstance(found, LoaderState):
+            return found.as_dict()
+        reached, late = (None, []) if found is None else found.which(batches)
         indices = self._indices or self._own_indices()
         state = replace(
-            as_it_is(self, indices), epoch=epoch, batches=batches, quarantine=self.quarantine
+            as_it_is(self, indices),
+            epoch=epoch,
+            batches=batches,
+            reached=reached,
+            late=late,
+            digest=None if found is None else found.digests.get(batches),
+            quarantine=self.quarantine,
+            bad=self.faults.bad,
         )
-        if isinstance(self._inner, _Fetches):
-            state = replace(state, base_seed=self._inner.base_seed)
+        inner = self._read_by
+        if isinstance(inner, _Fetches):
+            state = replace(state, base_seed=inner.base_seed, draws=inner.draws_anew)
             given = self._position.given(epoch, batches) if indices is None else None
             if given is not None:
-                stream = self._inner.stream_position(given.batches, over=given.over)
+                stream = inner.stream_position(given.batches, over=given.over)
                 state = replace(state, stream=stream)
         if indices is not None:
             state = with_indices(state, indices)
@@ -349,23 +463,31 @@ class Resumable:
         if state is not None:
             _restore_dataset(self.dataset, state)
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
+            self.faults.count_in(state.bad)
+            if state.batches and state.world_size > 1 and not self.in_order and indices is not None:
+                _tell_ranks(state)
         if indices is not None:
             indices.epoch = begun.epoch
             indices.start = start_of(begun, as_it_is(self, indices), indices)
+        if state is not None and state.draws:
+            _tell_draws(self.dataset)
         if state is not None and isinstance(inner, _Fetches):
             inner.go_on_from(state.base_seed, state.stream)
             if indices is None and state.batches and state.stream is None:
                 _tell_unknown(state, "at the beginning of the stream")
+            between = indices is None and state.epoch and not state.batches
+            if between and state.stream is None and inner.keep and tells_state(self.dataset):
+                _tell_left(self.dataset, state.epoch)
 
     def _dropped(self, batches: Iterator[Batch], begun: Pass) -> Iterator[Batch]:
         """Return what follows the batches of a stream that were delivered before the pass began.
 
         Torch's own iterator can only read them again.
         """
-        state = begun.state
-        if state is None or self._indices is not None or isinstance(self._inner, _Fetches):
+        if self._indices is not None or isinstance(self._inner, _Fetches):
             return batches
-        return _read_again(batches, state.batches, type(self.dataset).__name__)
+        seen = DigestedBatches(batches, begun)
+        return seen if begun.state is None else _read_again(seen, begun.state, self.dataset)
 
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):

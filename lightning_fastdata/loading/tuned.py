@@ -241,6 +241,8 @@ class LoaderWorkers:
         # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self).update(_inner=inner, _inner_settings=settings)
+        if inner is not None:
+            vars(self)["_read_by"] = inner
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
@@ -79,6 +79,8 @@ class Start:
     """Batches of this rank that were delivered before."""
     samples: int = 0
     """Samples that all ranks were given before."""
+    late: tuple[int, ...] = ()
+    """Numbers of batches among them that were not delivered, and come first."""
     same_batches: bool = True
     """They were cut as they are now; False: only ``samples`` counts."""
     drawn: Drawn | None = None
@@ -132,7 +134,8 @@ class EpochIndices:
                 return self._plain(self.source)
             if start.digest is not None and start.samples <= _CHECKED:
                 _check(start, self.digest(epoch, start.samples, 0), self.sampler)
-            rest = replace(known, start=start.samples).batches()
+            late = map(known.batch, start.late if start.same_batches else ())
+            rest = chain(late, replace(known, start=start.samples).batches())
             return rest if self.arrays else (batch.tolist() for batch in rest)
         self._ahead = _Digests(start)
         return self._watched(start, self._ahead)
@@ -191,11 +194,15 @@ class EpochIndices:
         self._began, self.drawn_epoch = _Began(self.source, start.drawn), self.epoch
         batches = self._plain(source)
         skipped = start.batches if start.same_batches else 0
+        late = []
         with _as_before(start.drawn):
-            for batch in islice(batches, skipped):
+            for number, batch in enumerate(islice(batches, skipped)):
                 digests.add(batch)
+                if number in start.late:
+                    late.append(batch)
         if skipped and start.digest is not None:
             _check(start, digests.at(skipped), self.sampler)
+        yield from late
         for batch in batches:
             digests.add(batch)
             yield batch

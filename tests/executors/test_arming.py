@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from processes import until
 from torch.utils.data import Dataset
 
+from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import ShuffleSampler
 
@@ -126,3 +128,47 @@ def test_an_error_in_set_epoch_is_told() -> None:
     with pytest.raises(ValueError, match=r"(?s)in set_epoch\(1\).*not this one"):
         list(loader)
     loader.close()
+
+
+class NotesElsewhere(Counted):
+    """Does not show the file, which would be seen to change."""
+
+    path = Path()
+
+    def __getitem__(self, index: int) -> tuple[int, int, float]:
+        with self.path.open("ab") as file:
+            file.write(bytes([index]))
+        return super().__getitem__(index)
+
+
+class Steps(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("end", [{"max_epochs": 2}, {"max_epochs": 9, "max_steps": 20}])
+def test_nothing_is_read_ahead_of_an_epoch_that_does_not_come(end, tmp_path) -> None:
+    dataset = NotesElsewhere()
+    NotesElsewhere.path = tmp_path / "reads"
+    options = LoaderOptions(executor="workers", num_workers=1, persistent_workers=True, probe=False)
+    data = FastDataModule.from_datasets(dataset, batch_size=4, options=options)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **end,
+    )
+    trainer.fit(Steps(), datamodule=data)
+    reads = len(NotesElsewhere.path.read_bytes())
+    assert reads < 2 * len(dataset) + 4  # some are tried before

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import tarfile
+import warnings
 from typing import Any
 
 import pytest
@@ -281,3 +282,20 @@ def test_options_by_stage_decide_for_streams_too() -> None:
     options = {"train": LoaderOptions(num_workers=2)}
     data = FastDataModule.from_datasets(Split(), batch_size=4, options=options)
     assert sorted(flat(fitted(data))) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"devices": 2, "strategy": "ddp"}, 1),
+        ({"devices": 2, "strategy": "ddp", "limit_train_batches": 3}, 0),
+        ({"devices": 1}, 0),
+    ],
+)
+def test_ranks_are_told_before_the_first_batch_that_parts_may_be_uneven(arguments, told) -> None:
+    data = FastDataModule.from_datasets(Split(), batch_size=4, num_workers=1)
+    data.trainer = Trainer(accelerator="cpu", logger=False, **arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.train_dataloader()
+    assert sum("others wait for it for ever" in str(each.message) for each in caught) == told

@@ -601,6 +601,27 @@ def test_what_is_in_quarantine_is_not_read(setup, rule) -> None:
     assert data.faults.samples == 1
 
 
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_resume_goes_on_with_the_budget(at) -> None:
+    bad = tuple(range(0, 28, 2))  # fourteen, where ten may be
+
+    def run(given: Any) -> int:
+        """Return how many batches come before there were too many bad samples."""
+        batches: list[Any] = []
+        with pytest.raises(DatasetError, match="12 samples of the dataset are bad, and 10 may be"):
+            batches.extend(given)
+        return len(batches)
+
+    unbroken = run(loader(Numbers(60, bad), "inline", "skip", batch_size=4))
+    stopped = loader(Numbers(60, bad), "inline", "skip", batch_size=4)
+    given = iter(stopped)
+    for _ in range(at):
+        next(given)
+    again = loader(Numbers(60, bad), "inline", "skip", batch_size=4)
+    again.load_state_dict(stopped.state_dict())
+    assert at + run(again) == unbroken
+
+
 def collate_to_death(samples: list[Any]) -> Any:
     if any(sample["index"] >= 8 for sample in samples):
         os._exit(3)

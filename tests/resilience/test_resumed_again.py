@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from misses import each
 from resilience.cells import (
     BEGINS_ANEW,
     EPOCHS,
@@ -193,3 +194,38 @@ def test_many_lives_take_the_batches_of_one_stream(tmp_path, loader, one_cycle, 
     train(*make(loader, calm / "record"), calm, **about)
     got, told = lives(tmp_path, make, seed, [loader], **about)
     assert first_difference(got, lines(calm / "record")) is None, told
+
+
+class Lines(IterableDataset):
+    """Begins anew each time, or behind what a state said."""
+
+    begin, at = 0, -1
+
+    def __iter__(self):
+        for at in range(self.begin, SAMPLES):
+            self.at = at
+            yield {"index": at}
+        self.begin, self.at = 0, -1
+
+
+class LinesWithState(Lines):
+    def state_dict(self):
+        return {"at": self.at + 1}
+
+    def load_state_dict(self, state):
+        self.begin, self.at = state["at"], state["at"] - 1
+
+
+@pytest.mark.cases(3)
+@each("hook", HOOKS[::-1])
+@each("stream", [Lines, LinesWithState])
+def test_a_stream_whose_loader_is_made_anew_is_saved_in_any_hook(tmp_path, stream, hook):
+    about = {"max_epochs": EPOCHS, "limit_val_batches": 1, "reload_dataloaders_every_n_epochs": 1}
+    saves = SavesIn(hook, STEPS + 2, tmp_path)
+    for name, callbacks, resume in (("a", [saves], None), ("b", [], saves.file)):
+        data = Module(LOADERS["inline"])
+        data.train_dataset = stream
+        model = Recorder(tmp_path / name)
+        train(model, data, tmp_path, callbacks=callbacks, resume=resume, **about)
+    kept = lines_before(saves.file)
+    assert first_difference(lines(tmp_path / "b"), lines(tmp_path / "a")[kept:]) is None

@@ -275,6 +275,7 @@ def test_batches_as_they_are_ready_are_all_there_once(stream: type) -> None:
 
 @pytest.mark.cases(2)
 @SILENT
+@pytest.mark.filterwarnings("ignore:.*draws from global gen:lightning_fastdata.FastDataWarning")
 @pytest.mark.parametrize(
     ("stream", "how"),
     [

@@ -172,7 +172,7 @@ class GatherExecutor:
         self._ready: deque[Batch] = deque()
         self._records: deque[BatchStamps] | None = None
         self._count = 0
-        self._first = True
+        self._first, self._begun = True, 0
         self._stop = weakref.finalize(self, self._tasks.put, None)
 
     def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
@@ -181,7 +181,11 @@ class GatherExecutor:
         # Tensors of a dataset may have been replaced, and indices of a subset shuffled.
         self._rows = rows_of(self._plan.dataset, tried=False)
         self._indices, self._epoch = iter(batches), epoch
-        self._first = True
+        self._first, self._begun = True, 0
+
+    def under_way(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many batches were handed over, or had no sample, and that none is left out."""
+        return self._begun, ()
 
     def __iter__(self) -> GatherExecutor:
         return self
@@ -211,10 +215,12 @@ class GatherExecutor:
                 if isinstance(indices, np.ndarray):
                     indices = indices.tolist()
                 batch = self._read_odd(indices)
+                self._begun += 1
                 return self._next() if batch is NO_SAMPLES else batch
             began = clock.monotonic()
             self._ready.extend(job.batches())
             self._long |= clock.monotonic() - began > _LONG_S
+        self._begun += 1
         return self._ready.popleft()
 
     def _read_odd(self, indices: Sequence[object]) -> Batch:

@@ -143,6 +143,10 @@ class PoolExecutor:
         self._receive(None, waiting=False)
         return self._has_ended() or self._first_ready() is not None
 
+    def under_way(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many batches of the epoch were begun, and which were not handed over."""
+        return self._now.begun, tuple(b.place for b in self._batches if self._is_current(b))
+
     def _has_ended(self) -> bool:
         return self._now.exhausted and not any(map(self._is_current, self._batches))
 

@@ -51,6 +51,8 @@ class EpochRun:
     """The plan that ``source`` follows, if it is known."""
     exhausted: bool = False
     """The source has ended."""
+    begun: int = 0
+    """Batches that were taken from the source."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,8 @@ class PendingBatch:
     """Counts all batches of the executor."""
     generation: int
     epoch: int
+    place: int
+    """Counts the batches of the epoch."""
     indices: Any
     """What the plan gave, but for samples that are left out or replaced before they are read."""
     batched: bool = True
@@ -259,7 +263,8 @@ class Splitter:
         indices, left_out = plan.faults.left_out(
             plan.guard, indices, run.number, batched=plan.batched
         )
-        batch = PendingBatch(number, run.generation, run.number, indices, plan.batched)
+        batch = PendingBatch(number, run.generation, run.number, run.begun, indices, plan.batched)
+        run.begun += 1
         if left_out:
             batch.note(left_out)
         return batch

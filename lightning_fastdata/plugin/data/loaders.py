@@ -32,6 +32,7 @@ from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.plugin.seams.internals import spreads_samples
 from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
 from lightning_fastdata.plugin.seams.trainer import running_stage
+from lightning_fastdata.tree import is_a
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -173,17 +174,33 @@ def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     return {name: value for name, value in arguments.items() if name not in names}
 
 
+def _tell_of_uneven_parts(stream: IterableDataset[Any], trainer: Trainer) -> None:
+    even = isinstance(trainer.limit_train_batches, int) or is_a(stream, "litdata")
+    if trainer.world_size > 1 and not even:
+        warnings.warn(
+            f"{trainer.world_size} ranks train on {type(stream).__name__}, a stream, each on its "
+            "part. If a part gives fewer batches than another, its rank ends the epoch first, and "
+            "the others wait for it for ever, as Lightning does not compare them. Give "
+            "Trainer(limit_train_batches=N) a number of batches that each rank has.",
+            FastDataWarning,
+            stacklevel=2,
+        )
+
+
 def settle_sharing(
     loader: FastDataLoader, name: str, stage: Stage, trainer: Trainer | None
 ) -> None:
     """Make sure that what the ranks share in evaluation can be, and is averaged as on one device.
 
+    Of a stream that several ranks train on it is said what happens if their parts are not as long.
     A loader that Lightning shares in its own way is left alone.
 
     Raises:
         DatasetError: There is less to predict than there are ranks, whereupon Lightning ends those
             that have nothing and leaves the others waiting.
     """
+    if trainer is not None and stage == "train" and isinstance(loader.dataset, IterableDataset):
+        _tell_of_uneven_parts(loader.dataset, trainer)
     if trainer is None or not isinstance(loader.batch_sampler, EvaluationBatchSampler):
         return
     average_exactly(trainer)

@@ -24,6 +24,7 @@ from lightning_fastdata.order.run_record import RunRecord, RunSpan
 from lightning_fastdata.order.samplers import RankSampler, rows_in
 from lightning_fastdata.plugin.seams.loaders import flattened, with_paths
 from lightning_fastdata.plugin.seams.trainer import (
+    is_last_epoch,
     is_to_be_restored,
     mend_counts,
     move_place,
@@ -100,7 +101,7 @@ class TrainingProgress:
         if isinstance(state, Mapping) and "epoch" in state:
             self._place = Place(int(state["epoch"]), int(state["batches"]), last=False)
             if trainer is not None:
-                mend_counts(trainer)
+                mend_counts(trainer, self._place.epoch)
         for path, loader in _training_loaders(trainer):
             if path in self._saved:
                 loader.load_state_dict(self._saved[path].as_dict())
@@ -113,7 +114,9 @@ class TrainingProgress:
             return None
         state = self._saved[path]
         if state.stream is not None and trainer.global_rank:
-            state = self._saved[path] = replace(state, stream=counts_only(state.stream))
+            state = self._saved[path] = replace(
+                state, stream=counts_only(state.stream, state.epoch)
+            )
         anew = loaders[path].cut_anew(state)
         if anew.batches != state.batches:
             self._saved[path] = anew
@@ -145,6 +148,10 @@ class TrainingRun:
     def epoch(self) -> int:
         """Return the epoch, counted from 0, of the batches that come next."""
         return self.place().epoch
+
+    def ends_with(self, epoch: int) -> bool:
+        """Return whether it is known that no epoch follows this one, which begins."""
+        return is_last_epoch(self._module.trainer, epoch)
 
     def resumed(self, loader: object) -> LoaderState | None:
         """Return where a loader was when the run was saved that goes on now; None: not known."""
@@ -200,6 +207,8 @@ def record_of_loader(
     """
     sampler: object = loader.batch_sampler
     length = dataset_length(loader.dataset)
+    if loader.num_workers and not loader.in_order:
+        return None  # they came as they were ready
     if sampler is None or isinstance(loader.dataset, IterableDataset) or not length:
         return None
     span = RunSpan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -103,10 +104,33 @@ def training_place(trainer: Trainer | None) -> Place:
     loop: Any = trainer.fit_loop
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     if not epochs.ready == epochs.started == epochs.processed + 1:  # between two epochs
+        if _was_cut(trainer):
+            return Place(int(epochs.processed) - 1, int(batches.current.processed), last=False)
         return Place(int(epochs.processed), 0, last=False)
     taken = int(batches.current.processed)
     last = bool(batches.is_last_batch) and taken == batches.current.ready
     return Place(int(epochs.processed), taken, last=last, within=began_from_file(trainer))
+
+
+def is_last_epoch(trainer: Trainer | None, epoch: int) -> bool:
+    """Return whether a training ends with an epoch that begins now, by ``max_epochs`` or steps."""
+    if trainer is None:
+        return False
+    most, steps = trainer.max_epochs, trainer.max_steps
+    in_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    ends = 0 <= steps <= trainer.global_step + in_epoch < math.inf
+    return ends or (most is not None and 0 <= most <= epoch + 1)
+
+
+def _was_cut(trainer: Trainer) -> bool:
+    """Return whether a training was ended within its last epoch, which Lightning counts as over.
+
+    So ``max_steps``, ``max_time`` and ``should_stop`` do.
+    """
+    loop: Any = trainer.fit_loop
+    batches, steps = loop.epoch_loop.batch_progress, trainer.max_steps
+    stopped = trainer.should_stop or 0 <= steps <= trainer.global_step
+    return stopped and not batches.is_last_batch and batches.current.processed > 0
 
 
 def is_to_be_restored(trainer: Trainer) -> bool:
@@ -116,20 +140,25 @@ def is_to_be_restored(trainer: Trainer) -> bool:
     return fits and not began_from_file(trainer) and not total.ready
 
 
-def mend_counts(trainer: Trainer) -> None:
+def mend_counts(trainer: Trainer, epoch_saved: int) -> None:
     """Have a training that is about to go on load counts that Lightning 2.6 goes on from rightly.
 
-    It tells what comes next from which of its counts differ, and is wrong in three cases. Totals
+    It tells what comes next from which of its counts differ, and is wrong in four cases. Totals
     hold a batch for ever whose step was interrupted, so that the next checkpoint after a step goes
     on one batch short. After a checkpoint of an epoch's last step, the next epoch is not counted as
-    begun. And between two epochs, an epoch is left out or counted twice where the batches of the
-    one before are still counted.
+    begun. Between two epochs, an epoch is left out or counted twice where the batches of the
+    one before are still counted. And an epoch within which the training was ended is counted as
+    over, where by our own ``epoch_saved`` it is not.
     """
     loops = counts_to_load(trainer)
     if not {"epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"} <= loops.keys():
         return
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     epoch, batch = epochs["current"], batches["current"]
+    if epoch["processed"] == epoch_saved + 1 and batch["processed"]:
+        for name in ("processed", "completed"):
+            epochs["total"][name] -= epoch[name] - epoch_saved
+            epoch[name] = epoch_saved
     if batch["ready"] > batch["processed"]:
         batches["is_last_batch"] = False
     stepped = batch["processed"] - batch["completed"]

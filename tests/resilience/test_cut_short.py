@@ -1,0 +1,126 @@
+"""A training that was ended within an epoch goes on within it, from whichever file was written."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from misses import each
+from resilience.cells import EPOCHS, LOADERS, STEPS, Module, make_model, make_module
+from resilience.runs import Images, Recorder, first_difference, lines, lines_before, train
+from resilience.test_resumed_again import StreamModule
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+CUTS = ("max_steps", "should_stop")
+SAVES = ("at the end of the epoch", "the last", "afterwards")
+KINDS = (
+    "plain", "accumulate", "validate twice", "number of steps asked", "reload", "max_size",
+    "weighted sampler", "stream", "stream with a state",
+)  # fmt: skip
+
+
+class Asks(Callback):
+    """Asks the trainer to stop when so many steps were recorded, as a timer does."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        trainer.should_stop = trainer.should_stop or pl_module.lines >= self.at
+
+
+def new(kind, file, loader="inline"):
+    if kind.startswith("stream"):
+        return Recorder(file), StreamModule(LOADERS[loader], stateful=kind != "stream")
+    return make_model(kind, file), make_module(kind, loader)
+
+
+def arguments_of(kind):
+    own = {"accumulate": {"accumulate_grad_batches": 2}, "reload": {}}.get(kind, {})
+    if kind == "validate twice":
+        own = {"val_check_interval": 0.5}
+    if kind == "reload":
+        own = {"reload_dataloaders_every_n_epochs": 1}
+    return {"max_epochs": EPOCHS, "limit_val_batches": 1, "num_sanity_val_steps": 0, **own}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    @cache
+    def record(kind):
+        folder = tmp_path_factory.mktemp("straight")
+        train(*new(kind, folder / "record"), folder, **arguments_of(kind))
+        return lines(folder / "record")
+
+    return record
+
+
+def in_pieces(folder, kind, cut, save, batches, loader="inline"):
+    """The record of a training in pieces of so many batches, each gone on with from a file."""
+    record, resume, arguments = [], None, arguments_of(kind)
+    steps = 2 if "accumulate_grad_batches" in arguments else 1
+    for piece in range(EPOCHS * STEPS):
+        own = folder / str(piece)
+        own.mkdir(parents=True)
+        model, data = new(kind, own / "record", loader)
+        callbacks, until = [], (piece + 1) * batches
+        about = dict(arguments)
+        if cut == "max_steps":
+            about["max_steps"] = until // steps
+        else:
+            callbacks.append(Asks(until))
+        if save != "afterwards":
+            saves = {"save_last": True} if save == "the last" else {}
+            callbacks.append(ModelCheckpoint(own, "saved", **saves))
+        trainer = train(model, data, own, resume=resume, callbacks=callbacks, **about)
+        got = lines(own / "record")
+        record += got
+        if len(got) < batches:
+            return record
+        resume = own / ("last.ckpt" if save == "the last" else "saved.ckpt")
+        if save == "afterwards":
+            trainer.save_checkpoint(resume)
+        record = record[: lines_before(resume)]
+    return record
+
+
+CASES = [("plain", save, CUTS[at % 2], 8) for at, save in enumerate(SAVES)]
+CASES += [(kind, SAVES[at % 3], CUTS[(at + 1) % 2], 10) for at, kind in enumerate(KINDS[1:])]
+CASES += [("stream with a state", "afterwards", "max_steps", 10)]
+
+
+@pytest.mark.cases(6)
+@each(("kind", "save", "cut", "batches"), CASES)
+def test_pieces_are_the_whole(tmp_path, straight, kind, save, cut, batches):
+    got = in_pieces(tmp_path / f"{kind} {save} {cut}", kind, cut, save, batches)
+    assert first_difference(got, straight(kind)) is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream with a state"])
+def test_pieces_that_workers_read_are_the_whole(tmp_path, straight, kind):
+    got = in_pieces(tmp_path, kind, "should_stop", "at the end of the epoch", 10, "workers-1")
+    assert first_difference(got, straight(kind)) is None
+
+
+def test_an_epoch_that_a_hook_ends_is_over(tmp_path):
+    class Skips(Recorder):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.current_epoch == 0 and batch_idx == 2 else None
+
+    def run(folder, resume=None, **about):
+        folder.mkdir()
+        data = Module(LOADERS["inline"], dataset=Images)
+        saves = ModelCheckpoint(folder, "saved")
+        train(Skips(folder / "record"), data, folder, resume=resume, callbacks=[saves], **about)
+        return lines(folder / "record")
+
+    whole = run(tmp_path / "straight", max_epochs=2)
+    first = run(tmp_path / "first", max_epochs=2, max_steps=2)
+    rest = run(tmp_path / "rest", tmp_path / "first" / "saved.ckpt", max_epochs=2)
+    assert len(first) == 2
+    assert first_difference(first + rest, whole) is None
