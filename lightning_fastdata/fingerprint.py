@@ -118,6 +118,7 @@ class _Digesting(pickle.Pickler):
         self._roughly = roughly
         self._looked_up = 0
         self._modules: set[str] = set()
+        self._code: set[int] = set()
         self._shared_kinds = tuple(
             kind for module, *names in _SHARED for kind in loaded_classes(module, *names)
         )
@@ -126,10 +127,8 @@ class _Digesting(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if obj is _stand_in:
             return NotImplemented
-        if isinstance(obj, type):
-            return _stand_in, (id(obj), tuple(self._of_class(obj)))
-        if isinstance(obj, FunctionType):
-            return _stand_in, (id(obj.__code__), tuple(self._of_function(obj)))
+        if isinstance(obj, type | FunctionType):
+            return _stand_in, (id(obj), tuple(self._of_code(obj)))
         if isinstance(obj, PurePath) and self._looked_up < _FEW:
             self._looked_up += 1
             self.note_live(_of_file(str(obj)))
@@ -200,6 +199,12 @@ class _Digesting(pickle.Pickler):
         plain = np.ascontiguousarray(array).reshape(-1)
         yield _as_buffer(plain.view(np.uint8) if plain.size else plain)
 
+    def _of_code(self, obj: type | FunctionType) -> Iterator[object]:
+        """Yield what belongs to a class or a function, once: it may refer to itself."""
+        if id(obj) not in self._code:
+            self._code.add(id(obj))
+            yield from self._of_class(obj) if isinstance(obj, type) else self._of_function(obj)
+
     def _of_class(self, cls: type) -> Iterator[object]:
         yield cls.__qualname__
         for owner in cls.__mro__:
@@ -208,7 +213,7 @@ class _Digesting(pickle.Pickler):
                 yield self._of_globals(owner.__module__)
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
-        yield from (function.__qualname__, function.__defaults__, function.__kwdefaults__)
+        yield from (id(function.__code__), function.__defaults__, function.__kwdefaults__)
         yield dict(vars(function))
         for cell in function.__closure__ or ():
             try:

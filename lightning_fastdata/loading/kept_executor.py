@@ -265,8 +265,9 @@ class KeptExecutor:
 
     def _read_state(self) -> Fingerprint | None:
         """Return what workers that start now read; None: it cannot be compared in time."""
-        length = 0 if self.indices is None else dataset_length(self.settings.dataset) or 0
-        epoch_s = length * _PER_SAMPLE_S / _SHARE_OF_EPOCH
+        if self.indices is None:
+            return None  # New processes read each epoch of a stream, or those that the user keeps.
+        epoch_s = (dataset_length(self.settings.dataset) or 0) * _PER_SAMPLE_S / _SHARE_OF_EPOCH
         if self._began_s is not None:
             epoch_s = clock.monotonic() - self._began_s
         return fingerprint(

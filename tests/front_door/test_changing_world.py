@@ -459,7 +459,7 @@ def _judge(seen: Seen, wanted: Iterable[list[Any]]) -> None:
 @pytest.mark.parametrize("changes", [False, True])
 def test_to_keep_workers_is_not_advised_where_they_would_read_something_else(changes) -> None:
     data = Rows(lambda own, _: own.number, number=0)
-    callback = DataThroughputCallback(summary=False)
+    callback = DataThroughputCallback(summary=False, report=False)
     trainer = Trainer(
         max_epochs=8,
         accelerator="cpu",

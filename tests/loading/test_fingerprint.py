@@ -1,0 +1,135 @@
+"""A fingerprint is the same while nothing changes, and another one after a change that is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import multiprocessing
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from front_door.test_changing_world import KINDS, Rows
+from misses import each
+from torch.utils.data import TensorDataset
+
+from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.host import clock
+
+OF_NOBODY = object()
+"""A global that is no plain data."""
+
+
+@each("kind", KINDS)
+def test_each_kind_of_change_is_seen_and_nothing_else(kind, tmp_path) -> None:
+    given, change = kind(tmp_path)
+    read = [given["dataset"], given.get("collate_fn"), given.get("sampler")]
+    before = fingerprint(*read)
+    assert before is not None
+    assert fingerprint(*read) == before
+    change()
+    assert fingerprint(*read) != before
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Config:
+    sizes: list[int]
+    colour: Colour = Colour.RED
+
+
+class Slots:
+    __slots__ = ("deep",)
+
+    def __init__(self) -> None:
+        self.deep = {1: {2, 3}}
+
+
+@each(
+    ("value", "change"),
+    [
+        (Config([1]), lambda v: setattr(v, "colour", Colour.BLUE)),
+        (Config([1]), lambda v: v.sizes.append(2)),
+        (Slots(), lambda v: v.deep[1].add(4)),
+        (np.array(["a", "b"], dtype=object), lambda v: v.__setitem__(0, "c")),
+        (np.zeros((4, 4))[::2, 1], lambda v: v.__iadd__(1)),
+        (torch.zeros(4, 4).T[1:], lambda v: v.mul_(0).add_(1)),
+        (torch.zeros(3, dtype=torch.bfloat16), lambda v: v.add_(1)),
+        (torch.nn.Linear(2, 2), lambda v: v.weight.data.add_(1)),
+        (np.random.default_rng(3), lambda v: v.random()),
+        (functools.partial(int, base=[2]), lambda v: v.keywords["base"].append(3)),
+    ],
+)
+def test_what_a_dataset_may_hold_is_compared(value: Any, change: Any) -> None:
+    data = Rows(lambda *_: 0, value=value)
+    before = fingerprint(data)
+    assert before is not None
+    assert fingerprint(data) == before
+    change(value)
+    assert fingerprint(data) != before
+
+
+@each(
+    "value",
+    [
+        torch.zeros(2).share_memory_(),
+        torch.zeros(4).share_memory_().numpy()[1:],
+        multiprocessing.Value("i", 0),
+        multiprocessing.Array("i", 3),
+        np.frombuffer(multiprocessing.RawArray("i", 3), dtype=np.int32),
+        multiprocessing.Event(),
+    ],
+)
+def test_memory_that_other_processes_see_change_is_said_to_be_shared(value: Any) -> None:
+    found = fingerprint([value])
+    assert found is not None
+    assert found.shared
+    private = fingerprint([torch.zeros(2), np.zeros(2), np.zeros(4)[1:], threading.Lock()])
+    assert private is not None
+    assert not private.shared
+
+
+def test_what_cannot_be_compared_has_none(tmp_path) -> None:
+    file = tmp_path / "rows"
+    file.write_text("")
+    with file.open() as opened:
+        assert fingerprint(opened) is None
+    assert fingerprint(iter([1, 2]) for _ in range(2)) is None
+    assert fingerprint(torch.zeros(2, device="meta")) is None
+
+
+def test_objects_that_refer_to_each_other_are_compared() -> None:
+    one, other = Rows(lambda *_: 0), Rows(lambda *_: 0)
+    one.other, other.other = other, one
+    before = fingerprint(one)
+    assert before is not None
+    other.number = 3
+    assert fingerprint(one) not in (None, before)
+
+
+def test_no_more_time_is_spent_than_is_allowed(monkeypatch) -> None:
+    passed = iter(range(1000))
+    monkeypatch.setattr(clock, "thread_time", lambda: float(next(passed)))
+    large = torch.zeros(2**22)
+    assert fingerprint(large, within_s=3) is not None
+    assert fingerprint([large, torch.zeros(2**23), torch.ones(2**23)], within_s=3) is None
+
+
+def test_of_large_tensors_their_count_of_changes_is_enough_for_a_rough_one() -> None:
+    data = TensorDataset(torch.zeros(2**20))
+    before = fingerprint(data, roughly=True)
+    assert fingerprint(data, roughly=True) == before
+    data.tensors[0][3] = 1
+    assert fingerprint(data, roughly=True) != before
+
+
+@pytest.mark.parametrize("roughly", [False, True])
+def test_an_array_of_no_elements_is_one(roughly) -> None:
+    assert fingerprint(np.zeros((0, 3)), torch.zeros(0), roughly=roughly) is not None
