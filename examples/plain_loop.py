@@ -17,7 +17,8 @@ SMALL = "--small" in sys.argv
 if __name__ == "__main__":
     cut = Cut(train_per_class=16, val_per_class=8) if SMALL else None
     photos = cut_photographs("demo_data/few" if SMALL else "demo_data/photos", cut)
-    train = FastDataLoader(AugmentedPhotos(photos / "train", train_augmentation()), 8, shuffle=True)
+    augmented = AugmentedPhotos(photos / "train", train_augmentation())
+    train = FastDataLoader(augmented, 8, shuffle=True, num_workers="auto")
     val = FastDataLoader(AugmentedPhotos(photos / "val", val_augmentation()), 8)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     linear = nn.Linear(3 * 8 * 8, len(PHOTOGRAPHS))
