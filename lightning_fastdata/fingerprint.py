@@ -1,10 +1,10 @@
 """Whether what the program holds is as it was: a digest of objects, down to each element.
 
 It tells of this process alone. Compared are the attributes and elements of an object and of all
-that it holds, numbers in arrays and tensors, what functions close over, the attributes of the
-user's classes, and the plain data (numbers, texts, and containers of these) among the globals of
-the user's modules that have a part in it; of a few files that are named alone, size and time. Not
-compared are other files, the environment, and globals of other kinds.
+that it holds, numbers in arrays and tensors, code by its address with what it closes over, the
+attributes of the user's classes, and the plain data (numbers, texts, and containers of these) among
+the globals of the user's modules that have a part in it; of a few files that are named alone, size
+and time. Not compared are other files, the environment, and globals of other kinds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path, PurePath
-from types import FunctionType, ModuleType, NoneType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -51,6 +51,9 @@ _SHARED: Final = (
     ("mmap", "mmap"),
 )
 """What other processes see as it is now, whenever they were started."""
+_BUILT_IN: Final = (dict, list, tuple, set, frozenset, deque, str, bytes, int, float)
+_HEAP_TYPE: Final = 1 << 9
+"""Of ``type.__flags__``: a class that was made by a class statement."""
 _C_DATA: Final = ctypes.Array.__mro__[1]
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
@@ -67,16 +70,21 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(
-    *objects: object, within_s: float = math.inf, roughly: bool = False
+    *objects: object,
+    within_s: float = math.inf,
+    roughly: bool = False,
+    with_globals: bool = True,
 ) -> Fingerprint | None:
     """Return what objects are now, or None if they cannot be compared.
 
     So it is of what cannot be pickled (an open file, a generator), of memory on a device, and of
-    what takes more than ``within_s`` seconds of a CPU. The ``__getstate__()`` of objects is called.
-    ``roughly``: of tensors above 1 MiB torch's count of changes is compared, of such arrays a part.
+    what takes more than ``within_s`` seconds of a CPU. What an object of the user's class leaves
+    out of a pickle counts, as a forked process has it. ``roughly``: of tensors above 1 MiB torch's
+    count of changes is compared, of such arrays a part. ``with_globals``: with those of modules,
+    which may have nothing to do with the objects.
     """
     sink = _Sink(clock.thread_time() + within_s)
-    digesting = _Digesting(sink, roughly=roughly)
+    digesting = _Digesting(sink, roughly=roughly, with_globals=with_globals)
     try:
         for one in objects:
             digesting.note_live(_files(one))
@@ -111,11 +119,12 @@ class _Sink:
 class _Digesting(pickle.Pickler):
     """Digests what a pickle would hold; code by its address, and what it holds."""
 
-    def __init__(self, sink: _Sink, *, roughly: bool) -> None:
+    def __init__(self, sink: _Sink, *, roughly: bool, with_globals: bool) -> None:
         super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
         self.live = hashlib.blake2b(digest_size=16)
         self.shared = False
         self._roughly = roughly
+        self._with_globals = with_globals
         self._looked_up = 0
         self._modules: set[str] = set()
         self._code: set[int] = set()
@@ -141,23 +150,45 @@ class _Digesting(pickle.Pickler):
             return _stand_in, tuple(self._of_array(obj))
         if isinstance(obj, self._with_locks):
             return self._shared(obj, bytes(cast("Any", obj).get_obj()))
-        if isinstance(obj, _C_DATA):
-            return self._shared(obj, bytes(cast("Any", obj)))
+        if isinstance(obj, _C_DATA):  # which may be shared, or this process's own
+            self.note_shared(content := bytes(cast("Any", obj)))
+            return _stand_in, (content,)
         if isinstance(obj, self._shared_kinds):
             return self._shared(obj)
         if isinstance(obj, _LOCKS):
             return _stand_in, ("lock", id(obj))
+        return self._of_others(obj)
+
+    def _of_others(self, obj: Any) -> Any:
+        if isinstance(obj, MethodType):
+            return _stand_in, ("method", obj.__func__, obj.__self__)
         if held(obj, "__wrapped__") is not None:  # by functools.lru_cache, say
-            return _stand_in, (type(obj).__qualname__, obj.__wrapped__)
+            return _stand_in, (type(obj).__qualname__, held_by(obj))
+        if is_users(type(obj).__module__):
+            return _stand_in, tuple(self._of_object(obj))
         return NotImplemented
+
+    def _of_object(self, obj: Any) -> Iterator[object]:
+        """Yield what an object of the user's class holds, also what a pickle would leave out."""
+        yield type(obj)
+        yield object.__getstate__(obj)  # its __dict__ and __slots__
+        kind: Any = next((one for one in _BUILT_IN if isinstance(obj, one)), None)
+        if kind is not None:
+            yield kind(obj)
+        elif not _is_python(type(obj)):
+            yield obj.__reduce_ex__(5)  # what is not in Python's own attributes
 
     def note_live(self, what: object) -> None:
         """Take something into the digest of what others see change, too."""
         self.live.update(repr(what).encode())
 
-    def _shared(self, obj: object, content: bytes = b"") -> tuple[Any, tuple[object, ...]]:
+    def note_shared(self, content: Any) -> None:
+        """Take the content of shared memory into that digest."""
         self.shared = True
         self.live.update(content)
+
+    def _shared(self, obj: object, content: bytes = b"") -> tuple[Any, tuple[object, ...]]:
+        self.note_shared(content)
         return _stand_in, ("shared", id(obj))
 
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
@@ -179,24 +210,23 @@ class _Digesting(pickle.Pickler):
         yield held_by(tensor)
 
     def _of_array(self, array: np.ndarray[Any, Any]) -> Iterator[object]:
+        yield from (array.dtype.str, array.shape, held_by(array))  # of a subclass: a mask, say
         owner: Any = array
-        while isinstance(owner, np.ndarray) and owner.base is not None:
-            if isinstance(owner, np.memmap):
-                break
+        while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        yield from (array.dtype.str, array.shape)
-        if isinstance(owner, np.memmap):
+        if isinstance(owner, np.memmap) and held(owner, "_mmap") is not None and owner.mode != "c":
             # Its pages are those of the file, for every process and at any time.
             self.shared = True
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
-        private = isinstance(owner, np.ndarray | bytes)
-        if not private and not (isinstance(owner, torch.Tensor) and not _is_shared(owner)):
+        base = owner.base
+        private = base is None or isinstance(base, bytes | np.memmap)
+        if not private and not (isinstance(base, torch.Tensor) and not _is_shared(base)):
             self.shared = True  # or it may be: the memory is somebody else's
         if self._roughly and array.nbytes > _LARGE_BYTES:
             yield array.ctypes.data
             array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
-        plain = np.ascontiguousarray(array).reshape(-1)
+        plain = np.ascontiguousarray(np.asarray(array)).reshape(-1)
         yield _as_buffer(plain.view(np.uint8) if plain.size else plain)
 
     def _of_code(self, obj: type | FunctionType) -> Iterator[object]:
@@ -209,7 +239,7 @@ class _Digesting(pickle.Pickler):
         yield cls.__qualname__
         for owner in cls.__mro__:
             if is_users(owner.__module__):
-                yield _attributes(owner)
+                yield _of_namespace(owner)
                 yield self._of_globals(owner.__module__)
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
@@ -223,21 +253,54 @@ class _Digesting(pickle.Pickler):
         if is_users(function.__module__):
             yield self._of_globals(function.__module__)
 
-    def _of_globals(self, name: str) -> dict[str, object]:
-        """Return the plain data of a module, once."""
-        module = sys.modules.get(name)
-        if module is None or name in self._modules:
+    def _of_globals(self, name: str | None) -> dict[str, object]:
+        """Return the plain data of a module, and of the user's modules that it imports, once."""
+        module = sys.modules.get(name or "")
+        if module is None or name in self._modules or not self._with_globals:
             return {}
-        self._modules.add(name)
+        self._modules.add(str(name))
         found: dict[str, object] = {}
         for key, value in list(vars(module).items()):
             if key.startswith("__"):
                 continue
-            if isinstance(value, type) and value.__module__ == name:
-                found[key] = _attributes(value)
+            if isinstance(value, ModuleType):
+                if is_users(value.__name__):
+                    found[key] = self._of_globals(value.__name__)
+            elif isinstance(value, type):
+                home = value.__module__
+                if isinstance(home, str) and is_users(home):
+                    found[key] = _plain_attributes(value), self._of_globals(home)
             elif _is_plain(value, _DEPTH):
                 found[key] = value
         return found
+
+
+def _of_namespace(cls: type) -> dict[str, object]:
+    """Return what a class has of its own: methods, and whatever else it holds."""
+    found: dict[str, object] = {}
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, staticmethod | classmethod):
+            found[name] = value.__func__
+        elif isinstance(value, property):
+            found[name] = (value.fget, value.fset, value.fdel)
+        elif isinstance(value, FunctionType) or _is_data(name, value):
+            found[name] = value
+    return found
+
+
+def _is_data(name: str, value: object) -> bool:
+    return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
+
+
+def _plain_attributes(cls: type) -> dict[str, object]:
+    """Return the plain data among the attributes of a class."""
+    items = list(vars(cls).items())
+    return {n: v for n, v in items if not n.startswith("__") and _is_plain(v, _DEPTH)}
+
+
+def _is_python(cls: type) -> bool:
+    """Return whether objects of a class hold nothing but Python's attributes."""
+    return all(owner is object or owner.__flags__ & _HEAP_TYPE for owner in cls.__mro__)
 
 
 def _files(owner: object) -> list[object]:
@@ -265,17 +328,6 @@ def _as_buffer(array: Any) -> pickle.PickleBuffer:
 
 def _stand_in(*_what: object) -> None:
     """Stand for an object that is compared by what is said of it."""
-
-
-def _attributes(cls: type) -> dict[str, object]:
-    """Return what of a class may be changed: its plain data, and which code its methods have."""
-    found: dict[str, object] = {}
-    for name, value in list(vars(cls).items()):
-        if isinstance(value, FunctionType):
-            found[name] = id(value.__code__)
-        elif not name.startswith("__") and _is_plain(value, _DEPTH):
-            found[name] = value
-    return found
 
 
 def _is_plain(value: object, depth: int) -> bool:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.executors.stream_position import StreamPosition
-    from lightning_fastdata.order.epoch_order import EpochOrder
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
 
@@ -297,16 +296,3 @@ class WatchedExecutor(Protocol):
 
     def now(self) -> ExecutorNow:
         """Return what is under way; any thread may ask."""
-
-
-@runtime_checkable
-class ArmingExecutor(Executor, Protocol):
-    """An executor that begins the next epoch before the present one has ended."""
-
-    def start_epoch(
-        self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
-    ) -> None:
-        """Begin an epoch, with the batches under way if it is the one that was armed."""
-
-    def arm(self, order: EpochOrder) -> None:
-        """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""

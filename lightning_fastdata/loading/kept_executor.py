@@ -32,7 +32,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import refuse_late_fork
 from lightning_fastdata.executors.kinds import (
     KINDS,
-    ArmingExecutor,
     Executor,
     ExecutorName,
     StreamReader,
@@ -142,9 +141,7 @@ class KeptExecutor:
     plan: FetchPlan
     settings: SourceSettings
     indices: EpochIndices | None
-    """Gives the batches of indices of each epoch, and the plan that they follow, if that is known;
-    the first batches of such an epoch are fetched while the one before it ends. None of a
-    stream."""
+    """Gives the batches of indices of each epoch; None of a stream."""
     epoch: Callable[[], int]
     """Returns the number of the epoch that begins."""
     staged: Stage | None
@@ -160,8 +157,6 @@ class KeptExecutor:
         self._state: Fingerprint | None = None
         """What the workers read, as it was when they started; None: it cannot be compared."""
         self._seen: Fingerprint | None = None
-        self._fresh = True
-        """Nothing that was read ahead of the epoch may be used."""
         self.told = False
         """The dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
@@ -175,8 +170,6 @@ class KeptExecutor:
         """What the side processes are seeded from; None: nothing was drawn for it yet."""
         self._earlier_seed: int | None = None
         self._in_stream: StreamPosition | None = None
-        self.arms = True
-        """Another epoch may follow the one that begins."""
         self._last: Executor | None = None
         """Of the epoch that began last, also when it is over."""
         # Under this name Lightning looks for workers to stop when it is done.
@@ -207,7 +200,7 @@ class KeptExecutor:
             if self.records is not None:
                 executor.record(self.records)
         try:
-            self._start_epoch(executor, arms=keep)
+            self._start_epoch(executor)
         except BaseException:
             self._iterator = None
             executor.close()  # which would otherwise live as long as the traceback
@@ -239,9 +232,7 @@ class KeptExecutor:
         if not self.aside:
             return True  # Threads and reused memory cost nothing between epochs.
         seen, self._seen = self._seen, None
-        same = _is_same(seen, self._state)
-        # What was read ahead is older than a file, if that has changed since.
-        self._fresh = seen != self._state
+        same = seen is not None and seen == self._state
         if not same and self._iterator is not None and not self.persistent:
             if not in_use:
                 self._iterator.close()
@@ -285,25 +276,12 @@ class KeptExecutor:
         text = f"{self.plan.seed},{self.epoch()},{base_seed}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
-    def _start_epoch(self, executor: Executor, *, arms: bool) -> None:
-        epoch = self.epoch()
-        indices = self.indices
-        if indices is None:
-            if isinstance(executor, StreamReader):
-                resume, self._in_stream = self._in_stream, None
-                executor.start_epoch(repeat(self.settings.batch_size), epoch, resume=resume)
-            return
-        order = indices.order(epoch)
-        # What other processes write is to be read when its epoch has begun, not before.
-        arms = arms and self._state is not None and not self._state.shared
-        if order is None or not arms or not isinstance(executor, ArmingExecutor):
-            executor.start_epoch(iter(indices), epoch)
-            return
-        executor.start_epoch(iter(indices), epoch, None if self._fresh else order)
-        # An epoch that is not shuffled is one of several passes over data, as a validation is, and
-        # may be repeated or followed by none.
-        if order.shuffle and self.arms:
-            executor.arm(replace(order, epoch=epoch + 1, start=0))
+    def _start_epoch(self, executor: Executor) -> None:
+        if self.indices is not None:
+            executor.start_epoch(iter(self.indices), self.epoch())
+        elif isinstance(executor, StreamReader):
+            resume, self._in_stream = self._in_stream, None
+            executor.start_epoch(repeat(self.settings.batch_size), self.epoch(), resume=resume)
 
     def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None:
         """Return where the stream is after so many batches of this epoch, as plain data.
@@ -367,7 +345,8 @@ class KeptExecutor:
 
     def _has_changed(self) -> bool:
         """Return whether what the workers of this epoch read may have changed since they began."""
-        return not _is_same(self._read_state(), self._state)
+        now, then = self._read_state(), self._state
+        return now is None or then is None or now.own != then.own
 
     def _tell_other_state(self) -> None:
         """Warn where a worker that took a dead one's place may read something else."""
@@ -413,11 +392,6 @@ class KeptExecutor:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
-
-
-def _is_same(one: Fingerprint | None, other: Fingerprint | None) -> bool:
-    """Return whether processes that were started with either read the same."""
-    return one is not None and other is not None and one.own == other.own
 
 
 class EpochIterator:

@@ -349,8 +349,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             if isinstance(inner, KeptExecutor):
                 inner.record(self.all_records)
             self._keep(inner, (settings, stamped))
-        if isinstance(inner, KeptExecutor):
-            inner.arms = self.run is None or not self.run.ends_with(begun.epoch)
         self._go_on(begun)
         batches = source = epoch_of(inner, reported=bool(self._reported))
         if stamped:

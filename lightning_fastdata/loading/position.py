@@ -145,9 +145,6 @@ class Run(Protocol):
     def place(self) -> Place:
         """Return where the run is."""
 
-    def ends_with(self, epoch: int) -> bool:
-        """Return whether it is known that no epoch follows this one, which begins."""
-
     def resumed(self, loader: object) -> LoaderState | None:
         """Return where a loader was when the run was saved that goes on now; None: not known."""
 

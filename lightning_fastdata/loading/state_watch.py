@@ -7,14 +7,16 @@ from typing import Final
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.host import clock
 
 _WITHIN_S: Final = 0.01
+_SHARE: Final = 0.01
 
 
 class StateWatch:
-    """Compares what is read before and behind some of the steps: the first, 2nd, 4th, 8th, ...
+    """Compares what is read before and behind steps: the first, 2nd, 4th, 8th, ..., and others.
 
-    What reading itself changes makes no difference, nor what cannot be compared.
+    Others as long as that takes a hundredth of the time. What reading itself changes makes no difference, nor what cannot be compared.
 
     Args:
         objects: What is read.
@@ -25,12 +27,14 @@ class StateWatch:
         self._objects = objects
         self._text = text
         self._count = 0
+        self._began_s, self._spent_s = clock.monotonic(), 0.0
         self._before: Fingerprint | None = None
 
     def handed_out(self) -> None:
         """Note that a step begins."""
         self._count += 1
-        if self._text and not self._count & (self._count - 1):
+        cheap = self._spent_s <= _SHARE * (clock.monotonic() - self._began_s)
+        if self._text and (cheap or not self._count & (self._count - 1)):
             self._before = self._look()
 
     def asked(self) -> None:
@@ -44,4 +48,7 @@ class StateWatch:
             self._text = ""
 
     def _look(self) -> Fingerprint | None:
-        return fingerprint(*self._objects, within_s=_WITHIN_S, roughly=True)
+        began_s = clock.monotonic()
+        found = fingerprint(*self._objects, within_s=_WITHIN_S, roughly=True, with_globals=False)
+        self._spent_s += clock.monotonic() - began_s
+        return found

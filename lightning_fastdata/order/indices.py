@@ -115,11 +115,6 @@ class EpochIndices:
         """What decides the order."""
         return self.source.sampler if isinstance(self.source, HasSampler) else self.source
 
-    def order(self, epoch: int) -> EpochOrder | None:
-        """Return the plan of an epoch that is not begun yet, if it is sure beforehand."""
-        order = epoch_order(self.source, epoch)
-        return None if order is None else replace(order, start=self.start.samples)
-
     def __len__(self) -> int:
         """Return the length of a whole epoch, as torch's iterators tell it."""
         return len(cast("Sized", self.source))

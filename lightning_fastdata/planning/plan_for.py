@@ -155,7 +155,8 @@ def choose_executor(
     here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
     if workers == 0:
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
-    if facts.rows and spec.options.persistent_workers is not True:  # which read what was once there
+    # It reads things as they are, and workers that are asked for, as they were at some time before.
+    if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
         why = "its batches are rows of numbers, copied with one call per column"
         return ExecutorChoice("gather", why)
     if facts.here is not None and workers == "auto":
@@ -322,6 +323,8 @@ def plan_asked(
     method = multiprocessing_context
     if method is not None and not isinstance(method, str):
         method = method.get_start_method()
+    if asked.get("persistent_workers") == "unchanged":
+        keeps, asked["persistent_workers"] = True, None
     given = {**asked, "multiprocessing_context": method}
     options = LoaderOptions(**{name: value for name, value in given.items() if value is not None})
     plan = plan_for(replace(spec, options=options, keeps=keeps))

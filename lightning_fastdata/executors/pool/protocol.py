@@ -36,9 +36,7 @@ when no task of it is open, and is then delivered, or its error is raised in its
 
 **Generations.** Each epoch has a generation, larger than that of the epoch before. The training
 process writes the present one into the progress memory of every process: a task of a smaller one is
-answered with ``OldEpoch`` and not done. An epoch that is armed has the next generation: its batches
-are fetched ahead, and delivered when it begins. Another epoch that begins in its stead has the
-generation after, which makes those batches old.
+answered with ``OldEpoch`` and not done.
 
 **A process**::
 

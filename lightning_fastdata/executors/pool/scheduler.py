@@ -28,7 +28,6 @@ from lightning_fastdata.executors.pool.process import Answer, Loss, TaskCrew
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
 from lightning_fastdata.host import clock
-from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
 
@@ -57,7 +56,6 @@ class PoolExecutor:
         self._trial = CrewTrial(self._crew.wanted) if trial is None else trial
         self._rates: ReadRates | None = None
         self._now = EpochRun(0, 0, iter(()), exhausted=True)
-        self._armed: EpochRun | None = None
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._first, self._count = True, 0
@@ -73,20 +71,10 @@ class PoolExecutor:
         """Side processes that died and were replaced."""
         return self._crew.respawned
 
-    def start_epoch(
-        self, batches: Iterable[Any], epoch: int, order: EpochOrder | None = None
-    ) -> None:
-        """Begin an epoch, with the batches under way if it is the one that was armed.
-
-        What is left of the epoch before is dropped.
-        """
-        armed, self._armed = self._armed, None
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped."""
         self._first = True
-        if order is not None and armed is not None and armed.order == order:
-            self._now = armed
-        else:
-            # The generation between was that of the armed epoch, if another was armed.
-            self._now = EpochRun(epoch, self._now.generation + 2, iter(batches))
+        self._now = EpochRun(epoch, self._now.generation + 1, iter(batches))
         self._crew.start_epoch(self._now.generation, epoch)
         for task in [task for task in self._todo if self._is_old(task.batch)]:
             self._todo.remove(task)
@@ -96,13 +84,8 @@ class PoolExecutor:
             if batch.is_ready:
                 batch.release(self._slots)
         self._blame.forget()
-        if self._now is not armed:
-            self._trial.given_up()
+        self._trial.given_up()
         self._fill()
-
-    def arm(self, order: EpochOrder) -> None:
-        """Fetch the first batches of the next epoch as soon as there is nothing else to fetch."""
-        self._armed = EpochRun(order.epoch, self._now.generation + 1, order.batches(), order)
 
     def __iter__(self) -> PoolExecutor:
         return self
@@ -170,7 +153,7 @@ class PoolExecutor:
         self._slots.close()
         self._batches.clear()
         self._todo.clear()
-        self._now.exhausted, self._armed = True, None
+        self._now.exhausted = True
 
     def now(self) -> ExecutorNow:
         """Return what is under way; any thread may ask."""
@@ -182,11 +165,15 @@ class PoolExecutor:
         while len(self._batches) < self.plan.look_ahead:
             if not self._splitter.has_place(self._batches, self._crew.wanted):
                 break
-            if (found := self._next_indices()) is None:
+            if self._now.exhausted:
                 break
-            run, indices = found
+            try:
+                indices = self._wait.sampled(self._now.source)
+            except StopIteration:
+                self._now.exhausted = True
+                break
             self._count += 1
-            batch = self._splitter.begin(self._count, run, indices)
+            batch = self._splitter.begin(self._count, self._now, indices)
             self._batches.append(batch)
             self._todo.extend(self._splitter.tasks(batch, self._batches, self._crew.wanted))
         limit = self._trial.limit
@@ -194,15 +181,6 @@ class PoolExecutor:
             if not self._crew.give(self._todo[0]):
                 break
             self._todo.popleft()
-
-    def _next_indices(self) -> tuple[EpochRun, Any] | None:
-        for run in (self._now, self._armed):
-            if run is not None and not run.exhausted:
-                try:
-                    return run, self._wait.sampled(run.source)
-                except StopIteration:
-                    run.exhausted = True
-        return None
 
     # What comes back
 

@@ -26,7 +26,6 @@ from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import TaskKind, TaskRequest
 from lightning_fastdata.host import clock
-from lightning_fastdata.order.epoch_order import EpochOrder
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps, WaitWatch
 from lightning_fastdata.types import Batch
 
@@ -47,8 +46,6 @@ class EpochRun:
     generation: int
     source: Iterator[Any]
     """The batches of indices that are still to be fetched."""
-    order: EpochOrder | None = None
-    """The plan that ``source`` follows, if it is known."""
     exhausted: bool = False
     """The source has ended."""
     begun: int = 0
@@ -255,9 +252,7 @@ class Splitter:
     def begin(self, number: int, run: EpochRun, indices: Any) -> PendingBatch:
         """Return a batch that begins, with none of the samples in quarantine."""
         plan = self.plan
-        if plan.batched and run.order is not None:
-            indices = indices.tolist()  # an array of our own
-        elif isinstance(indices, np.ndarray):
+        if isinstance(indices, np.ndarray):
             indices = list(indices)
         indices = _own_memory(indices, batched=plan.batched)
         indices, left_out = plan.faults.left_out(

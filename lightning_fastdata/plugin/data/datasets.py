@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
@@ -318,9 +319,12 @@ def _workers(loader: DataLoader[Any], *, keep: bool, chosen: bool) -> dict[str, 
     if not loader.in_order:
         taken["in_order"] = False
     open_ = chosen or (isinstance(loader, FastDataLoader) and loader.chosen)
-    # What reads in the training process sees what steps change, and which batches a stream gives
-    # depends on how many workers share it out.
-    stays = not loader.num_workers or isinstance(loader.dataset, IterableDataset)
+    # What reads in the training process sees what steps change; which batches a stream gives
+    # depends on how many workers share it out; a sampler of the user's may look at what steps
+    # write, and is asked ahead for each worker.
+    source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    stream = isinstance(loader.dataset, IterableDataset)
+    stays = not loader.num_workers or stream or not is_drawn_at_start(source)
     if keep or (stays and not open_):
         names = _WORKERS if loader.num_workers else _WORKERS[:1]
         taken |= {name: getattr(loader, name) for name in names}

@@ -186,7 +186,6 @@ class ModuleLoaders:
             shuffle=shuffle,
             trainer=trainer,
         )
-        module.placing.opened(stage, loader)
         settle_sharing(loader, name, stage, trainer)
         return loader
 

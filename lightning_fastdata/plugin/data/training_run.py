@@ -24,7 +24,6 @@ from lightning_fastdata.order.run_record import RunRecord, RunSpan
 from lightning_fastdata.order.samplers import RankSampler, rows_in
 from lightning_fastdata.plugin.seams.loaders import flattened, with_paths
 from lightning_fastdata.plugin.seams.trainer import (
-    is_last_epoch,
     is_to_be_restored,
     mend_counts,
     move_place,
@@ -148,10 +147,6 @@ class TrainingRun:
     def epoch(self) -> int:
         """Return the epoch, counted from 0, of the batches that come next."""
         return self.place().epoch
-
-    def ends_with(self, epoch: int) -> bool:
-        """Return whether it is known that no epoch follows this one, which begins."""
-        return is_last_epoch(self._module.trainer, epoch)
 
     def resumed(self, loader: object) -> LoaderState | None:
         """Return where a loader was when the run was saved that goes on now; None: not known."""

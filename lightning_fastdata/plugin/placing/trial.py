@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.loading.loader import FastDataLoader
     from lightning_fastdata.planning.loader_plan import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import (
         Drawing,
@@ -68,7 +67,6 @@ class _Held:
     watched: PixelPlace | None = None  # where the pixels of the watched steps are
     seen: dict[PixelPlace, StepSeen] = field(default_factory=dict)  # the newest steps by place
     changes: int = 0
-    delay_epochs: int = 0  # from the border where a change is decided to its first epoch
     others: set[str] = field(default_factory=set)  # other loaders of the stage
 
 
@@ -194,13 +192,6 @@ class Placing:
             held.others.add(name)
         return held
 
-    def opened(self, stage: Stage, loader: FastDataLoader) -> None:
-        """Note when a change takes effect in a loader that was made."""
-        held = self._held.get(stage)
-        if held is not None:
-            early = not KINDS[loader.executor].is_torch and loader.persistent_workers
-            held.delay_epochs = int(early)
-
     def finish(
         self, batch: Batch, transforms: StageTransforms, drawing: Drawing
     ) -> tuple[Batch, bool]:
@@ -263,9 +254,8 @@ class Placing:
             return
         held.place = held.choice.place
         held.changes += 1
-        since = epoch + held.delay_epochs
-        switch.change(held.place, from_epoch=since)
-        self._tell(stage, held.choice, trainer, f" from epoch {since}")
+        switch.change(held.place, from_epoch=epoch)
+        self._tell(stage, held.choice, trainer, f" from epoch {epoch}")
 
     def _tell(self, stage: Stage, choice: PlaceChoice, trainer: Trainer, since: str = "") -> None:
         rank = f"rank {trainer.global_rank}, " if trainer.world_size > 1 else ""

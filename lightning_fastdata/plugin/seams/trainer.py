@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -110,16 +109,6 @@ def training_place(trainer: Trainer | None) -> Place:
     taken = int(batches.current.processed)
     last = bool(batches.is_last_batch) and taken == batches.current.ready
     return Place(int(epochs.processed), taken, last=last, within=began_from_file(trainer))
-
-
-def is_last_epoch(trainer: Trainer | None, epoch: int) -> bool:
-    """Return whether a training ends with an epoch that begins now, by ``max_epochs`` or steps."""
-    if trainer is None:
-        return False
-    most, steps = trainer.max_epochs, trainer.max_steps
-    in_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
-    ends = 0 <= steps <= trainer.global_step + in_epoch < math.inf
-    return ends or (most is not None and 0 <= most <= epoch + 1)
 
 
 def _was_cut(trainer: Trainer) -> bool:
