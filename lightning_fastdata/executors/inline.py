@@ -359,6 +359,7 @@ class InlineExecutor:
         """Do nothing: there are no workers."""
 
     def close(self) -> None:
-        """Drop the epoch."""
+        """Drop the epoch, and take no more stamps."""
         self._batches = iter(())
+        self.record(None)
         self._fetcher.drop()

@@ -192,8 +192,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
         self._inner: Source | None
-        self._read_by: Source | None = None
-        """What read the last epoch, also when it is closed."""
+        self._read_by: KeptExecutor | None = None
+        """What read the last epoch, also when it is closed; None: torch's own loader."""
         self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
         if executor == "auto" or num_workers == "auto":

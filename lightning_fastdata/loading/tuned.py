@@ -242,7 +242,8 @@ class LoaderWorkers:
         # so in the whole process if the hook raises. A record would keep the workers alive.
         vars(self).update(_inner=inner, _inner_settings=settings)
         if inner is not None:
-            vars(self)["_read_by"] = inner
+            # Torch's own loader knows no position, and what it takes stamps with is to go.
+            vars(self)["_read_by"] = inner if isinstance(inner, KeptExecutor) else None
 
     def close(self) -> None:
         """Stop the workers; the next iteration starts new ones."""

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -22,6 +22,7 @@ from lightning_fastdata.executors.kinds import KINDS, ExecutorName, check_elsewh
 Auto: TypeAlias = Literal["auto"]
 C = TypeVar("C", bound=type)
 
+_PACKAGE: Final = __name__.partition(".")[0] + "."
 _EXECUTORS: Final = ("auto", *KINDS)
 _TUNE: Final = ("auto", "off")
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
@@ -233,8 +234,11 @@ def refuses_unknown_names(cls: C) -> C:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 meant = f" Did you mean {close[0]}?" if close else ""
+                if "options" in known and name in {each.name for each in fields(LoaderOptions)}:
+                    meant = f" Give it as options=LoaderOptions({name}=...)."
+                ours = (each for each in type(self).__mro__ if each.__module__.startswith(_PACKAGE))
                 raise OptionsError(
-                    f"{cls.__name__.removesuffix('Hooks')} has no option {name!r}.{meant} "
+                    f"{next(ours).__name__} has no option {name!r}.{meant} "
                     f"Options are: {', '.join(known)}."
                 )
         construct(self, *args, **kwargs)

@@ -246,7 +246,8 @@ class Tuner:
 
     def _move(self, loader: Tunable, window: Window, proposal: Proposal) -> None:
         now = loader.num_workers
-        self.workers = proposal.workers
+        if not self._set(loader, proposal.workers):
+            return
         move = Move(
             batch=self._batches,
             before=now,
@@ -258,20 +259,27 @@ class Tuner:
         )
         self.moves.append(move)
         self.tell(str(move))
-        self._set(loader, proposal.workers)
 
-    def _set(self, loader: Tunable, workers: int) -> None:
+    def _set(self, loader: Tunable, workers: int) -> bool:
+        """Return whether so many are had now; else the number stays, and the loader is left alone.
+
+        The training can do without what the system, or the dataset, refuses.
+        """
         before = loader.num_workers
         try:
             loader.set_workers(workers)
         except _REFUSALS as error:
-            # The training can do without what the system, or the dataset, refuses.
-            self.most_workers, self.workers = before, before
+            self.most_workers = self.workers = before
             self.tell(f"num_workers stays {before}, as {workers} cannot be had: {error}")
             loader.set_workers(before)
+            self._rested_until = self._batches + self._rest
+            self._rest_now(loader)
+            return False
+        self.workers = workers
         self._ahead = self._look_ahead(loader)
         self._cold = _COLD + self._ahead
         self._begin(Phase.SETTLING, _VERIFIED)
+        return True
 
     def _look_ahead(self, loader: Tunable) -> int:
         setup = loader.setup_with(loader.num_workers, cpus=self._cpus, step_cpus=1.0)
@@ -284,11 +292,11 @@ class Tuner:
             self._decided = window
             self._rest_now(loader)
             return
-        kept = paid(move, window)
-        outcome: Outcome = "kept" if kept else "taken back"
+        pays = paid(move, window)
+        outcome: Outcome = "kept" if pays or not self._set(loader, move.before) else "taken back"
         self.moves[-1] = move = replace(move, step_seen_ms=window.step_ms, outcome=outcome)
         self.tell(str(move))
-        if kept:
+        if pays:
             self._rest, self._decided = _REST, window
             late = window.wait_share >= LITTLE
             if late and self._affordable(window):
@@ -298,8 +306,6 @@ class Tuner:
             self._rest_now(loader)
             return
         self._open = still_open(self._open, move)
-        self.workers = move.before
-        self._set(loader, move.before)
 
 
 def _differs(one: Window, other: Window) -> bool:

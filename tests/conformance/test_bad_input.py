@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.pieces import Images, Linear, Pixels, Rows, RowsModule, make_trainer
+from misses import each
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
@@ -86,9 +87,9 @@ def test_loaders_can_be_copied_after_an_error(tmp_path):
     next(iter(loader))
     twin = copy.deepcopy(loader)
     assert len(list(twin)) == len(loader)
-    for each in (loader, twin):
-        each.close()
-        assert each._iterator is None
+    for one in (loader, twin):
+        one.close()
+        assert one._iterator is None
 
 
 def test_an_empty_list_of_datasets(tmp_path):
@@ -199,6 +200,16 @@ def test_a_misspelled_option_names_the_one_that_was_meant(make, misspelled, mean
         make(**{misspelled: 2})
 
 
+@each("name", ["executor", "timeout_s", "in_order", "on_bad_sample", "tune"])
+def test_an_option_of_loaders_is_answered_with_where_it_is_given(name):
+    said = (
+        rf"^FastDataModule has no option '{name}'. Give it as options=LoaderOptions\({name}=...\)."
+    )
+    for make in (FastDataModule, RowsModule):
+        with pytest.raises(OptionsError, match=said):
+            make(**{name: "auto"})
+
+
 def test_a_misspelled_option_is_found_through_a_subclass():
     class Photos(FastDataModule):
         def __init__(self, root=".", **arguments):
@@ -251,14 +262,51 @@ def test_a_transform_that_forgets_to_return(tmp_path):
             fit(tmp_path, module, limit_val_batches=0)
 
 
-def test_a_collate_fn_that_loses_the_images(tmp_path):
-    module = FastDataModule.from_datasets(
-        Images(),
-        batch_size=4,
-        augment=A.Compose([A.HorizontalFlip(p=1)]),
-        augment_on="gpu",
-        collate_fn=lambda samples: {"labels": [label for _, label in samples]},
-        options=LoaderOptions(num_workers=0),
-    )
-    with pytest.raises(BatchError, match="No image was found"):
-        fit(tmp_path, module, Pixels())
+class Labels(Pixels):
+    """Learns nothing, and remembers the batches as they are."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen["train"].append(batch)
+        return self.layer(torch.ones(1, 1)).sum()
+
+
+def labels_only(samples):
+    return {"labels": [label for _, label in samples]}
+
+
+def label_tensor(samples):
+    return torch.tensor([label for _, label in samples])
+
+
+def asks_for_a_mask(samples):
+    return [sample["mask"] for sample in samples]
+
+
+@each("collate_fn", [labels_only, label_tensor, asks_for_a_mask])
+@each("model", [Labels, Pixels])
+def test_a_collate_fn_that_loses_the_images_gives_the_same_in_both_places(
+    tmp_path, model, collate_fn
+):
+    """The same batches, or the same error of who asks for what is not there."""
+
+    def outcome(place):
+        module = FastDataModule.from_datasets(
+            Images(),
+            batch_size=4,
+            augment=A.Compose([A.HorizontalFlip(p=1)]),
+            augment_on=place,
+            collate_fn=collate_fn,
+            options=LoaderOptions(num_workers=0),
+        )
+        learner = model()
+        try:
+            fit(tmp_path, module, learner)
+        except Exception as error:
+            return type(error), str(error)
+        return [
+            batch if isinstance(batch, dict) else batch.tolist() for batch in learner.seen["train"]
+        ]
+
+    on_cpu = outcome("cpu")
+    assert on_cpu
+    assert outcome("gpu") == on_cpu

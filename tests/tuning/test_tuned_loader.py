@@ -310,8 +310,45 @@ def test_workers_that_cannot_be_had_leave_the_training_as_it_was(error):
     loader, mine = run(
         Costly(8 * 80, waits(0.006)), kind=Fails, tune=lambda: tuner(tell=told.append)
     )
-    assert any("num_workers stays 1" in line and "no memory" in line for line in told)
+    assert all("num_workers stays 1" in line and "no memory" in line for line in told)
+    assert len(told) == 1
     assert loader.num_workers == mine.most_workers == 1
+    assert not mine.moves
+    assert mine.phase is Phase.WATCHING
+
+
+@pytest.mark.parametrize("refused", [2, 3])  # the first one is before the training
+def test_the_moves_that_are_told_are_those_that_were_made(refused):
+    """Also where the system refuses one, or the way back from one."""
+    lock, asked, told, made = VirtualLock(), itertools.count(1), [], []
+
+    class Fails(FastDataLoader):
+        def set_workers(self, workers):
+            if next(asked) == refused:
+                raise OSError("no memory")
+            if workers != self.num_workers:
+                made.append((self.num_workers, workers))
+            super().set_workers(workers)
+
+    def cost(index):
+        with lock:
+            sleep(0.003)
+
+    loader, mine = run(
+        Costly(4 * 400, cost),
+        batch=4,
+        kind=Fails,
+        tune=lambda: tuner(most_workers=4, tell=told.append),
+    )
+    moves = []
+    for move in mine.moves:
+        moves.append((move.before, move.after))
+        if move.outcome == "taken back":
+            moves.append((move.after, move.before))
+    assert moves == made
+    assert len(told) == 1 + 2 * len(mine.moves)
+    assert sum("cannot be had: no memory" in line for line in told) == 1
+    assert loader.num_workers == mine.workers == (made[-1][1] if made else 1)
 
 
 def test_a_loader_that_takes_the_place_of_another_begins_as_that_one_ended():
