@@ -147,7 +147,16 @@ class CachedDataset(Kept, Dataset[Any]):
             read_ahead(part.dataset, [index for index in indices if not file.has(index)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_part": None, "_columns": None}
+        return {**super().__getstate__(), "_part": None, "_columns": None}
+
+    @property
+    def owner(self) -> MapDataset:
+        """The dataset whose samples are kept."""
+        return self.dataset
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._part = self._columns = None
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r}, {str(self.folder)!r})"
@@ -317,12 +326,17 @@ class CachedSource(Kept):
         self.get_bytes([index for index in indices if not file.has(index)])
         return [file.has(index) for index in indices]
 
+    @property
+    def owner(self) -> Source:
+        """The source whose records are kept."""
+        return self.source
+
     def name_of(self, index: int) -> str:
         """Return what the source calls a record."""
         return self.source.name_of(index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_opening": None}
+        return {**super().__getstate__(), "_opening": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _opening=threading.Lock())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import math
 import os
 import re
 import shutil
@@ -11,17 +12,23 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.caches.sample_form import Form
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import SharedFlags, cache_folder, private_folder
+from lightning_fastdata.randomness.search import find_instances
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
 """``"disk"``, ``"ram"`` or a folder."""
@@ -34,6 +41,11 @@ _USERS: Final = "users"
 """The file of a cache that processes hold while they use it; its time is that of the last one."""
 _FORGOTTEN_AFTER_S: Final = 30 * 86_400
 _FILLED_AT_ONCE: Final = 32
+_CHANGED: Final = (
+    "The program has changed {name}, of which the cache {folder} has samples as they were before. "
+    "From here on they are made each time, and none is kept. To keep them, leave the dataset as it "
+    "is: what changes can be the transform of a CachedDataset, or a dataset around it."
+)
 _held: dict[Path, int] = {}
 """Open files, by the folder of the cache; of forked processes, too."""
 
@@ -297,12 +309,66 @@ class Kept:
         self.optional = False
         """Whether samples are made, and that is said, where the cache cannot be used: no error."""
         self._given_up = False
+        self._has_key = key is not None
+        self._state = _state_of(owner, math.inf)
+        """What the owner was when the folder was named; None: it cannot be compared."""
+        self._there: NDArray[np.bool_] | None = None
+        """Which records were kept when the owner was last found to be as it was."""
         is_there(self.folder)  # one of another user is refused at once
         if self._in_memory:
             hold(self.folder, until_the_end=True)
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def owner(self) -> Sized:
+        """Whose records are kept."""
+        raise NotImplementedError
+
+    def notice_change(self, within_s: float = math.inf) -> None:
+        """Use the cache no more, and say so, if its owner is not what it was.
+
+        What was kept since it was last the same may be of either state, and is taken out.
+
+        Args:
+            within_s: Seconds of a CPU that it may take; one that takes longer is not compared.
+        """
+        if self._given_up:
+            return
+        owner = self.owner
+        now = _state_of(owner, within_s)
+        if now is None and within_s < math.inf:
+            return
+        file = self._seen()
+        there = None if file is None else file.there()
+        if (now is not None and now == self._state) or self._is_recognised(owner, now):
+            self._state, self._there = now, there
+            return
+        if file is not None and there is not None:
+            before = np.zeros_like(there) if self._there is None else self._there
+            file.take_out(np.flatnonzero(there & ~before))
+        self._let_go()
+        self._given_up = True
+        self._length = len(owner)
+        said = _CHANGED.format(name=type(owner).__name__, folder=self.folder)
+        warnings.warn(said, FastDataWarning, stacklevel=3)
+
+    def _is_recognised(self, owner: object, now: Fingerprint | None) -> bool:
+        """Return whether another run would find the cache by its owner as it is now."""
+        if self._has_key:  # which is trusted where nothing can be compared
+            return now is None or self._state is None
+        try:
+            return identity(owner) == self.folder.name
+        except DatasetError:  # it has opened a file since, say
+            return now is None
+
+    def _let_go(self) -> None:
+        """Forget the files, which are used no more."""
+        self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None, "_state": None, "_there": None}
 
     @property
     def stored(self) -> int:
@@ -324,6 +390,7 @@ class Kept:
         Args:
             num_workers: Processes that do it; 0: this one does.
         """
+        notice_changes(self)
         filled = _Filled(self)
         for kept in DataLoader(filled, _FILLED_AT_ONCE, num_workers=num_workers, collate_fn=any):
             if not kept:
@@ -394,6 +461,27 @@ class Kept:
             FastDataWarning,
             stacklevel=3,
         )
+
+
+def caches_in(dataset: object) -> list[Kept]:
+    """Return the caches that a dataset holds, those that are read by others first."""
+    found: list[Kept] = []
+    for cache in find_instances(dataset, (Kept,)):
+        found += [*caches_in(cache.owner), cache]
+    return found
+
+
+def notice_changes(dataset: object) -> None:
+    """See that the caches of a dataset are used only for what they were made of.
+
+    Call it in the training process, before workers start or are given an epoch.
+    """
+    for cache in caches_in(dataset):
+        cache.notice_change()
+
+
+def _state_of(owner: object, within_s: float) -> Fingerprint | None:
+    return fingerprint(owner, within_s=within_s)
 
 
 class _Filled(Dataset[bool]):

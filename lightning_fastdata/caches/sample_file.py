@@ -163,6 +163,14 @@ class SampleFile:
     def __len__(self) -> int:
         return len(self._index)
 
+    def there(self) -> NDArray[np.bool_]:
+        """Return for each sample whether it is there."""
+        return np.asarray(self._index["length"] > 0)
+
+    def take_out(self, indices: int | NDArray[np.intp]) -> None:
+        """Forget a sample, or some."""
+        self._index[indices] = (0, 0, 0)
+
     def stored(self) -> int:
         """Return how many samples are there."""
         return int(np.count_nonzero(self._index["length"]))
@@ -196,7 +204,7 @@ class SampleFile:
             form, raws = split(raws[0]) if self.form is None else (self.form, raws)
             return True, put_together(form, raws)
         except Exception:  # whatever damaged numbers lead to
-            self._take_out(index)
+            self.take_out(index)
             return False, None
 
     def first_leaf(self, index: int) -> Raw | None:
@@ -286,7 +294,7 @@ class SampleFile:
             if raws and crc == self._index["crc"][index]:
                 self._known.add(index)
             else:
-                self._take_out(index)
+                self.take_out(index)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -308,9 +316,6 @@ class SampleFile:
                 return None
             file.truncate(offset + size)
         return offset
-
-    def _take_out(self, index: int) -> None:
-        self._index[index] = (0, 0, 0)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
+from lightning_fastdata.caches.folders import caches_in, notice_changes
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.torch_guard import OpenedNotes
@@ -304,10 +305,11 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         """Return what sees that steps change what is read; None: what is read is always right."""
         here = KINDS[self.executor].gathers or not self.num_workers
         given = () if self.transform is None else self.transform.made_of()
+        caches = caches_in(self.dataset) if here else []
         if here and (self.chosen or self.num_workers):
             text = _CHANGED_WHILE_READ.format(name=type(self.dataset).__name__)
-            return StateWatch((self.dataset, self.collate_fn, given), text)
-        return StateWatch(given, _PIPELINE_CHANGED) if here and given else None
+            return StateWatch((self.dataset, self.collate_fn, given), text, caches)
+        return StateWatch(given, _PIPELINE_CHANGED, caches) if here and (given or caches) else None
 
     def _begin(self, begun: Pass) -> Iterator[Batch]:
         epoch = begun.epoch
@@ -315,6 +317,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
             set_epoch(self, epoch)
         self._epoch_cell.set(epoch)
+        notice_changes(self.dataset)
         inner = self._inner
         if isinstance(inner, KeptExecutor):
             inner.look()

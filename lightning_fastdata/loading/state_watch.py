@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Final
 
+from lightning_fastdata.caches.folders import Kept
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
@@ -21,11 +23,13 @@ class StateWatch:
     Args:
         objects: What is read.
         text: The warning where a step has changed it, with a place for its number.
+        caches: Of what is read; used no more where a step has changed what they were made of.
     """
 
-    def __init__(self, objects: tuple[object, ...], text: str) -> None:
+    def __init__(self, objects: tuple[object, ...], text: str, caches: Sequence[Kept] = ()) -> None:
         self._objects = objects
         self._text = text
+        self._caches = caches
         self._count = 0
         self._began_s, self._spent_s = clock.monotonic(), 0.0
         self._before: Fingerprint | None = None
@@ -39,6 +43,9 @@ class StateWatch:
 
     def asked(self) -> None:
         """Warn, once, if the step that has ended changed what is read."""
+        if not self._count & (self._count - 1):
+            for cache in self._caches if self._count else ():
+                cache.notice_change(_WITHIN_S)
         if self._before is None:
             return
         before, self._before = self._before, None

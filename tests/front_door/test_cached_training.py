@@ -7,6 +7,7 @@ import re
 import shutil
 import warnings
 import zlib
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from misses import each
 from PIL import Image
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 
 import lightning_fastdata as ld
@@ -296,3 +298,122 @@ def test_auto_ends_no_training_whatever_has_become_of_the_cache(
     assert seen == wanted
     words = [str(one.message) for one in told if one.category is FastDataWarning]
     assert any("cache='auto'" in one and str(root) in one for one in words), (words, said)
+
+
+class Multiples(Dataset):
+    """Samples that a program changes: multiples of ``k``, which the dataset holds."""
+
+    def __init__(self, k=1):
+        self.k = k
+        self.more = {"k": [0], "drawn": np.random.default_rng(0)}
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        number = index * self.k + self.more["k"][0]
+        return torch.full((3,), number), 0
+
+
+def by_loader(data, cache, workers, change):
+    """Return the samples of three epochs, of which some may not be seen by the first."""
+    cached = data if cache is None else ld.CachedDataset(data, cache)
+    kind = DataLoader if cache is None else ld.FastDataLoader
+    epochs = []
+    loader = kind(cached, 4, num_workers=workers)
+    for epoch in range(3):
+        batches = loader if epoch else islice(loader, 2)
+        epochs.append([int(number) for batch, _ in batches for number in batch[:, 0]])
+        change(data)
+    return epochs
+
+
+def by_module(data, cache, workers, change):
+    class Noted(Seen):
+        def training_step(self, batch, index):
+            epochs[self.current_epoch] += map(int, batch[0][:, 0])
+            return super().training_step(batch, index)
+
+        def on_train_epoch_end(self):
+            change(data)
+
+    epochs = [[], [], []]
+    options = ld.LoaderOptions(num_workers=workers)
+    module = ld.FastDataModule.from_datasets(
+        data, batch_size=4, shuffle=False, cache=cache, options=options
+    )
+    Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Noted(), datamodule=module)
+    return epochs
+
+
+def attribute(data):
+    data.k += 1
+
+
+def element(data):
+    data.more["k"][0] += 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cache", ["folder", "ram"])
+@pytest.mark.parametrize("door", [by_loader, by_module])
+def test_a_dataset_that_the_program_changes_is_read_as_without_a_cache(
+    tmp_path, door, cache, workers
+):
+    folder = tmp_path if cache == "folder" else cache
+    change = attribute if workers else element
+    wanted = door(Multiples(), None, 0, change)
+    with pytest.warns(FastDataWarning, match="has changed Multiples") as said:
+        found = door(Multiples(), folder, workers, change)
+    assert found == wanted
+    assert sum("has changed Multiples" in str(one.message) for one in said) == 1
+    for fresh in (Multiples(), Multiples(2)):  # what a later run finds there
+        rows = DataLoader(ld.CachedDataset(fresh, folder), None)
+        assert [int(row[0]) for row, _ in rows] == [int(fresh[index][0][0]) for index in range(12)]
+
+
+def test_a_step_that_changes_the_dataset_leaves_no_sample_of_another_state(tmp_path):
+    data = Multiples()
+    cached = ld.CachedDataset(data, tmp_path)
+    cached[0]
+    batches = iter(ld.FastDataLoader(cached, 1))
+    seen = [next(batches) for _ in range(3)]
+    data.k = 5  # behind the third step, which is not looked at
+    seen.append(next(batches))
+    with pytest.warns(FastDataWarning, match="has changed Multiples"):
+        seen += batches
+    assert [int(batch[0, 0]) for batch, _ in seen[4:]] == [5 * index for index in range(4, 12)]
+    again = ld.CachedDataset(Multiples(), tmp_path)
+    assert [int(again[index][0][0]) for index in range(12)] == list(range(12))
+
+
+def test_what_makes_no_other_samples_changes_nothing_about_a_cache(tmp_path):
+    data = Multiples()
+    cached = ld.CachedDataset(data, tmp_path)
+    loader = ld.FastDataLoader(cached, 4)
+    for _ in range(2):
+        list(loader)
+        data.more["drawn"].random()  # what its state decides is never kept
+    assert cached.stored == 12
+
+
+def test_a_key_is_trusted_where_a_dataset_cannot_be_compared(tmp_path):
+    data = Multiples()
+    data.opened = (number for number in range(3))
+    cached = ld.CachedDataset(data, tmp_path, key="multiples-1")
+    loader = ld.FastDataLoader(cached, 4)
+    for _ in range(2):
+        list(loader)
+    assert cached.stored == 12
+    del data.opened
+    list(loader)  # from here on it can
+    data.k = 2
+    with pytest.warns(FastDataWarning, match="has changed Multiples"):
+        assert int(next(iter(loader))[0][1, 0]) == 2
