@@ -481,7 +481,7 @@ def notice_changes(dataset: object) -> None:
 
 
 def _state_of(owner: object, within_s: float) -> Fingerprint | None:
-    return fingerprint(owner, within_s=within_s)
+    return fingerprint(owner, within_s=within_s, with_globals=False)
 
 
 class _Filled(Dataset[bool]):

@@ -18,7 +18,8 @@ _SHARE: Final = 0.01
 class StateWatch:
     """Compares what is read before and behind steps: the first, 2nd, 4th, 8th, ..., and others.
 
-    Others as long as that takes a hundredth of the time. What reading itself changes makes no difference, nor what cannot be compared.
+    Others as long as that takes a hundredth of the time. What reading itself changes makes no
+    difference, nor what cannot be compared.
 
     Args:
         objects: What is read.
@@ -32,30 +33,31 @@ class StateWatch:
         self._caches = caches
         self._count = 0
         self._began_s, self._spent_s = clock.monotonic(), 0.0
+        self._looks = False
         self._before: Fingerprint | None = None
 
     def handed_out(self) -> None:
         """Note that a step begins."""
         self._count += 1
-        cheap = self._spent_s <= _SHARE * (clock.monotonic() - self._began_s)
-        if self._text and (cheap or not self._count & (self._count - 1)):
+        began_s = clock.monotonic()
+        cheap = self._spent_s <= _SHARE * (began_s - self._began_s)
+        self._looks = cheap or not self._count & (self._count - 1)
+        if self._looks and self._text:
             self._before = self._look()
+            self._spent_s += clock.monotonic() - began_s
 
     def asked(self) -> None:
         """Warn, once, if the step that has ended changed what is read."""
-        if not self._count & (self._count - 1):
-            for cache in self._caches if self._count else ():
-                cache.notice_change(_WITHIN_S)
-        if self._before is None:
+        if not self._looks:
             return
-        before, self._before = self._before, None
-        now = self._look()
-        if now is not None and now != before:
+        began_s = clock.monotonic()
+        for cache in self._caches:
+            cache.notice_change(_WITHIN_S)
+        if self._before is not None and self._look() not in (None, self._before):
             warnings.warn(self._text.format(self._count), FastDataWarning, stacklevel=3)
             self._text = ""
+        self._looks, self._before = False, None
+        self._spent_s += clock.monotonic() - began_s
 
     def _look(self) -> Fingerprint | None:
-        began_s = clock.monotonic()
-        found = fingerprint(*self._objects, within_s=_WITHIN_S, roughly=True, with_globals=False)
-        self._spent_s += clock.monotonic() - began_s
-        return found
+        return fingerprint(*self._objects, within_s=_WITHIN_S, roughly=True, with_globals=False)

@@ -160,7 +160,7 @@ def test_the_executor_of_the_options_reaches_the_loader_and_its_plan(executor):
     options = LoaderOptions(num_workers=1, executor=executor)
     module = FastDataModule.from_datasets(data, batch_size=4, options=options)
     loader = module.train_dataloader()
-    assert loader.executor == ("gather" if executor == "auto" else executor)
+    assert loader.executor == ("workers" if executor == "auto" else executor)
     assert "executor" in module.explain()
     plain = FastDataModule.from_datasets(data, batch_size=4, options=LoaderOptions(num_workers=1))
     for one, two in zip(loader, plain.train_dataloader(), strict=True):
