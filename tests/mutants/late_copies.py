@@ -131,7 +131,7 @@ def mutants_of_page_locks():
     )
     yield Mutant(
         "memory is unlocked while it is copied",
-        law(check_sources, STRAIGHT, "late"),
+        law(check_sources, Case("workers", "locked", "off"), "late"),
         *(CudaLockDriver, "unlock", unlocked_at_once),
     )
 
