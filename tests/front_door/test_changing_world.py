@@ -397,6 +397,7 @@ def rows() -> list[dict[str, Any]]:
     return [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
 
 
+@pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize("who", WHO)
 def test_each_batch_is_what_torch_reads_or_a_warning_comes_first(who, tmp_path) -> None:
     _folders.name = str(tmp_path / "torch")
