@@ -22,6 +22,7 @@ from lightning_fastdata.loading.source import (
     Source,
     epoch_of,
     indices_of,
+    makes_batches,
     open_source,
     reads_with_torch,
 )
@@ -29,7 +30,13 @@ from lightning_fastdata.loading.state_watch import StateWatch
 from lightning_fastdata.loading.tuned import LoaderWorkers, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.samplers import RankSampler, rows_in, sampler_in, set_epoch
+from lightning_fastdata.order.samplers import (
+    RankSampler,
+    is_drawn_at_start,
+    rows_in,
+    sampler_in,
+    set_epoch,
+)
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
@@ -45,10 +52,10 @@ if TYPE_CHECKING:
 
 
 _CHANGED_WHILE_READ: Final = (
-    "Step {{}} of the training changed {name} while it is read. It is read in the training "
-    "process, so that the batches that come next may have the change; workers, which may be chosen "
-    "elsewhere, would have it in the next epoch. Set num_workers=0 for the former, or a number of "
-    'them and executor="workers" for the latter.'
+    "Step {{}} of the training changed {name}, or its sampler, while it is read. It is read in the "
+    "training process, so that the batches that come next may have the change; workers, which may "
+    "be chosen elsewhere, would have it in the next epoch. Set num_workers=0 for the former, or a "
+    'number of them and executor="workers" for the latter.'
 )
 _PIPELINE_CHANGED: Final = (
     "Step {} of the training changed the pipeline of augment=, and the next epoch is the first "
@@ -308,7 +315,9 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         caches = caches_in(self.dataset) if here else []
         if here and (self.chosen or self.num_workers):
             text = _CHANGED_WHILE_READ.format(name=type(self.dataset).__name__)
-            return StateWatch((self.dataset, self.collate_fn, given), text, caches)
+            source = self.batch_sampler if makes_batches(self) else self.sampler
+            order = () if is_drawn_at_start(source) else (source,)
+            return StateWatch((self.dataset, self.collate_fn, given, *order), text, caches)
         return StateWatch(given, _PIPELINE_CHANGED, caches) if here and (given or caches) else None
 
     def _begin(self, begun: Pass) -> Iterator[Batch]:
