@@ -65,8 +65,6 @@ class Fingerprint(NamedTuple):
     """A digest of what belongs to this process, and is copied into others when they start."""
     live: bytes
     """A digest of what other processes see change: shared memory, and files."""
-    shared: bool
-    """They hold shared memory."""
 
 
 def fingerprint(
@@ -86,12 +84,10 @@ def fingerprint(
     sink = _Sink(clock.thread_time() + within_s)
     digesting = _Digesting(sink, roughly=roughly, with_globals=with_globals)
     try:
-        for one in objects:
-            digesting.note_live(_files(one))
         digesting.dump(objects)
     except Exception:  # whatever the __reduce__() of an object raises
         return None
-    return Fingerprint(sink.digest.digest(), digesting.live.digest(), digesting.shared)
+    return Fingerprint(sink.digest.digest(), digesting.live.digest())
 
 
 class _TooLongError(Exception):
@@ -122,7 +118,6 @@ class _Digesting(pickle.Pickler):
     def __init__(self, sink: _Sink, *, roughly: bool, with_globals: bool) -> None:
         super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
         self.live = hashlib.blake2b(digest_size=16)
-        self.shared = False
         self._roughly = roughly
         self._with_globals = with_globals
         self._looked_up = 0
@@ -138,9 +133,8 @@ class _Digesting(pickle.Pickler):
             return NotImplemented
         if isinstance(obj, type | FunctionType):
             return _stand_in, (id(obj), tuple(self._of_code(obj)))
-        if isinstance(obj, PurePath) and self._looked_up < _FEW:
-            self._looked_up += 1
-            self.note_live(_of_file(str(obj)))
+        if isinstance(obj, PurePath):
+            self._look_up(str(obj))
             return _stand_in, ("path", str(obj))
         if isinstance(obj, ModuleType):
             return _stand_in, ("module", obj.__name__)
@@ -149,12 +143,12 @@ class _Digesting(pickle.Pickler):
         if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
             return _stand_in, tuple(self._of_array(obj))
         if isinstance(obj, self._with_locks):
-            return self._shared(obj, bytes(cast("Any", obj).get_obj()))
+            self.live.update(bytes(cast("Any", obj).get_obj()))
+            return _stand_in, ("shared", id(obj))
         if isinstance(obj, _C_DATA):  # which may be shared, or this process's own
-            self.note_shared(content := bytes(cast("Any", obj)))
-            return _stand_in, (content,)
+            return _stand_in, (bytes(cast("Any", obj)),)
         if isinstance(obj, self._shared_kinds):
-            return self._shared(obj)
+            return _stand_in, ("shared", id(obj))
         if isinstance(obj, _LOCKS):
             return _stand_in, ("lock", id(obj))
         return self._of_others(obj)
@@ -172,42 +166,34 @@ class _Digesting(pickle.Pickler):
         """Yield what an object of the user's class holds, also what a pickle would leave out."""
         yield type(obj)
         yield object.__getstate__(obj)  # its __dict__ and __slots__
+        for value in held_by(obj).values():
+            if type(value) is str:
+                self._look_up(value)
         kind: Any = next((one for one in _BUILT_IN if isinstance(obj, one)), None)
         if kind is not None:
             yield kind(obj)
         elif not _is_python(type(obj)):
             yield obj.__reduce_ex__(5)  # what is not in Python's own attributes
 
-    def note_live(self, what: object) -> None:
-        """Take something into the digest of what others see change, too."""
-        self.live.update(repr(what).encode())
-
-    def note_shared(self, content: Any) -> None:
-        """Take the content of shared memory into that digest."""
-        self.shared = True
-        self.live.update(content)
-
-    def _shared(self, obj: object, content: bytes = b"") -> tuple[Any, tuple[object, ...]]:
-        self.note_shared(content)
-        return _stand_in, ("shared", id(obj))
+    def _look_up(self, path: str) -> None:
+        """Take the size and the time of a file into the digest of what others see change."""
+        if self._looked_up < _FEW:
+            self._looked_up += 1
+            self.live.update(repr(_of_file(path)).encode())
 
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
         if tensor.device.type != "cpu":
             raise TypeError("It would have to be copied from its device.")
-        if _is_shared(tensor):
-            self.shared = True
-            self.live.update(
-                _as_buffer(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-            )
-            yield from (tensor.data_ptr(), tensor.stride(), str(tensor.dtype), tuple(tensor.shape))
-            return
+        yield from (str(tensor.dtype), tuple(tensor.shape), held_by(tensor))
         if self._roughly and tensor.nbytes > _LARGE_BYTES:
-            yield from (tensor._version, tensor.data_ptr(), tuple(tensor.shape))
+            yield from (tensor._version, tensor.data_ptr())
             return
-        plain = tensor.detach().contiguous().reshape(-1)
-        yield from (str(tensor.dtype), tuple(tensor.shape))
-        yield _as_buffer(plain.view(torch.uint8).numpy())
-        yield held_by(tensor)
+        content = _as_buffer(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        if tensor.is_shared():  # type: ignore[no-untyped-call]
+            self.live.update(content)
+            yield from (tensor.data_ptr(), tensor.stride())
+        else:
+            yield content
 
     def _of_array(self, array: np.ndarray[Any, Any]) -> Iterator[object]:
         yield from (array.dtype.str, array.shape, held_by(array))  # of a subclass: a mask, say
@@ -216,13 +202,8 @@ class _Digesting(pickle.Pickler):
             owner = owner.base
         if isinstance(owner, np.memmap) and held(owner, "_mmap") is not None and owner.mode != "c":
             # Its pages are those of the file, for every process and at any time.
-            self.shared = True
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
-        base = owner.base
-        private = base is None or isinstance(base, bytes | np.memmap)
-        if not private and not (isinstance(base, torch.Tensor) and not _is_shared(base)):
-            self.shared = True  # or it may be: the memory is somebody else's
         if self._roughly and array.nbytes > _LARGE_BYTES:
             yield array.ctypes.data
             array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
@@ -245,11 +226,7 @@ class _Digesting(pickle.Pickler):
     def _of_function(self, function: FunctionType) -> Iterator[object]:
         yield from (id(function.__code__), function.__defaults__, function.__kwdefaults__)
         yield dict(vars(function))
-        for cell in function.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # a name that is not bound yet
-                yield None
+        yield closed_over(function)
         if is_users(function.__module__):
             yield self._of_globals(function.__module__)
 
@@ -275,6 +252,17 @@ class _Digesting(pickle.Pickler):
         return found
 
 
+def closed_over(function: FunctionType) -> list[object]:
+    """Return what a function closes over; None in the place of a name that is not bound yet."""
+    contents: list[object] = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:
+            contents.append(None)
+    return contents
+
+
 def _of_namespace(cls: type) -> dict[str, object]:
     """Return what a class has of its own: methods, and whatever else it holds."""
     found: dict[str, object] = {}
@@ -283,12 +271,13 @@ def _of_namespace(cls: type) -> dict[str, object]:
             found[name] = value.__func__
         elif isinstance(value, property):
             found[name] = (value.fget, value.fset, value.fdel)
-        elif isinstance(value, FunctionType) or _is_data(name, value):
+        elif isinstance(value, FunctionType) or is_data(name, value):
             found[name] = value
     return found
 
 
-def _is_data(name: str, value: object) -> bool:
+def is_data(name: str, value: object) -> bool:
+    """Return whether an attribute of a class is data: no method, nor what Python needs itself."""
     return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
 
 
@@ -303,12 +292,6 @@ def _is_python(cls: type) -> bool:
     return all(owner is object or owner.__flags__ & _HEAP_TYPE for owner in cls.__mro__)
 
 
-def _files(owner: object) -> list[object]:
-    """Return what the system says of the files that an object names in attributes of its own."""
-    texts = (value for value in held_by(owner).values() if type(value) is str)
-    return [_of_file(text) for text in islice(texts, _FEW)]
-
-
 def _of_file(path: str) -> tuple[int, int] | None:
     """Return size and time of the last change of a file; None: it is none."""
     try:
@@ -316,10 +299,6 @@ def _of_file(path: str) -> tuple[int, int] | None:
     except (OSError, ValueError):  # a text that names no file
         return None
     return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _as_buffer(array: Any) -> pickle.PickleBuffer:

@@ -79,7 +79,7 @@ class PipelineTransform:
         """What :meth:`for_samples` has made this of; it runs on the device."""
         self._why_not: str | None = None
         """Why nothing of it runs on a device; None: something may."""
-        self._take_in(fingerprint(compose))
+        self._take_in(_state_of(compose))
 
     def _take_in(self, state: Fingerprint | None) -> None:
         """Plan for the pipeline as it is now."""
@@ -103,7 +103,7 @@ class PipelineTransform:
 
         What a device does has to be found out anew; it does not crop any more.
         """
-        state = fingerprint(self.compose)
+        state = _state_of(self.compose)
         if state is not None and state == self._state:
             return self
         check_form(self.form, self.compose)
@@ -250,8 +250,10 @@ class PipelineTransform:
 
     def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
         with plain_tensors():
-            if self._epoch not in (None, key.epoch) and fingerprint(self.compose) != self._state:
-                self._take_in(fingerprint(self.compose))
+            if self._epoch not in (None, key.epoch):
+                state = _state_of(self.compose)
+                if state is None or state != self._state:
+                    self._take_in(state)
             self._epoch = key.epoch
             batch = self._on_batches().run(batch, fields, key)
             return convert_images(batch, fields, self._roles, self.form)
@@ -276,3 +278,8 @@ class PipelineTransform:
         rows = table([(place.name, place.where, place.why) for place in self.plan.placements])
         reason = refusal()
         return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
+
+
+def _state_of(compose: Node) -> Fingerprint | None:
+    # Globals have no part in what a device can do.
+    return fingerprint(compose, with_globals=False)

@@ -77,15 +77,7 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
     began. Only what wrappers hold themselves is looked at: a property may open what is to be opened
     in the workers.
     """
-    told: list[object] = []
-
-    def tell(one: object) -> bool:
-        done = _told(one, epoch)
-        told.extend([one] * done)
-        return done
-
-    _visit(dataset, tell)
-    return bool(told)
+    return _visit(dataset, lambda one: _told(one, epoch))
 
 
 def _told(one: Any, epoch: int) -> bool:
@@ -104,17 +96,24 @@ def _told(one: Any, epoch: int) -> bool:
     return True
 
 
-def _visit(dataset: object, done: Callable[[Any], bool]) -> None:
-    """Show a dataset to a function, and what it holds if that returns False."""
+def _visit(dataset: object, done: Callable[[Any], bool]) -> bool:
+    """Show a dataset to a function, and what it holds if that returns False.
+
+    Return whether it returned True for any.
+    """
     waiting: list[Any] = [dataset]
     seen: set[int] = set()
+    any_done = False
     while waiting:
         one = waiting.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if not done(one):
+        if done(one):
+            any_done = True
+        else:
             waiting.extend(_wrapped(one))
+    return any_done
 
 
 def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.fingerprint import closed_over, is_data
 from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -172,21 +173,10 @@ def _code(obj: type | FunctionType | BuiltinFunctionType | ModuleType) -> Iterat
     if isinstance(obj, type):
         yield obj.__mro__[1:]
         # Methods are in the source; what was made elsewhere, a table or a pipeline, is not.
-        yield {name: value for name, value in vars(obj).items() if _is_data(name, value)}
+        yield {name: value for name, value in vars(obj).items() if is_data(name, value)}
     elif isinstance(obj, FunctionType):
         yield obj.__defaults__, obj.__kwdefaults__, vars(obj)
-        yield tuple(map(_content, obj.__closure__ or ()))
-
-
-def _is_data(name: str, value: object) -> bool:
-    return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
-
-
-def _content(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was put into it so far
-        return _same
+        yield closed_over(obj)
 
 
 def _source(obj: type | FunctionType | ModuleType) -> str:

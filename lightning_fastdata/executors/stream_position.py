@@ -138,7 +138,7 @@ def counts_only(saved: dict[str, Any], epoch: int) -> dict[str, Any]:
             f"The stream's state in epoch {epoch} was saved on rank 0, for the part that it reads. "
             "This rank reads its own part from the beginning of a new stream, so that what that "
             "has from the passes before, as an order, is lost. Have the stream make it from "
-            "set_epoch(epoch).",
+            "the epoch, which on_train_epoch_start can tell it.",
             FastDataWarning,
             stacklevel=2,
         )

@@ -406,8 +406,8 @@ def tell_others(stream: object) -> None:
     """Say that a stream that was read again gave other samples than before."""
     name = type(stream).__name__
     remedy = (
-        "Have it shuffle by a seed and by the epoch of set_epoch(epoch), or give it state_dict() "
-        "and load_state_dict()."
+        "Have it shuffle by a seed and by the epoch, which on_train_epoch_start can tell it, or "
+        "give it state_dict() and load_state_dict()."
     )
     if is_a(stream, "webdataset"):
         remedy = (

@@ -231,8 +231,10 @@ class KeptExecutor:
         """
         if not self.aside:
             return True  # Threads and reused memory cost nothing between epochs.
-        seen, self._seen = self._seen, None
-        same = seen is not None and seen == self._state
+        seen, then, self._seen = self._seen, self._state, None
+        same = seen is not None and seen == then
+        if self.persistent:  # shared memory and files are theirs to see, too
+            same = seen is not None and then is not None and seen.own == then.own
         if not same and self._iterator is not None and not self.persistent:
             if not in_use:
                 self._iterator.close()

@@ -200,8 +200,8 @@ def _tell_draws(stream: object) -> None:
         "Those of the training process are not saved, and workers that are started anew for each "
         "epoch are seeded from torch's. So after this resume it draws other numbers than without a "
         "break, with workers from the next epoch on. Read it with num_workers=1 or more and "
-        "persistent_workers=True, or have it draw from a "
-        "generator of its own that is seeded in set_epoch(epoch).",
+        "persistent_workers=True, or have it draw from a generator of its own that is seeded by "
+        "the epoch, which on_train_epoch_start can tell it.",
         FastDataWarning,
         stacklevel=2,
     )

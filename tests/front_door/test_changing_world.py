@@ -318,6 +318,19 @@ class Changes(Callback):
         self.module._now("callback")
 
 
+def trainer_of(epochs: int, callback: Callback) -> Trainer:
+    return Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[callback],
+    )
+
+
 def trained(
     who: str, make: Callable[[Path], World], folder: Path, door: Callable[..., Any]
 ) -> Seen:
@@ -327,16 +340,7 @@ def trained(
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", FastDataWarning)
         module = Seen(who, change, raised)
-        trainer = Trainer(
-            max_epochs=EPOCHS,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            callbacks=[Changes(module)],
-        )
+        trainer = trainer_of(EPOCHS, Changes(module))
         given = door(arguments)
         if isinstance(given, FastDataModule):
             trainer.fit(module, datamodule=given)
@@ -472,15 +476,7 @@ def _judge(seen: Seen, wanted: Iterable[list[Any]]) -> None:
 def test_to_keep_workers_is_not_advised_where_they_would_read_something_else(changes) -> None:
     data = Rows(lambda own, _: own.number, number=0)
     callback = DataThroughputCallback(summary=False, report=False)
-    trainer = Trainer(
-        max_epochs=8,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[callback],
-    )
+    trainer = trainer_of(8, callback)
     # Each step starts an epoch, so that to start workers takes nearly all of the time.
     module = Seen("epoch end" if changes else "nobody", partial(plus_one, data, "number"), [])
     trainer.fit(module, DataLoader(data, LENGTH, num_workers=1))

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import functools
 import multiprocessing
-import threading
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 from front_door.test_changing_world import KINDS, Rows
 from misses import each
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock
@@ -77,23 +76,46 @@ def test_what_a_dataset_may_hold_is_compared(value: Any, change: Any) -> None:
 
 
 @each(
-    "value",
+    ("value", "change"),
     [
-        torch.zeros(2).share_memory_(),
-        torch.zeros(4).share_memory_().numpy()[1:],
-        multiprocessing.Value("i", 0),
-        multiprocessing.Array("i", 3),
-        np.frombuffer(multiprocessing.RawArray("i", 3), dtype=np.int32),
-        multiprocessing.Event(),
+        (torch.zeros(2).share_memory_(), lambda v: v.add_(1)),
+        (multiprocessing.Value("i", 0), lambda v: setattr(v, "value", 1)),
+        (multiprocessing.Array("i", 3), lambda v: v.__setitem__(0, 1)),
     ],
 )
-def test_memory_that_other_processes_see_change_is_said_to_be_shared(value: Any) -> None:
-    found = fingerprint([value])
-    assert found is not None
-    assert found.shared
-    private = fingerprint([torch.zeros(2), np.zeros(2), np.zeros(4)[1:], threading.Lock()])
-    assert private is not None
-    assert not private.shared
+def test_what_other_processes_see_change_is_told_from_what_they_were_started_with(
+    value: Any, change: Any
+) -> None:
+    data = Rows(lambda *_: 0, value=value)
+    before = fingerprint(data)
+    change(value)
+    after = fingerprint(data)
+    assert before is not None
+    assert after is not None
+    assert after.own == before.own
+    assert after.live != before.live
+
+
+@each("held", [torch.zeros(4).share_memory_().numpy()[1:], multiprocessing.RawArray("i", 3)])
+def test_memory_of_which_that_is_not_known_is_compared(held: Any) -> None:
+    before = fingerprint([held])
+    assert before is not None
+    held[0] = 5
+    assert fingerprint([held]) != before
+
+
+def test_a_file_that_an_object_names_is_compared_wherever_the_object_is_held(tmp_path) -> None:
+    file = tmp_path / "rows.txt"
+    file.write_text("0")
+    inner = Rows(lambda *_: 0, path=str(file))
+    whole = Subset(ConcatDataset([inner]), [1, 2])
+    before = fingerprint(whole)
+    assert before is not None
+    file.write_text("00")
+    after = fingerprint(whole)
+    assert after is not None
+    assert after.own == before.own
+    assert after.live != before.live
 
 
 def test_what_cannot_be_compared_has_none(tmp_path) -> None:

@@ -318,14 +318,14 @@ def _workers(loader: DataLoader[Any], *, keep: bool, chosen: bool) -> dict[str, 
         taken["timeout"] = loader.timeout
     if not loader.in_order:
         taken["in_order"] = False
-    open_ = chosen or (isinstance(loader, FastDataLoader) and loader.chosen)
+    left_open = chosen or (isinstance(loader, FastDataLoader) and loader.chosen)
     # What reads in the training process sees what steps change; which batches a stream gives
     # depends on how many workers share it out; a sampler of the user's may look at what steps
     # write, and is asked ahead for each worker.
     source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     stream = isinstance(loader.dataset, IterableDataset)
     stays = not loader.num_workers or stream or not is_drawn_at_start(source)
-    if keep or (stays and not open_):
+    if keep or (stays and not left_open):
         names = _WORKERS if loader.num_workers else _WORKERS[:1]
         taken |= {name: getattr(loader, name) for name in names}
     if keep:
