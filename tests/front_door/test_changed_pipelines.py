@@ -1,0 +1,102 @@
+"""A pipeline of ``augment=`` that the program changes while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from misses import each
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, OptionsError
+
+IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+
+
+class Images(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return IMAGE
+
+
+class Seen(LightningModule):
+    """Notes in which epochs images are inverted; lets something be done behind the first one."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.inverted: list[bool] = []
+        self.do = do
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        if number == 0:
+            self.inverted.append(bool(batch.flatten(1)[:, 0].min() > 200))
+        return self.weight.sum()
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.do()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(do: Callable[[], object], *callbacks: Any, **given: Any) -> list[bool]:
+    module = Seen(do)
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(module, **given)
+    return module.inverted
+
+
+def inverting() -> A.Compose:
+    return A.Compose([A.InvertImg(p=1), A.ToTensorV2()])
+
+
+CHANGES = [
+    lambda compose: setattr(compose.transforms[0], "p", 0),
+    lambda compose: compose.transforms.pop(0),
+]
+
+
+@each("change", CHANGES)
+@each("place", ["cpu", "gpu"])
+@each("workers", [0, 2])
+def test_a_pipeline_that_is_changed_in_place_holds_from_the_next_epoch_on(
+    change, place, workers
+) -> None:
+    compose = inverting()
+    how = {"batch_size": 4, "num_workers": workers, "augment": compose, "augment_on": place}
+    data = FastDataModule.from_datasets(Images(), **how)
+    assert fitted(lambda: change(compose), datamodule=data) == [True, False, False]
+
+
+@each("change", CHANGES)
+def test_so_does_one_of_the_callback(change) -> None:
+    compose = inverting()
+    callback = DataThroughputCallback(augment=compose, summary=False, report=False)
+    given = {"train_dataloaders": DataLoader(Images(), 4)}
+    assert fitted(lambda: change(compose), callback, **given) == [True, False, False]
+
+
+def test_another_pipeline_is_refused_while_the_training_runs_and_taken_before() -> None:
+    data = FastDataModule.from_datasets(Images(), batch_size=4, num_workers=0, augment=inverting())
+    with pytest.raises(OptionsError, match="augment= was set while the training runs"):
+        fitted(lambda: setattr(data, "augment", None), datamodule=data)
+    data = FastDataModule.from_datasets(Images(), batch_size=4, num_workers=0, augment=inverting())
+    data.augment = A.Compose([A.ToTensorV2()])
+    assert fitted(lambda: None, datamodule=data) == [False, False, False]

@@ -1,0 +1,194 @@
+"""When an epoch begins, and what of the program's state its batches are made of."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from misses import each
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+
+from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
+from lightning_fastdata.errors import WorkerError
+
+READERS = [("torch", 0), ("inline", 0), ("workers", 1), ("torch", 1)]
+
+
+class Rows(Dataset):
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.tensor([int(index), self.number])
+
+
+class Kinds(Rows):
+    """Samples are the types of their indices."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return type(index).__name__, str(getattr(index, "dtype", "")), str(index)
+
+
+class Given(Sampler):
+    """Counts how often it was begun."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items, self.begun = items, 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        yield from self.items
+
+
+class Stream(IterableDataset):
+    begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        yield from range(6)
+
+
+@each(("executor", "workers"), READERS)
+def test_nothing_is_taken_before_the_first_batch_is_asked_for(executor, workers) -> None:
+    sampler, generator = Given(*range(6)), torch.Generator().manual_seed(1)
+    before, of_all = generator.get_state(), torch.get_rng_state()
+    how = {"num_workers": workers, "executor": executor, "generator": generator}
+    batches = iter(FastDataLoader(Rows(), 2, sampler=sampler, **how))
+    stream = Stream()
+    others = iter(FastDataLoader(stream, 2, **how))
+    assert (sampler.begun, stream.begun) == (0, 0)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), of_all)
+    assert len(list(batches)) == len(list(others)) == 3
+    assert sampler.begun == 1
+
+
+@each(("executor", "workers"), READERS)
+@each("limit", [1.0, 3])
+def test_a_loader_that_is_made_anew_gives_the_first_pass_of_its_sampler(
+    executor, workers, limit, tmp_path
+) -> None:
+    def sampler() -> RandomSampler:
+        return RandomSampler(Rows(), generator=torch.Generator().manual_seed(4))
+
+    class Module(FastDataModule):
+        def train_dataloader(self) -> Any:
+            return self.make_loader(Rows(), stage="train", sampler=sampler())
+
+    class Seen(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.batches: list[Any] = []
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            self.batches.append(batch[:, 0].tolist())
+            return self.weight.sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Seen()
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        reload_dataloaders_every_n_epochs=1,
+        limit_train_batches=limit,
+        default_root_dir=tmp_path,
+    )
+    options = LoaderOptions(executor=executor, num_workers=workers)
+    trainer.fit(module, datamodule=Module(4, options=options))
+    one = [batch[:, 0].tolist() for batch in DataLoader(Rows(), 4, sampler=sampler())]
+    assert module.batches == 2 * one[: len(one) if limit == 1.0 else limit]
+
+
+@each(
+    "order",
+    [
+        {"sampler": Given(*torch.arange(6)), "batch_size": 2},
+        {"sampler": Given(*np.arange(6, dtype=np.int32)), "batch_size": 2},
+        {"batch_sampler": Given(*torch.arange(6).split(2))},
+        {"batch_sampler": Given(*np.arange(6).reshape(3, 2))},
+        {"batch_sampler": Given((0, 1), range(2, 4), [4, 5])},
+        {"sampler": Given(*torch.arange(3)), "batch_size": None},
+        {"sampler": Given([1], [2]), "batch_size": None},
+    ],
+)
+@each(("executor", "workers"), [*READERS, ("workers", 2)])
+def test_indices_reach_the_dataset_as_the_sampler_gave_them(order, executor, workers) -> None:
+    wanted = [list(map(str, batch)) for batch in DataLoader(Kinds(), num_workers=workers, **order)]
+    loader = FastDataLoader(Kinds(), num_workers=workers, executor=executor, **order)
+    assert [list(map(str, batch)) for batch in loader] == wanted
+
+
+def test_workers_that_are_added_read_what_the_others_read_or_are_refused() -> None:
+    data = Rows()
+    how = {"num_workers": 1, "executor": "workers", "persistent_workers": "unchanged"}
+    loader = FastDataLoader(data, 2, **how)
+    batches = iter(loader)
+    next(batches)
+    loader.set_workers(2)
+    data.number = 5
+    with pytest.raises(WorkerError, match="would not read what the others do"):
+        loader.set_workers(3)
+    assert {int(row[1]) for batch in batches for row in batch} == {0}
+    assert {int(row[1]) for batch in loader for row in batch} == {5}
+    loader.close()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_worker_in_the_place_of_a_dead_one_that_reads_something_else_is_told_of(changes) -> None:
+    data = Rows()
+    loader = FastDataLoader(data, 1, num_workers=1, executor="workers", prefetch_factor=1)
+    batches = iter(loader)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        seen = [next(batches)]
+        data.number = 5 if changes else 0
+        (child,) = batches.executor.children.values()
+        child.process.kill()
+        for batch in batches:
+            seen.append(batch)
+            if int(batch[0, 1]) == 5:
+                assert told
+    assert [int(batch[0, 0]) for batch in seen] == list(range(24))
+    assert any("may read other samples" in str(each.message) for each in told) is changes
+    assert child.process.exitcode == -signal.SIGKILL
+    loader.close()
+
+
+def test_loaders_without_workers_are_given_none_unless_that_is_asked_for() -> None:
+    given = DataLoader(Rows(), 2)
+    assert FastDataModule.from_loaders(given).train_dataloader().num_workers == 0
+    options = {"options": LoaderOptions(executor="workers")}
+    asked = FastDataModule.from_loaders(given, num_workers="auto", **options).train_dataloader()
+    assert asked.num_workers > 0
+    sampled = DataLoader(Rows(), 2, sampler=Given(*range(6)), num_workers=2)
+    assert FastDataModule.from_loaders(sampled).train_dataloader().num_workers == 2
+    assert FastDataLoader(Rows(), 2).num_workers == 0
+
+
+def test_only_what_steps_change_is_warned_of(recwarn) -> None:
+    class Counts(Rows):
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            self.number += 1
+            return super().__getitem__(index)
+
+    list(FastDataLoader(Counts(), 2, num_workers="auto"))
+    assert not [each for each in recwarn if each.category is FastDataWarning]
