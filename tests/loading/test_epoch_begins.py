@@ -137,6 +137,38 @@ def test_indices_reach_the_dataset_as_the_sampler_gave_them(order, executor, wor
     assert [list(map(str, batch)) for batch in loader] == wanted
 
 
+class Lowest(Sampler):
+    """Gives the sample of the lowest weight, as it is when that is asked for."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(24)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(24):
+            yield int(self.weights.argmin())
+
+
+def chosen_by(kind: Any, **how: Any) -> list[list[int]]:
+    """Return what two epochs read, each step of which raises the weights of its samples."""
+    sampler = Lowest()
+    loader, seen = kind(Rows(), 2, sampler=sampler, **how), []
+    for _ in range(2):
+        for batch in loader:
+            seen.append(batch[:, 0].tolist())
+            sampler.weights.index_add_(0, batch[:, 0], torch.ones(2))
+    return seen
+
+
+@each("workers", [0, 1, 3])
+@each("prefetch", [None, 1, 3])
+def test_a_sampler_that_looks_at_what_steps_write_gives_torchs_order(workers, prefetch) -> None:
+    how = {"num_workers": workers, "prefetch_factor": prefetch if workers else None}
+    assert chosen_by(FastDataLoader, executor="workers", **how) == chosen_by(DataLoader, **how)
+
+
 def test_workers_that_are_added_read_what_the_others_read_or_are_refused() -> None:
     data = Rows()
     how = {"num_workers": 1, "executor": "workers", "persistent_workers": "unchanged"}
@@ -175,7 +207,8 @@ def test_a_worker_in_the_place_of_a_dead_one_that_reads_something_else_is_told_o
 
 def test_loaders_without_workers_are_given_none_unless_that_is_asked_for() -> None:
     given = DataLoader(Rows(), 2)
-    assert FastDataModule.from_loaders(given).train_dataloader().num_workers == 0
+    kept = FastDataModule.from_loaders(given).train_dataloader()
+    assert (kept.num_workers, kept.chosen) == (0, False)
     options = {"options": LoaderOptions(executor="workers")}
     asked = FastDataModule.from_loaders(given, num_workers="auto", **options).train_dataloader()
     assert asked.num_workers > 0
