@@ -246,15 +246,19 @@ class PipelineTransform:
             BatchError: there is no image batch, or one of floats outside of [0, 1].
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
+        if self._epoch not in (None, key.epoch):
+            self._follow()
+        self._epoch = key.epoch
         return self._run_unprepared(batch, key, self._fields)
+
+    def _follow(self) -> None:
+        """Plan anew if the pipeline is not what it was."""
+        state = _state_of(self.compose)
+        if state is None or state != self._state:
+            self._take_in(state)
 
     def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
         with plain_tensors():
-            if self._epoch not in (None, key.epoch):
-                state = _state_of(self.compose)
-                if state is None or state != self._state:
-                    self._take_in(state)
-            self._epoch = key.epoch
             batch = self._on_batches().run(batch, fields, key)
             return convert_images(batch, fields, self._roles, self.form)
 

@@ -185,6 +185,7 @@ class BatchTransform(PipelineTransform):
             TransformError: the pipeline transforms boxes or keypoints (see :meth:`draw`), or
                 needs the CPU while ``strict``.
         """
+        self._follow()
         bare = isinstance(images, torch.Tensor)
         if masks is not None and not bare:
             raise BatchError(
@@ -229,6 +230,7 @@ class BatchTransform(PipelineTransform):
             BatchError: the targets are not what the pipeline needs.
             OptionsError: there are no such images.
         """
+        self._follow()
         form = ImageForm(size=(int(size[0]), int(size[1])), channels=channels, dtype=dtype)
         recorder = self._on_batches().recorder_without_pixels(
             form.size, form.channels, (frozenset({form.values}),)

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from misses import each
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule, OptionsError
+from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule, OptionsError
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 
@@ -91,6 +91,19 @@ def test_so_does_one_of_the_callback(change) -> None:
     callback = DataThroughputCallback(augment=compose, summary=False, report=False)
     given = {"train_dataloaders": DataLoader(Images(), 4)}
     assert fitted(lambda: change(compose), callback, **given) == [True, False, False]
+
+
+@each("change", CHANGES)
+@each("on_cpu", ["albumentations", "torch"])
+def test_so_does_one_that_is_called_with_the_next_call(change, on_cpu) -> None:
+    compose = inverting()
+    images = torch.from_numpy(np.stack([IMAGE] * 2))
+    aug = BatchTransform.from_albumentations(compose, on_cpu=on_cpu)
+    right = images.permute(0, 3, 1, 2)
+    assert torch.equal(aug(images), 255 - right)
+    change(compose)
+    assert torch.equal(aug(images), right)
+    assert torch.equal(aug.replay(aug.draw(2, size=(4, 4)), images), right)
 
 
 def test_another_pipeline_is_refused_while_the_training_runs_and_taken_before() -> None:
