@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from lightning_fastdata.types import Batch
@@ -77,6 +78,28 @@ def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> It
     else:
         for _, part in parts:
             yield from leaves(part, is_leaf)
+
+
+@runtime_checkable
+class _PilImage(Protocol):
+    size: tuple[int, int]
+
+    def getbands(self) -> tuple[str, ...]: ...
+
+
+def bytes_in(value: Batch) -> int:
+    """Return the bytes of all tensors, arrays and images in a sample or a batch."""
+    return sum(map(_leaf_bytes, leaves(value)))
+
+
+def _leaf_bytes(leaf: object) -> int:
+    if isinstance(leaf, torch.Tensor | np.ndarray | np.generic):
+        return int(leaf.nbytes)
+    if isinstance(leaf, bytes | str):
+        return len(leaf)
+    if isinstance(leaf, _PilImage):
+        return leaf.size[0] * leaf.size[1] * len(leaf.getbands())
+    return 8
 
 
 def replace_leaves(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lightning_fastdata.batches.bad_samples import (
     NO_SAMPLES,
@@ -19,6 +19,7 @@ from lightning_fastdata.batches.bad_samples import (
 from lightning_fastdata.batches.keyed import ReadsTogether, fetches_in_batches
 from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
+from lightning_fastdata.executors.gather.rows import Rows, rows_of
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 _Asked = TypeVar("_Asked")
 _Fetched = TypeVar("_Fetched")
+AT_START_BYTES: Final = 2**25
+"""So much memory an epoch takes at most that is read, or copied, when it begins."""
+AT_START_S: Final = 0.25
+"""So long it may take to read it then."""
 _OTHERS = 8
 """So many samples are tried to see what samples look like."""
 _COLLATION = -1
@@ -69,6 +74,14 @@ class FetchPlan:
     None: as the tasks show."""
     in_order: bool = True
     """Deliver in the plan's order; False: as they are ready."""
+    compared: tuple[object, ...] = ()
+    """What is read: processes that are kept tell whether it is there as it was. Empty: nobody asks.
+    """
+    at_start: bool = False
+    """The training process reads in place of side processes: an epoch as things are when it begins,
+    as far as that takes little time and memory."""
+    gathered: bool = False
+    """Batches are rows of the dataset's columns; False: they are made sample by sample."""
     context: Any = None
     """How side processes start: a ``multiprocessing`` context, its name, or None for Python's."""
     look_ahead: int = 8
@@ -124,6 +137,8 @@ class Fetcher:
         self._own_draws = bool(self._own)
         self._looked = False
         self._epoch: int | None = None
+        self._rows: Rows | None = None
+        self._rows_in_epoch: int | None = None
 
     def attempt(self, fetch: Callable[[], _Fetched]) -> _Fetched:
         """Return what ``fetch`` does, whose draws are those of the keys of its samples.
@@ -241,6 +256,8 @@ class Fetcher:
         if not self.plan.batched:
             sample = self.sample(indices, epoch)
             return NO_SAMPLES if sample is SKIPPED else self.plan.collate_fn(sample)
+        if self.plan.gathered and (gathered := self._gathered(indices, epoch)) is not None:
+            return gathered
         if fetches_in_batches(self.dataset):
             samples = self._together(self.dataset, indices, epoch)
         else:
@@ -260,6 +277,21 @@ class Fetcher:
         if self.stamps is not None:
             self.stamps.all_read()
         return self.collate(samples, indices, epoch)
+
+    def _gathered(self, indices: Any, epoch: int) -> Batch | None:
+        """Return the rows of a batch; None: the dataset itself has to make it, or to refuse it."""
+        if epoch != self._rows_in_epoch:
+            self._rows, self._rows_in_epoch = rows_of(self.dataset, tried=False), epoch
+        index = None if self._rows is None else self._rows.index_of(indices)
+        if self._rows is None or index is None:
+            return None
+        began_ns = clock.monotonic_ns()
+        batch = self._rows.gathered(index)
+        self.position = -1
+        if self.stamps is not None:
+            self.stamps.read(indices[0], began_ns, len(index))
+            self.stamps.all_read()
+        return batch
 
     def _together(
         self, dataset: ReadsTogether, indices: Sequence[object], epoch: int

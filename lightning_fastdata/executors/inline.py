@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.executors.fetch import Fetcher
+from lightning_fastdata.executors.fetch import AT_START_BYTES, AT_START_S, Fetcher
 from lightning_fastdata.executors.stream_position import (
     NO_NOTE,
     LanePosition,
@@ -21,9 +21,10 @@ from lightning_fastdata.executors.stream_position import (
 )
 from lightning_fastdata.executors.stream_state import ReadSamples, StateTaker, set_generator_states
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch, WaitWatch
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
+from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
@@ -230,20 +231,38 @@ def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetch
     return Fetcher(plan, guest=guest)
 
 
+class _Made(NamedTuple):
+    """A batch that was read and is not handed out yet."""
+
+    batch: Batch
+    error: Exception | None
+    """Raised in its place where it is asked for."""
+    faults: tuple[Fault, ...]
+    task: TaskStamps | None
+
+
 class InlineExecutor:
-    """Fetches in the calling thread; by index with the same randomness as ``workers``."""
+    """Fetches in the calling thread; by index with the same randomness as ``workers``.
+
+    In place of side processes (``plan.at_start``) it reads an epoch as things are when that begins:
+    all of its batches are made before the first one is handed out, as far as that takes
+    ``AT_START_S`` and ``AT_START_BYTES``. Others are read when they are asked for.
+    """
 
     def __init__(self, plan: FetchPlan) -> None:
         # The training's own draws must not depend on how its data is loaded.
         self._fetcher = fetcher_of(plan, guest=True)
         self._plan = plan
         self._batches: Iterator[Any] = iter(())
+        self._ready: deque[_Made] = deque()
         self._epoch = 0
         self._count = self._begun = 0
         self._first = True
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._history: StreamHistory | None = None
+        self.reads_later = True
+        """What comes next is read as things are by then."""
 
     def start_epoch(
         self, batches: Iterable[Any], epoch: int, *, resume: StreamPosition | None = None
@@ -256,6 +275,8 @@ class InlineExecutor:
             OptionsError: It is a position of several workers, or of other batches.
         """
         self._epoch, self._first, self._begun = epoch, True, 0
+        self._ready.clear()
+        self.reads_later = True
         fetcher = self._fetcher
         if not isinstance(fetcher, StreamFetcher):
             self._batches = fetcher.asks(batches)
@@ -282,7 +303,7 @@ class InlineExecutor:
         return self._history is not None and self._history.drew
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
-        """Return how many batches of the epoch were begun, and which were not handed over: none."""
+        """Return how many batches were handed over, or had no sample, and that none is left out."""
         return self._begun, ()
 
     def __iter__(self) -> InlineExecutor:
@@ -295,8 +316,47 @@ class InlineExecutor:
 
     def _next(self) -> Batch:
         self._wait.requested(recorded=self._records is not None)
-        indices = self._wait.sampled(self._batches)
+        tasks: tuple[TaskStamps, ...] | None = None
+        if self._plan.at_start and not self._begun and self._history is None:
+            tasks = self._read_at_start()
+        if self._ready:
+            made, tasks = self._ready.popleft(), tasks or ()
+        else:
+            made = self._read()
         self._begun += 1
+        if made.faults:
+            self._plan.faults.take(list(made.faults))
+        if made.error is not None:
+            raise made.error
+        self._note_stream(made.batch)
+        if made.batch is END_OF_STREAM:
+            self._batches = iter(())
+            raise StopIteration
+        if made.batch is NO_SAMPLES:
+            return made.batch
+        if made.task is not None and self._records is not None:
+            self._note(self._records, made.task, tasks)
+        self._first = False
+        return made.batch
+
+    def _read_at_start(self) -> tuple[TaskStamps, ...]:
+        """Make the batches of the epoch, as long as they take little time and memory."""
+        until_s, size_bytes = clock.monotonic() + AT_START_S, 0
+        while size_bytes < AT_START_BYTES and clock.monotonic() < until_s:
+            try:
+                made = self._read()
+            except StopIteration:
+                self.reads_later = False
+                break
+            self._ready.append(made)
+            if made.error is not None:
+                break
+            size_bytes += bytes_in(made.batch)
+        return tuple(made.task for made in self._ready if made.task is not None)
+
+    def _read(self) -> _Made:
+        """Make the next batch; :exc:`StopIteration` where the epoch ends."""
+        indices = self._wait.sampled(self._batches)
         plan, left_out = self._plan, list[Fault]()
         if plan.faults.quarantine:
             indices, left_out = plan.faults.left_out(
@@ -305,40 +365,53 @@ class InlineExecutor:
         stamps = self._fetcher.stamps
         if stamps is not None:
             stamps.begin()
+        batch, failed = NO_SAMPLES, None
         try:
             batch = self._fetcher.attempt(lambda: self._fetcher.batch(indices, self._epoch))
         except Exception as error:
-            note = self._fetcher.note(indices)
-            if note is not None:
-                error.add_note(note)
-            if isinstance(error, StopIteration):
-                # Raised from __next__, it would end the epoch early and without a word.
-                reason = "\n".join([f"StopIteration: {error}", *vars(error).get("__notes__", ())])
-                raise RuntimeError(f"Reading the dataset raised {reason}") from error
-            raise
-        finally:
-            task = None if stamps is None else stamps.end()
-            if left_out or self._fetcher.faults:
-                plan.faults.take([*left_out, *self._fetcher.faults])
-        self._note_stream(batch)
-        if batch is END_OF_STREAM:
-            self._batches = iter(())
-            raise StopIteration
-        if batch is NO_SAMPLES:
-            return batch
-        if task is not None and self._records is not None:
-            self._count += 1
-            self._records.append(
-                BatchStamps.of_caller(
-                    self._count,
-                    self._wait.requested_ns,
-                    task,
-                    first=self._first,
-                    own=self._wait.delivered(),
-                )
+            failed = error
+        task = None if stamps is None else stamps.end()
+        if failed is not None:
+            failed = self._noted(failed, indices)
+        return _Made(batch, failed, (*left_out, *self._fetcher.faults), task)
+
+    def _noted(self, error: Exception, indices: Any) -> Exception:
+        """Return what is to be raised in the place of an error of the dataset."""
+        note = self._fetcher.note(indices)
+        if note is not None:
+            error.add_note(note)
+        if not isinstance(error, StopIteration):
+            return error
+        # Raised from __next__, it would end the epoch early and without a word.
+        reason = "\n".join([f"StopIteration: {error}", *vars(error).get("__notes__", ())])
+        other = RuntimeError(f"Reading the dataset raised {reason}")
+        other.__cause__ = error
+        return other
+
+    def _note(
+        self,
+        records: deque[BatchStamps],
+        task: TaskStamps,
+        since: tuple[TaskStamps, ...] | None,
+    ) -> None:
+        """Note what the batch that is handed out has waited for.
+
+        ``since``: What was done since it was asked for, of a batch that was made when the epoch
+        began; None: its own task.
+        """
+        self._count += 1
+        requested_ns, own = self._wait.requested_ns, self._wait.delivered()
+        if since is None:
+            given = BatchStamps.of_caller(
+                self._count, requested_ns, task, first=self._first, own=own
             )
-        self._first = False
-        return batch
+        else:
+            times = requested_ns, clock.monotonic_ns()
+            ahead = len(self._ready)
+            given = BatchStamps(
+                self._count, task.samples, *times, since, ahead, first=self._first, own=own
+            )
+        records.append(given)
 
     def _note_stream(self, batch: Batch) -> None:
         if self._history is None or not isinstance(self._fetcher, StreamFetcher):
@@ -361,5 +434,6 @@ class InlineExecutor:
     def close(self) -> None:
         """Drop the epoch, and take no more stamps."""
         self._batches = iter(())
+        self._ready.clear()
         self.record(None)
         self._fetcher.drop()

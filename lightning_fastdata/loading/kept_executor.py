@@ -80,11 +80,42 @@ class _Respawns(Protocol):
     def respawned(self) -> int: ...
 
 
+class _State(NamedTuple):
+    """What is read at one moment."""
+
+    read: Fingerprint
+    """Dataset and ``collate_fn``, which workers call."""
+    pipeline: Fingerprint
+    """Of ``augment=``, which is made anew for each epoch in which it has changed."""
+
+    @property
+    def own(self) -> tuple[bytes, bytes]:
+        """All but what other processes see change."""
+        return self.read.own, self.pipeline.own
+
+
+@runtime_checkable
+class _TellsState(Executor, Protocol):
+    """An executor whose side processes tell what they read."""
+
+    def ask_states(self, within_s: float) -> None: ...
+
+    def read_the_same(self, digest: bytes, within_s: float) -> bool: ...
+
+
 @runtime_checkable
 class _Announces(Protocol):
     """An executor that knows whether its next batch is ready."""
 
     def ready(self) -> bool: ...
+
+
+@runtime_checkable
+class _ReadsAtStart(Executor, Protocol):
+    """An executor in the training process, which may have read an epoch when it began."""
+
+    @property
+    def reads_later(self) -> bool: ...
 
 
 @runtime_checkable
@@ -125,6 +156,7 @@ class SourceSettings(NamedTuple):
     stall_timeout: float | Literal["auto"]
     faults: FaultLog
     actor_options: dict[str, Any] | None
+    chosen: bool
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -154,9 +186,9 @@ class KeptExecutor:
         self.trial = CrewTrial(self.workers)
         self.aside = KINDS[self.name].side_processes
         self.persistent = self.settings.keeps is True
-        self._state: Fingerprint | None = None
+        self._state: _State | None = None
         """What the workers read, as it was when they started; None: it cannot be compared."""
-        self._seen: Fingerprint | None = None
+        self._seen: _State | None = None
         self.told = False
         """The dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
@@ -211,7 +243,8 @@ class KeptExecutor:
         self._mortal = executor if isinstance(executor, _Respawns) else None
         self._respawned = 0 if self._mortal is None else self._mortal.respawned
         reported = None if self.reported_batches is None else self.reported_batches()
-        running = EpochIterator(executor, self.finish, reported, keep=keep)
+        over = self._ask_workers if keep else None
+        running = EpochIterator(executor, self.finish, reported, over=over)
         self._running = weakref.ref(running)
         return running
 
@@ -235,6 +268,8 @@ class KeptExecutor:
         same = seen is not None and seen == then
         if self.persistent:  # shared memory and files are theirs to see, too
             same = seen is not None and then is not None and seen.own == then.own
+        elif same and seen is not None and not in_use:
+            same = self._workers_read(seen)
         if not same and self._iterator is not None and not self.persistent:
             if not in_use:
                 self._iterator.close()
@@ -256,19 +291,37 @@ class KeptExecutor:
         """
         return self.indices is not None and self.settings.worker_init_fn is None
 
-    def _read_state(self) -> Fingerprint | None:
+    def _read_state(self) -> _State | None:
         """Return what workers that start now read; None: it cannot be compared in time."""
         if self.indices is None:
             return None  # New processes read each epoch of a stream, or those that the user keeps.
+        given = () if self.settings.transform is None else self.settings.transform.made_of()
+        read = fingerprint(*self.plan.compared, within_s=self._budget_s())
+        pipeline = fingerprint(given, within_s=self._budget_s())
+        return None if read is None or pipeline is None else _State(read, pipeline)
+
+    def _budget_s(self) -> float:
+        """Return how long to compare what is read, at most."""
         epoch_s = (dataset_length(self.settings.dataset) or 0) * _PER_SAMPLE_S / _SHARE_OF_EPOCH
         if self._began_s is not None:
             epoch_s = clock.monotonic() - self._began_s
-        return fingerprint(
-            self.settings.dataset,
-            self.settings.collate_fn,
-            () if self.settings.transform is None else self.settings.transform.made_of(),
-            within_s=max(_LEAST_BUDGET_S, _SHARE_OF_EPOCH * epoch_s),
-        )
+        return max(_LEAST_BUDGET_S, _SHARE_OF_EPOCH * epoch_s)
+
+    def _ask_workers(self) -> None:
+        """Ask workers that may be kept what they read, now that an epoch is over."""
+        executor = self._iterator
+        if isinstance(executor, _TellsState) and self._state is not None and not self.persistent:
+            executor.ask_states(self._budget_s())
+
+    def _workers_read(self, seen: _State) -> bool:
+        """Return whether the workers would read the next epoch as new ones would.
+
+        What they have read may have changed their own copies: a counter, a cache, an open file.
+        """
+        executor = self._iterator
+        if not isinstance(executor, _TellsState):
+            return True
+        return executor.read_the_same(seen.read.own, self._budget_s())
 
     def _seed_of_processes(self, base_seed: int) -> int:
         if self.plan.seed is None:
@@ -306,6 +359,11 @@ class KeptExecutor:
     def keep(self) -> bool:
         """Whether what reads a stream outlives its epoch."""
         return self.persistent or not self.aside
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether what comes next of this epoch is read as things are by then."""
+        return not isinstance(self._last, _ReadsAtStart) or self._last.reads_later
 
     @property
     def draws_anew(self) -> bool:
@@ -405,7 +463,7 @@ class EpochIterator:
         finish: Callable[[Batch], Batch] | None = None,
         reported_batches: int | None = None,
         *,
-        keep: bool = True,
+        over: Callable[[], object] | None = None,
         error: Exception | None = None,
     ) -> None:
         self.executor = executor
@@ -413,7 +471,9 @@ class EpochIterator:
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
-        self._closer = None if keep or executor is None else weakref.finalize(self, executor.close)
+        if executor is not None and over is None:  # it ends with this iterator
+            over = weakref.finalize(self, executor.close)
+        self._over = over
 
     def __iter__(self) -> EpochIterator:
         return self
@@ -427,8 +487,8 @@ class EpochIterator:
             batch = next(self.executor)
         except StopIteration:
             self.executor = None
-            if self._closer is not None:
-                self._closer()
+            if self._over is not None:
+                self._over()
             raise
         self._given += 1
         if self._reported is not None and self._given > self._reported:

@@ -22,8 +22,8 @@ from lightning_fastdata.loading.source import (
     Source,
     epoch_of,
     indices_of,
-    makes_batches,
     open_source,
+    order_of,
     reads_with_torch,
 )
 from lightning_fastdata.loading.state_watch import StateWatch
@@ -315,10 +315,15 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         caches = caches_in(self.dataset) if here else []
         if here and (self.chosen or self.num_workers):
             text = _CHANGED_WHILE_READ.format(name=type(self.dataset).__name__)
-            source = self.batch_sampler if makes_batches(self) else self.sampler
+            source = order_of(self)
             order = () if is_drawn_at_start(source) else (source,)
-            return StateWatch((self.dataset, self.collate_fn, given, *order), text, caches)
+            what = (self.dataset, self.collate_fn, given, *order)
+            return StateWatch(what, text, caches, self._reads_later)
         return StateWatch(given, _PIPELINE_CHANGED, caches) if here and (given or caches) else None
+
+    def _reads_later(self) -> bool:
+        """Return whether what comes next of this epoch is read as things are by then."""
+        return not isinstance(self._inner, KeptExecutor) or self._inner.reads_later
 
     def _begin(self, begun: Pass) -> Iterator[Batch]:
         epoch = begun.epoch

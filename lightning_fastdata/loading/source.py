@@ -28,6 +28,7 @@ from lightning_fastdata.batches.libraries import Rank, rank_now, tell_rank
 from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, spreading
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
+from lightning_fastdata.executors.gather.rows import rows_of
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
 from lightning_fastdata.executors.torch_guard import GuardedCollate, GuardedDataset
 from lightning_fastdata.host.memory import read_host_memory
@@ -87,6 +88,11 @@ def makes_batches(loader: LoaderFacts) -> bool:
     return loader.batch_size is not None or loader.batch_sampler is not None
 
 
+def order_of(loader: LoaderFacts) -> Any:
+    """Return what gives the indices of samples, or of batches."""
+    return loader.batch_sampler if makes_batches(loader) else loader.sampler
+
+
 def reads_with_torch(loader: LoaderFacts) -> bool:
     """Return whether torch's own iterator reads the dataset."""
     pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
@@ -97,8 +103,7 @@ def indices_of(settings: SourceSettings) -> EpochIndices | None:
     """Return what gives the indices of a loader's epochs; None of a stream."""
     if isinstance(settings.dataset, IterableDataset):
         return None
-    source = settings.batch_sampler if makes_batches(settings) else settings.sampler
-    return EpochIndices(source, arrays=KINDS[settings.executor].gathers)
+    return EpochIndices(order_of(settings), arrays=KINDS[settings.executor].gathers)
 
 
 def open_source(
@@ -189,7 +194,11 @@ def _open_executor(
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
     default = collate_fn is collate_samples
-    splits = KINDS[executor].splits_batches and default and makes_batches(settings)
+    default = default and makes_batches(settings)
+    in_rows = KINDS[executor].needs_shared_memory and default and not streamed
+    gathered = in_rows and rows_of(dataset) is not None
+    default = default and not gathered
+    splits = KINDS[executor].splits_batches and default
     ahead = settings.num_workers * (settings.prefetch_factor or 2)
     if not streamed:
         split = splits and not reads_together(settings.dataset)
@@ -197,7 +206,10 @@ def _open_executor(
     plan = FetchPlan(
         dataset=dataset,
         collate_fn=collate_fn,
-        default_collation=default and makes_batches(settings),
+        default_collation=default,
+        gathered=gathered,
+        compared=() if streamed else (settings.dataset, settings.collate_fn),
+        at_start=settings.chosen and is_drawn_at_start(order_of(settings)),
         batched=makes_batches(settings),
         drop_last=streamed and settings.drop_last,
         # The state of a stream runs on from sample to sample, and so do its random numbers.
@@ -233,8 +245,7 @@ def ahead_by_index(loader: LoaderFacts, workers: int, *, split: bool) -> int:
 
     ``split``: the samples of one batch are given to several workers.
     """
-    source = loader.batch_sampler if makes_batches(loader) else loader.sampler
-    if not is_drawn_at_start(source):
+    if not is_drawn_at_start(order_of(loader)):
         # It may look at what steps write, and is asked when torch asks it: for so many batches at
         # first, and for one before each is handed out.
         return workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from lightning_fastdata.caches.folders import Kept
@@ -25,12 +25,21 @@ class StateWatch:
         objects: What is read.
         text: The warning where a step has changed it, with a place for its number.
         caches: Of what is read; used no more where a step has changed what they were made of.
+        reads_later: Returns whether what comes next is read as things are by then. Where it was
+            read when the epoch began, no step can change it.
     """
 
-    def __init__(self, objects: tuple[object, ...], text: str, caches: Sequence[Kept] = ()) -> None:
+    def __init__(
+        self,
+        objects: tuple[object, ...],
+        text: str,
+        caches: Sequence[Kept] = (),
+        reads_later: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._objects = objects
         self._text = text
         self._caches = caches
+        self._reads_later = reads_later
         self._count = 0
         self._began_s, self._spent_s = clock.monotonic(), 0.0
         self._looks = False
@@ -42,6 +51,7 @@ class StateWatch:
         began_s = clock.monotonic()
         cheap = self._spent_s <= _SHARE * (began_s - self._began_s)
         self._looks = cheap or not self._count & (self._count - 1)
+        self._looks &= self._reads_later()
         if self._looks and self._text:
             self._before = self._look()
             self._spent_s += clock.monotonic() - began_s

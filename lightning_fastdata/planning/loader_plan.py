@@ -97,6 +97,8 @@ class ExecutorChoice(NamedTuple):
     why: str
     alone: bool = False
     """The training process had better read for itself, where the number of workers is open."""
+    few: bool = False
+    """One worker does, where their number is open: reading costs next to nothing."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)

@@ -14,12 +14,13 @@ from torch.utils.data import TensorDataset
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.executors.fetch import AT_START_BYTES, AT_START_S
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere, unsuited
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
-from lightning_fastdata.planning.facts.probe import sample_bytes
 from lightning_fastdata.planning.loader_plan import (
     TORCH,
     ExecutorChoice,
@@ -42,6 +43,7 @@ from lightning_fastdata.planning.worker_count import (
     torch_queue,
     waits,
 )
+from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +59,7 @@ _KEEP: Final = "kept while what they read stays as it is; else they start anew, 
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
 _AS_IT_IS: Final = (None, "left as Python has it")
+_ROWS: Final = "its batches are rows of numbers, copied with one call per column"
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
 
 
@@ -100,6 +103,7 @@ def plan_for(
             facts,
             cpus=cpu.usable_cpus,
             shared_memory=shared_slots_supported(),
+            method=method,
             start_ms=start_ms,
         )
     if stream is not None and stream.here:
@@ -119,7 +123,7 @@ def plan_for(
         stream=stream,
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
-        sample_bytes=size if facts.sample is None else sample_bytes(facts.sample),
+        sample_bytes=size if facts.sample is None else bytes_in(facts.sample),
         cost=cost,
         split=facts.split,
         choice=choice,
@@ -137,28 +141,32 @@ def choose_executor(
     *,
     cpus: int = 2,
     shared_memory: bool = True,
+    method: str = "fork",
     start_ms: float = 0.0,
 ) -> ExecutorChoice:
     """Return the executor that suits a dataset, and why. Pure.
 
     ``num_workers=0`` is a wish to fetch in the training process, a higher number one for workers,
     also where the samples that were read are cheap: others may not be. ``shared_memory``: the
-    system has the memory that side processes need (Linux). ``start_ms``: what starting one of them
-    takes of each epoch.
+    system has the memory that side processes need (Linux), which are started by a ``method``.
+    ``start_ms``: what starting one of them takes of each epoch.
+
+    Where the number of workers is left open, an epoch is to be read as things are when it begins,
+    as workers read it. The training process itself can do that with what it can read, or copy, at
+    once when the epoch begins.
     """
     workers, batch_size = spec.options.num_workers, spec.batch_size or 1
     keyed = facts.draws or bool(spec.pipelines)
+    forked = method == "fork" and shared_memory
     aside: ExecutorName = "workers" if shared_memory else "torch"
     if spec.is_stream and workers != 0:
         return ExecutorChoice(aside, "each process reads its own stream")
-    # Keys for draws that are not made would cost each step of the training some 20 us.
-    here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
     if workers == 0:
+        # Keys for draws that are not made would cost each step of the training some 20 us.
+        here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
-    # It reads things as they are, and workers that are asked for, as they were at some time before.
     if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
-        why = "its batches are rows of numbers, copied with one call per column"
-        return ExecutorChoice("gather", why)
+        return _cheap(spec, "gather", _ROWS, forked=forked, size_bytes=facts.own_bytes)
     if facts.here is not None and workers == "auto":
         return ExecutorChoice("inline", facts.here, alone=True)
     lacks = "" if shared_memory else "; this system has no memory files for side processes"
@@ -190,7 +198,42 @@ def choose_executor(
         said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
     if shared < _WORTH_IT * alone:
         return ExecutorChoice(aside, said + lacks)
-    return ExecutorChoice(here, said, alone=True)
+    samples = math.inf if length is None else length
+    return _cheap(
+        spec,
+        "inline",
+        said,
+        forked=forked,
+        size_bytes=samples * (facts.cost.size_bytes or 0),
+        seconds=samples / batch_size * alone / 1000,
+    )
+
+
+def _cheap(
+    spec: LoaderSpec,
+    here: ExecutorName,
+    why: str,
+    *,
+    forked: bool,
+    size_bytes: float,
+    seconds: float = 0.0,
+) -> ExecutorChoice:
+    """Return who reads what the training process could read itself, through ``here``.
+
+    It does so if it can read, or copy, an epoch at once when that begins: later steps may have
+    changed what is read, which a forked process has as it was. Others take seconds to start.
+    """
+    source = spec.sampler if spec.batch_sampler is None else spec.batch_sampler
+    aside = None
+    if source is not None and not is_drawn_at_start(source):
+        aside = "its sampler is asked while the training runs"
+    elif size_bytes > AT_START_BYTES:
+        aside = f"a forked process keeps {size_bytes / 2**20:,.0f} MiB as they are"
+    elif seconds > AT_START_S:
+        aside = f"a forked process reads {seconds:.2g} s of samples as they are"
+    if aside is None or not forked:
+        return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
+    return ExecutorChoice("workers", f"{why}; {aside}", few=True)
 
 
 def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:

@@ -244,8 +244,9 @@ def count_workers(
     if situation.actors is not None:
         return *actors_for(situation.stage, situation.actors, batches=situation.batches), []
     alone = chosen.alone or (situation.batched_fetch and situation.in_memory and not ours)
-    if alone and (options.executor == "auto" or kind.is_torch):
-        return 0, "fetching a batch costs less than handing it over", []
+    if (alone or chosen.few) and (options.executor == "auto" or kind.is_torch):
+        # One that is aside reads things as they were when the epoch began.
+        return int(chosen.few), "fetching a batch costs less than handing it over", []
     on_cpu = situation.accelerator == "cpu"
     count, why = workers_for(situation.stage, cpu, on_cpu=on_cpu, batches=situation.batches)
     if situation.iterable and count > 1 and options.split is False:

@@ -216,6 +216,13 @@ def part_of_a_whole(_: Path) -> World:
     return {"dataset": whole}, partial(plus_one, inner, "number")
 
 
+def beside_an_open_file(folder: Path) -> World:
+    (folder / "open.txt").touch()
+    opened = (folder / "open.txt").open()  # which cannot be compared
+    data = Rows(lambda own, _: own.number, number=0, opened=opened)
+    return {"dataset": data}, partial(plus_one, data, "number")
+
+
 def columns_in_place(_: Path) -> World:
     rows = torch.zeros(LENGTH, 2)
     return {"dataset": TensorDataset(rows)}, lambda: rows.add_(1)
@@ -258,8 +265,8 @@ KINDS = (
     attribute, told_the_epoch, element_of_a_list, item_of_a_dict, tensor_in_place, array_in_place,
     object_within, function_in_its_place, class_attribute, global_of_the_module,
     variable_closed_over, buffer_of_the_past, collation, weights_of_a_sampler, list_of_a_sampler,
-    indices_of_a_subset, part_of_a_whole, columns_in_place, columns_replaced, shared_value,
-    shared_tensor, content_of_a_file, buffer_of_a_stream, attribute_of_a_stream,
+    indices_of_a_subset, part_of_a_whole, beside_an_open_file, columns_in_place, columns_replaced,
+    shared_value, shared_tensor, content_of_a_file, buffer_of_a_stream, attribute_of_a_stream,
 )  # fmt: skip
 SEEN_AT_ONCE = (shared_value, shared_tensor, content_of_a_file)
 """Workers, too, see these at some moment within an epoch; when, torch does not say."""
@@ -289,6 +296,7 @@ class Seen(LightningModule):
         batch = batch[0] if isinstance(batch, list | tuple) else batch
         self.batches.append(batch.tolist())
         self._now("step")
+        self._now(f"step {len(self.batches)}")
         if self._who == "thread":
             thread = threading.Thread(target=self._change)
             thread.start()
@@ -414,8 +422,6 @@ def test_each_batch_is_what_torch_reads_or_a_warning_comes_first(who, tmp_path) 
                 within = who in ("step", "thread")
                 if within and kind in SEEN_AT_ONCE and workers != 0:
                     continue
-                if within and kind is global_of_the_module and not read_as_asked(row):
-                    continue
                 with misses.case(kind.__name__, who, workers, "kept" * kept, row["door"]):
                     folder = tmp_path / str(number)
                     folder.mkdir()
@@ -426,6 +432,146 @@ def test_each_batch_is_what_torch_reads_or_a_warning_comes_first(who, tmp_path) 
                     else:  # with how many, is left open, and a sampler or a stream may tell
                         wanted = (by_torch(who, kind, each, kept=False) for each in range(1, 5))
                     _judge(seen, wanted)
+
+
+@pytest.mark.parametrize("step", [3, 5, 6, 7])
+def test_a_change_by_one_step_alone_is_read_when_torch_reads_it(step, tmp_path) -> None:
+    _folders.name = str(tmp_path / "torch")
+    by_torch.cache_clear()
+    with Misses() as misses:
+        for number, kind in enumerate(KINDS):
+            if kind in SEEN_AT_ONCE:
+                continue
+            with misses.case(kind.__name__):
+                door = DOORS[(number + step) % len(DOORS)]
+                seen = trained(
+                    f"step {step}", kind, tmp_path, partial(ours, door, "auto here", kept=False)
+                )
+                wanted = (by_torch(f"step {step}", kind, each, kept=False) for each in range(1, 5))
+                _judge(seen, wanted)
+                assert seen.warned is None
+
+
+class OwnCopy(Rows):
+    """Reading a sample changes the dataset, and the samples that come later."""
+
+    def __init__(self, look: Callable[[Rows, Any], Any]) -> None:
+        super().__init__(look, reads=0, kept={}, rows=[0] * LENGTH, opened=None)
+
+
+def counts_reads(data: Any, _: int) -> int:
+    data.reads += 1
+    return data.reads
+
+
+def keeps_what_it_read(data: Any, index: int) -> int:
+    return data.kept.setdefault(index % 2, len(data.kept) + index)
+
+
+def writes_into_a_list(data: Any, index: int) -> int:
+    data.rows[(index + 1) % LENGTH] += 1
+    return data.rows[index]
+
+
+def goes_on_in_a_file(data: Any, _: int) -> int:
+    if data.opened is None:
+        data.opened = open(__file__, "rb")  # noqa: SIM115
+    return len(data.opened.read(10)) and data.opened.tell()
+
+
+def counts_in_a_global(_: Any, __: int) -> int:
+    IN_A_GLOBAL["added"] += 1
+    return IN_A_GLOBAL["added"]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_what_reading_changes_in_a_worker_ends_with_the_epoch(context, tmp_path) -> None:
+    _folders.name = str(tmp_path / "torch")
+    IN_A_GLOBAL["added"] = 0
+    looks = (
+        counts_reads,
+        keeps_what_it_read,
+        writes_into_a_list,
+        goes_on_in_a_file,
+        counts_in_a_global,
+    )
+    with Misses() as misses:
+        for number, look in enumerate(looks[:1] if context == "spawn" else looks):
+            with misses.case(look.__name__):
+                given = {"dataset": OwnCopy(look)}
+                how: dict[str, Any] = {"batch_size": BATCH, "multiprocessing_context": context}
+                wanted = list(by_epochs(DataLoader(**given, **how, num_workers=1)))
+                loader = FastDataLoader(
+                    **given,
+                    **how,
+                    num_workers=1,
+                    persistent_workers="unchanged",
+                    executor="workers",
+                )
+                assert list(by_epochs(loader)) == wanted
+                if context == "fork":
+                    door = partial(ours, DOORS[number % 3], "auto aside", kept=False)
+                    module = trained("nobody", _unchanged(given), tmp_path, door)
+                    assert module.batches == [*wanted[0], *wanted[1]]
+
+
+def _unchanged(given: dict[str, Any]) -> Callable[[Path], World]:
+    return lambda _: (given, int)
+
+
+def by_epochs(loader: Any) -> Iterator[list[Any]]:
+    for _ in range(3):
+        yield [batch.tolist() for batch in loader]
+
+
+def tensor_of_rows(length: int, width: int) -> World:
+    rows = torch.zeros(length, width, dtype=torch.uint8)
+    return {"dataset": TensorDataset(rows)}, lambda: rows.add_(1)
+
+
+def array_below_a_tensor(length: int, width: int) -> World:
+    rows = np.zeros((length, width), np.uint8)
+    return {"dataset": TensorDataset(torch.from_numpy(rows))}, lambda: rows.__iadd__(1)
+
+
+def indices_below_a_subset(length: int, width: int) -> World:
+    indices = np.arange(length)
+    whole = TensorDataset(torch.arange(length * width).reshape(length, width).to(torch.uint8))
+    return {"dataset": Subset(whole, indices)}, lambda: np.copyto(indices, indices[::-1].copy())
+
+
+def part_of_joined_rows(length: int, width: int) -> World:
+    rows = torch.zeros(length - 1, width, dtype=torch.uint8)
+    parts = [TensorDataset(rows), TensorDataset(rows[:1].clone())]
+    return {"dataset": ConcatDataset(parts)}, lambda: rows.data.add_(1)
+
+
+@pytest.mark.parametrize(
+    "make", [tensor_of_rows, array_below_a_tensor, part_of_joined_rows, indices_below_a_subset]
+)
+@pytest.mark.parametrize(("executor", "width"), [("gather", 4), ("workers", 40_000)])
+def test_rows_of_an_epoch_are_those_of_its_start(executor, width, make) -> None:
+    length = 1000
+
+    def first_numbers(loader: Any, change: Callable[[], object]) -> list[list[int]]:
+        seen = []
+        for _ in range(2):
+            for number, (batch,) in enumerate(loader):
+                seen.append(batch[:, 0].tolist())
+                if number == 2:
+                    change()
+        return seen
+
+    given, change = make(length, width)
+    wanted = first_numbers(DataLoader(**given, batch_size=4, num_workers=1), change)
+    given, change = make(length, width)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        loader = FastDataLoader(**given, batch_size=4, num_workers="auto")
+        assert loader.executor == executor
+        seen = first_numbers(loader, change)
+    others = [at for at, pair in enumerate(zip(seen, wanted, strict=True)) if pair[0] != pair[1]]
+    assert others[:3] == []
 
 
 def test_what_is_read_ahead_of_a_shuffled_epoch_is_not_older_than_the_epoch(tmp_path) -> None:
@@ -448,15 +594,6 @@ def by_epoch(batches: list[Any]) -> list[Any]:
     samples = list(itertools.chain(*batches))
     each = len(samples) // EPOCHS
     return [sorted(samples[at : at + each]) for at in range(0, len(samples), each)]
-
-
-def read_as_asked(row: dict[str, Any]) -> bool:
-    """Return whether nobody but the user decided who reads.
-
-    Else steps that change a global are not warned of: most globals of a script are its own.
-    """
-    chosen = isinstance(row["workers"], str) or (row["door"] == "from_loaders" and not row["kept"])
-    return row["workers"] == 0 or not chosen
 
 
 def _judge(seen: Seen, wanted: Iterable[list[Any]]) -> None:

@@ -113,7 +113,7 @@ def folder(tmp_path):
         (Rows(), {}, "workers"),
         (Rows(), {"workers": 0}, "torch"),
         (Drawing(random.random), {"workers": 0}, "inline"),
-        (Rows(), {"step_s": 1e-6}, "torch"),
+        (Rows(), {"step_s": 1e-6}, "inline"),
         (Rows(), {"step_s": 1e-6, "workers": 2}, "workers"),
         (Drawing(random.random), {"step_s": 1e-6}, "inline"),
         (Drawing(np.random.rand), {"step_s": 1e-6}, "inline"),

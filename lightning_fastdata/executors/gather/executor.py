@@ -17,8 +17,8 @@ from lightning_fastdata.batches.bad_samples import NO_SAMPLES
 from lightning_fastdata.batches.packed import tensor_over
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.fetch import Fetcher
-from lightning_fastdata.executors.gather.rows import in_bounds, rows_of
+from lightning_fastdata.executors.fetch import AT_START_BYTES, Fetcher
+from lightning_fastdata.executors.gather.rows import in_bounds, rows_of, whole_numbers
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 
@@ -163,6 +163,8 @@ class GatherExecutor:
             limit_bytes=plan.memory_limit_bytes, shared=False, page_locks=page_locks
         )
         self._rows: Rows | None = None
+        self.reads_later = True
+        """What comes next is read as things are by then."""
         self._indices: Iterator[Any] = iter(())
         self._epoch = 0
         self._group = 1
@@ -179,7 +181,11 @@ class GatherExecutor:
         """Begin an epoch; what is left of the one before is dropped."""
         self._drop()
         # Tensors of a dataset may have been replaced, and indices of a subset shuffled.
-        self._rows = rows_of(self._plan.dataset, tried=False)
+        rows = rows_of(self._plan.dataset, tried=False)
+        own_bytes = 0 if rows is None else rows.own_bytes
+        if rows is not None and self._plan.at_start and own_bytes <= AT_START_BYTES:
+            rows, own_bytes = rows.as_now(), 0
+        self._rows, self.reads_later = rows, rows is None or own_bytes > 0
         self._indices, self._epoch = iter(batches), epoch
         self._first, self._begun = True, 0
 
@@ -262,7 +268,7 @@ class GatherExecutor:
 
     def _begin(self, group: list[Any]) -> None:
         rows = self._rows
-        parts = [part for part in map(_as_array, group) if part is not None]
+        parts = [part for part in map(whole_numbers, group) if part is not None]
         index = None
         if rows is not None and len(parts) == len(group):
             index = in_bounds(np.concatenate(parts) if len(parts) > 1 else parts[0], rows.length)
@@ -303,16 +309,3 @@ def _run(tasks: queue.SimpleQueue[GatherJob | None]) -> None:
         job.work()
         del job  # it holds the memory of its batches
     tasks.put(None)  # for the next thread
-
-
-def _as_array(indices: object) -> NDArray[np.int64] | None:
-    """Return the indices of a batch as an array, or None if they are none or not whole numbers."""
-    try:
-        index = np.asarray(indices)
-    except (TypeError, ValueError):
-        return None
-    if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu":
-        return None
-    if index.dtype == np.int64:
-        return index
-    return index.astype(np.int64) if np.can_cast(index.dtype, np.int64) else None

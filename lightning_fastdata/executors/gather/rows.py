@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -49,9 +49,10 @@ class Column:
         dtype: What the default collation makes of them.
         stored: How numpy writes a batch of ``dtype``; default: as the array.
         select: Row of the array for each index of the dataset; None: they are the same.
+        lasts: No program changes the array, or all processes see it change: it is that of a file.
     """
 
-    __slots__ = ("array", "dtype", "plain", "row_bytes", "select", "shape", "stored")
+    __slots__ = ("array", "dtype", "lasts", "plain", "row_bytes", "select", "shape", "stored")
 
     def __init__(
         self,
@@ -59,8 +60,11 @@ class Column:
         dtype: torch.dtype,
         stored: np.dtype[Any] | None = None,
         select: NDArray[np.int64] | None = None,
+        *,
+        lasts: bool = False,
     ) -> None:
         self.array = array
+        self.lasts = lasts or is_of_file(array)
         self.dtype = dtype
         self.stored = array.dtype if stored is None else stored
         self.select = select
@@ -75,7 +79,18 @@ class Column:
         """Return the same column over some of the rows, each within bounds and from 0."""
         if self.select is not None:
             select = self.select[select]
-        return Column(self.array, self.dtype, self.stored, select)
+        return Column(self.array, self.dtype, self.stored, select, lasts=self.lasts)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of this process's memory that a program may change."""
+        return 0 if self.lasts else self.array.nbytes
+
+    def as_now(self) -> Column:
+        """Return a column that stays as this one is now."""
+        array = self.array if self.lasts else self.array.copy()
+        select = None if self.select is None else self.select.copy()
+        return Column(array, self.dtype, self.stored, select, lasts=True)
 
     def take(self, index: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows, whose indices are within bounds and from 0, into an array."""
@@ -107,6 +122,16 @@ class JoinedColumn(Column):
         """Return the same column over some of the rows, each within bounds and from 0."""
         return JoinedColumn(self.parts, select if self.select is None else self.select[select])
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of this process's memory that a program may change."""
+        return sum(part.own_bytes for part in self.parts)
+
+    def as_now(self) -> Column:
+        """Return a column that stays as this one is now."""
+        select = None if self.select is None else self.select.copy()
+        return JoinedColumn(tuple(part.as_now() for part in self.parts), select)
+
     def take(self, index: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows, whose indices are within bounds and from 0, into an array."""
         if self.select is not None:
@@ -134,6 +159,29 @@ class Rows:
     def batch(self, tensors: list[torch.Tensor]) -> Batch:
         """Return a batch of the tensors of its columns, in the form of the default collation."""
         return _mapped(self.form, tensors.__getitem__)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of this process's memory that a program may change while they are read."""
+        return sum(column.own_bytes for column in self.columns)
+
+    def as_now(self) -> Rows:
+        """Return rows that stay as these are now."""
+        return replace(self, columns=tuple(column.as_now() for column in self.columns))
+
+    def index_of(self, indices: object) -> NDArray[np.int64] | None:
+        """Return the rows that a batch of a sampler asks for; None: they are no rows of these."""
+        index = whole_numbers(indices)
+        return None if index is None else in_bounds(index, self.length)
+
+    def gathered(self, index: NDArray[np.int64]) -> Batch:
+        """Return the batch of some rows, whose indices are within bounds and from 0."""
+        tensors = []
+        for column in self.columns:
+            out = np.empty((len(index), *column.shape), column.stored)
+            column.take(index, out)
+            tensors.append(torch.from_numpy(out).view(column.dtype))
+        return self.batch(tensors)
 
 
 def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
@@ -194,7 +242,7 @@ def _form(dataset: Any, columns: list[Column]) -> Batch:
     except UnsuitedError as error:
         raise NotRowsError from error
     return {
-        name: _leaf(Column(array, dtype, _stored(dtype), select), columns)
+        name: _leaf(Column(array, dtype, _stored(dtype), select, lasts=True), columns)
         for name, (array, dtype) in arrays.items()
     }
 
@@ -238,7 +286,7 @@ def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
         if "of" not in form:
             numbers = column_of(form)
             assert numbers is not None
-            return _leaf(Column(next(arrays), numbers[0]), columns)
+            return _leaf(Column(next(arrays), numbers[0], lasts=True), columns)
         parts = [of(part) for part in form["of"]]
         return dict(zip(form["keys"], parts, strict=True)) if form["is"] == "dict" else parts
 
@@ -261,6 +309,27 @@ def _form_of_joined(dataset: ConcatDataset[Any], columns: list[Column]) -> Batch
     start = len(columns)
     columns.extend(JoinedColumn(parts) for parts in zip(*joined, strict=True))
     return _mapped(forms[0], start.__add__)
+
+
+def is_of_file(array: NDArray[Any]) -> bool:
+    """Return whether an array lies in a file that is mapped, which all processes see change."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, np.memmap) and owner.mode != "c"
+
+
+def whole_numbers(indices: object) -> NDArray[np.int64] | None:
+    """Return the indices of a batch as an array, or None if they are none or not whole numbers."""
+    try:
+        index = np.asarray(indices)
+    except (TypeError, ValueError):
+        return None
+    if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu":
+        return None
+    if index.dtype == np.int64:
+        return index
+    return index.astype(np.int64) if np.can_cast(index.dtype, np.int64) else None
 
 
 def in_bounds(index: NDArray[np.int64], length: int) -> NDArray[np.int64] | None:
@@ -330,11 +399,7 @@ def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
     if not rows.length:
         return True
     ends = np.array([0, rows.length - 1])
-    tensors = []
-    for column in rows.columns:
-        out = np.empty((2, *column.shape), column.stored)
-        column.take(ends, out)
-        tensors.append(torch.from_numpy(out).view(column.dtype))
+    ours = rows.gathered(ends)
     try:
         if batched and fetches_in_batches(dataset):
             samples = dataset.__getitems__(ends.tolist())
@@ -346,5 +411,4 @@ def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
             theirs = default_collate(samples)
     except Exception:  # the true collation is to raise it, on the true batch
         return False
-    same = same_batch(rows.batch(tensors), theirs)
-    return same and all(map(torch.Tensor.is_contiguous, leaves(theirs)))
+    return same_batch(ours, theirs) and all(map(torch.Tensor.is_contiguous, leaves(theirs)))

@@ -74,7 +74,8 @@ def child_main(
     plan = prepare_process(plan, number, processes)
     progress = protocol.ProgressMemory(progress_memory)
     progress.state = protocol.State.INITIALISING
-    child = Child(TaskRunner(wire, plan, number, progress, epoch), queues[0] if queues else None)
+    runner = TaskRunner(wire, plan, number, progress, epoch, forked=bool(inherited.wires))
+    child = Child(runner, queues[0] if queues else None)
     if plan.worker_init_fn is not None:
         try:
             plan.worker_init_fn(number)
@@ -214,6 +215,8 @@ class Child:
                 # Not read from the memory later: an answer may be on its way then, and the next
                 # task noted.
                 runner.send(protocol.TaskTaken(inquiry, runner.progress.state))
+            case protocol.AskState(within_s):
+                runner.send(runner.state(within_s))
             case protocol.Retire():
                 if self.queue is not None:
                     self.poller.unregister(self.queue)

@@ -25,12 +25,15 @@ from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.wire import Wire
+from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.types import SampleKey
 
+_BEGAN_WITHIN_S = 0.05
+"""As the first batch of the epoch waits for it."""
 _Outcome: TypeAlias = tuple[protocol.TaskResult, tuple[int, ...]]
 """How a task ended, and open files that go with it."""
 
@@ -85,6 +88,8 @@ class TaskRunner:
     progress: protocol.ProgressMemory
     epoch: int | None
     """The one that ``set_epoch`` of the dataset was called with; None: it is called here."""
+    forked: bool
+    """It is a copy of the training process, where all lies at the same addresses."""
     stamped: bool = False
     layout: SampleLayout | None = None
     maps: dict[int, mmap] = field(default_factory=dict)
@@ -97,6 +102,8 @@ class TaskRunner:
         self.fetcher = fetcher_of(self.plan)
         watches = OperationWatch(self.plan.dataset), LineWatch()
         self._watch = TaskWatch(self.number, *watches, alone=True)
+        self._began = self._digest(_BEGAN_WITHIN_S)
+        """What is read, as it was when the epoch began; None: it is not known here."""
 
     def send(self, message: protocol.FromChild, files: tuple[int, ...] = ()) -> None:
         """Send a message to the training process, and end if that is gone."""
@@ -124,6 +131,7 @@ class TaskRunner:
                 if task.epoch != self.epoch:
                     tell_epoch(self.plan.dataset, task.epoch)
                     self.epoch = task.epoch
+                    self._began = self._digest(_BEGAN_WITHIN_S)
                 where = ""
                 result, files = fetcher.attempt(partial(self._fetch, task))
         except MisfitError:
@@ -148,6 +156,21 @@ class TaskRunner:
             self.send(protocol.TaskEnded(number, spent_ns, stamps, faults, failure))
         for descriptor in files:
             os.close(descriptor)
+
+    def state(self, within_s: float) -> protocol.StateTold:
+        """Return what is read, as it is here after all that was read, within so many seconds."""
+        now = fingerprint(*self.plan.compared, within_s=within_s) if self.plan.compared else None
+        digest = None if now is None else now.own
+        if self.forked:
+            return protocol.StateTold(digest, same=False)
+        return protocol.StateTold(None, same=digest is not None and digest == self._began)
+
+    def _digest(self, within_s: float) -> bytes | None:
+        """Return what is read, as it is now, where the training process cannot say it."""
+        if self.forked or not self.plan.compared:
+            return None
+        now = fingerprint(*self.plan.compared, within_s=within_s)
+        return None if now is None else now.own
 
     def _position(self, task: protocol.TaskRequest) -> int:
         """Return the position in the batch of the sample that is being read."""

@@ -92,6 +92,7 @@ class Crew:
             if child.tasks
             or child.progress.being_read()
             or child.progress.state in self._tasks
+            or child.asked
             or any(child.number in each.asked for each in self._inquiries)
         ]
 
@@ -120,6 +121,13 @@ class Crew:
         """Send a setting to all processes, also to those that are still to come."""
         self._settings[type(setting)] = setting
         self._send_all(setting)
+
+    def ask_states(self, generation: int, within_s: float) -> None:
+        """Ask each process what it reads, and have it do nothing of older generations."""
+        for child in self.children.values():
+            child.progress.generation = generation
+            child.asked, child.state = True, None
+            child.send(protocol.AskState(within_s))
 
     def close(self) -> None:
         """Stop all processes."""
@@ -221,6 +229,8 @@ class Crew:
                 yield Answer(child, task, message, files)
             case protocol.TaskTaken(inquiry, number):
                 yield from self._resolve(child, inquiry, number)
+            case protocol.StateTold():
+                child.asked, child.state = False, message
             case protocol.Retired():
                 child.retired = True
                 if self._queue is not None:

@@ -24,6 +24,7 @@ from lightning_fastdata.executors.pool.protocol import (
     Setting,
     Start,
     State,
+    StateTold,
     TaskEnded,
     ToChild,
 )
@@ -73,6 +74,10 @@ class ChildProcess:
         """Tasks that it has ended."""
         self.failure: BaseException | None = None
         """What its ``worker_init_fn`` raised."""
+        self.asked = False
+        """It has still to tell what it reads."""
+        self.state: StateTold | None = None
+        """What it has told of that last; None: it was not asked."""
         self.hang: Hang | None = None
         """Why it was killed."""
         self.retiring = False
@@ -305,6 +310,9 @@ class TaskCrew(Protocol):
 
     def configure(self, setting: Setting) -> None:
         """Send a setting to all, also to those that are still to come."""
+
+    def ask_states(self, generation: int, within_s: float) -> None:
+        """Ask each of ``children`` what it reads; tasks of older generations end."""
 
     def give(self, task: Task) -> bool:
         """Have one of them do a task; False if there is no room for it now."""

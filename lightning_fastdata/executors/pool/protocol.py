@@ -8,9 +8,9 @@
                    TaskRequest, through one queue for all
              ---------------------------------------------------->  whichever is free takes it
                    Start, GiveTask, GoOn, MapSlot, DropSlot, SetLayout,
-                   SetStamps, AskTaken, Retire
+                   SetStamps, AskTaken, AskState, Retire
              ---------------------------------------------------->  a wire of its own
-                   TaskEnded, TaskTaken, Retired, InitFailed
+                   TaskEnded, TaskTaken, StateTold, Retired, InitFailed
              <----------------------------------------------------  the same wire
                    ProgressMemory: its state, and what it reads
              <====================================================  memory that outlives it
@@ -141,13 +141,21 @@ class AskTaken(NamedTuple):
     inquiry: int
 
 
+class AskState(NamedTuple):
+    """Answer with :class:`StateTold`, within so many seconds of a CPU."""
+
+    within_s: float
+
+
 class Retire(NamedTuple):
     """Take nothing from the queue any more, and answer with :class:`Retired`."""
 
 
 Setting: TypeAlias = SetLayout | SetStamps
 """What holds for processes that are still to come, too."""
-ToChild: TypeAlias = Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken | Retire
+ToChild: TypeAlias = (
+    Start | GiveTask | GoOn | MapSlot | DropSlot | Setting | AskTaken | AskState | Retire
+)
 
 # From a side process to the training process: how a task ended, and the rest
 
@@ -219,6 +227,15 @@ class TaskTaken(NamedTuple):
     number: int
 
 
+class StateTold(NamedTuple):
+    """What the process reads, as it is there after all it has read."""
+
+    digest: bytes | None
+    """Of a forked process, as the training process would have it; None: it cannot be compared."""
+    same: bool
+    """Of any other process: it is as it was when the epoch began."""
+
+
 class Retired(NamedTuple):
     """Nothing will be taken from the queue any more."""
 
@@ -230,7 +247,7 @@ class InitFailed(NamedTuple):
     text: str
 
 
-FromChild: TypeAlias = TaskEnded | TaskTaken | Retired | InitFailed
+FromChild: TypeAlias = TaskEnded | TaskTaken | StateTold | Retired | InitFailed
 Message: TypeAlias = ToChild | FromChild
 
 _KINDS: Final = (*get_args(ToChild), *get_args(FromChild), *get_args(TaskResult))

@@ -76,6 +76,8 @@ class PoolExecutor:
         self._first = True
         self._now = EpochRun(epoch, self._now.generation + 1, iter(batches))
         self._crew.start_epoch(self._now.generation, epoch)
+        for child in self.children.values():
+            child.state = None  # which holds until they read again
         for task in [task for task in self._todo if self._is_old(task.batch)]:
             self._todo.remove(task)
             task.batch.open_tasks -= 1
@@ -146,6 +148,22 @@ class PoolExecutor:
             self.plan = self._splitter.plan = replace(self.plan, look_ahead=look_ahead)
         self._crew.resize(workers)
         self._trial = self._trial.with_workers(workers)
+
+    def ask_states(self, within_s: float) -> None:
+        """Ask each side process what it reads: the epoch is over."""
+        self._crew.ask_states(self._now.generation + 1, within_s)
+
+    def read_the_same(self, digest: bytes, within_s: float) -> bool:
+        """Return whether what side processes have read has changed nothing of what they read.
+
+        ``digest``: What the training process would have them read.
+        """
+        if any(child.state is None and not child.asked for child in self.children.values()):
+            self.ask_states(within_s)
+        while any(child.asked for child in self.children.values()):
+            self._receive(None)
+        told = [child.state for child in self.children.values()]
+        return all(state is not None and (state.same or state.digest == digest) for state in told)
 
     def close(self) -> None:
         """Stop all side processes and let go of the memory; batches handed out stay valid."""

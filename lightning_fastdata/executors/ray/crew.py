@@ -108,6 +108,9 @@ class RayCrew:
         self._actors.wanted = 0
         self._tasks.clear()
 
+    def ask_states(self, generation: int, within_s: float) -> None:
+        """Do nothing: actors are kept as they are."""
+
     def give(self, task: Task) -> bool:
         """Have an actor make a batch; False if all have enough to do, or memory runs short."""
         free = self._actors.with_room()

@@ -16,7 +16,7 @@ from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.executors.gather.rows import gatherable
+from lightning_fastdata.executors.gather.rows import Rows, rows_of
 from lightning_fastdata.executors.torch_guard import ReadingOn
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import (
@@ -63,6 +63,8 @@ class DatasetFacts:
     rows: bool = False
     """Batches are rows of columns of numbers, collated by default, without a transform. Then no
     sample is measured."""
+    own_bytes: int = 0
+    """Of such columns, as far as they are memory of this process that a program may change."""
     split: bool = False  # the samples of one batch may be given to several workers
     cost: SampleCost | None = None  # of reading a sample
     draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
@@ -93,17 +95,17 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     # Another process takes seconds to start if it is not forked, and the first batch tells as much.
     pays = method == "fork" or not (spec.reads_here or questions == Questions(sample=True))
     reads = spec.options.probe and pays and questions != Questions()
-    rows = (reads or questions.cost) and gatherable(spec.dataset)
+    rows = rows_of(spec.dataset) if reads or questions.cost else None
     plain = spec.default_collation and not (spec.transformed or spec.pipelines)
-    gathered = questions.cost and rows and plain
+    gathered = rows if questions.cost and plain else None
     facts_of = partial(_facts, spec, questions, gathered)
     if spec.is_stream:
         return replace(facts_of(Findings()), stream=split_of(spec, method))
     if not reads:
         return facts_of(Findings())
-    if rows:
+    if rows is not None:
         values: dict[str, object] = {}
-        questions = replace(questions, cost=questions.cost and not gathered)
+        questions = replace(questions, cost=questions.cost and gathered is None)
         as_it_is = replace(spec, worker_init_fn=None, sampler=None, batch_sampler=None)
         with kept_random_state():
             _answer(as_it_is, questions, values.__setitem__)
@@ -185,7 +187,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
 
 
 def _facts(
-    spec: LoaderSpec, questions: Questions, gathered: bool, findings: Findings
+    spec: LoaderSpec, questions: Questions, gathered: Rows | None, findings: Findings
 ) -> DatasetFacts:
     values = findings.values
     cost, draws = values.get("cost", (None, False))
@@ -195,7 +197,8 @@ def _facts(
         sample=values.get("sample"),
         uncollatable=values.get("uncollatable"),
         further=values.get("further", ()),
-        rows=gathered,
+        rows=gathered is not None,
+        own_bytes=0 if gathered is None else gathered.own_bytes,
         split=splits and not reads_together(spec.dataset),
         cost=cost,
         draws=draws,

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -32,7 +31,7 @@ from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import ShuffleSampler
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import leaves
+from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -90,28 +89,6 @@ class SampleCost:
     def wait_ms(self) -> float:
         """Milliseconds without any CPU: for a disk, a network, a lock, or a sleep."""
         return self.wall_ms - self.cpu_ms
-
-
-@runtime_checkable
-class _PilImage(Protocol):
-    size: tuple[int, int]
-
-    def getbands(self) -> tuple[str, ...]: ...
-
-
-def sample_bytes(sample: object) -> int:
-    """Return the bytes of all tensors, arrays and images in a sample."""
-    return sum(map(_leaf_bytes, leaves(sample)))
-
-
-def _leaf_bytes(leaf: object) -> int:
-    if isinstance(leaf, torch.Tensor | np.ndarray | np.generic):
-        return int(leaf.nbytes)
-    if isinstance(leaf, bytes | str):
-        return len(leaf)
-    if isinstance(leaf, _PilImage):
-        return leaf.size[0] * leaf.size[1] * len(leaf.getbands())
-    return 8
 
 
 def spread_indices(length: int, count: int) -> list[int]:
@@ -282,7 +259,7 @@ def measure_samples(
         # Where samples are read ahead, it waits for a batch while it decodes the one before.
         wall_ms=float((max(reads[2], reads[1] - reads[2]) if ahead else reads[1]) / reads[0]),
         cpu_ms=float(reads[2] / reads[0]),
-        size_bytes=sample_bytes(weighed) // max(1, in_weighed),
+        size_bytes=bytes_in(weighed) // max(1, in_weighed),
         samples=int(reads[0]),
         collate_ms=float(collated[3] / collated[0]),
         pace=1000 * median(paces_s) / _KNOWN_MS or 1.0,
