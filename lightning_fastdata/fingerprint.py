@@ -2,9 +2,9 @@
 
 It tells of this process alone. Compared are the attributes and elements of an object and of all
 that it holds, numbers in arrays and tensors, code by its address with what it closes over, the
-attributes of the user's classes, and the plain data (numbers, texts, and containers of these) among
-the globals of the user's modules that have a part in it; of a few files that are named alone, size
-and time. Not compared are other files, the environment, and globals of other kinds.
+attributes of the user's classes, the plain data (numbers, texts, and containers of these) among the
+globals of the user's modules that have a part in it, and how much ``functools.lru_cache`` has kept;
+of a few files that are named alone, size and time. Not compared are other files, the environment, and globals of other kinds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import enum
+import functools
 import hashlib
 import math
 import pickle
@@ -55,6 +56,7 @@ _BUILT_IN: Final = (dict, list, tuple, set, frozenset, deque, str, bytes, int, f
 _HEAP_TYPE: Final = 1 << 9
 """Of ``type.__flags__``: a class that was made by a class statement."""
 _C_DATA: Final = ctypes.Array.__mro__[1]
+_REMEMBERS: Final = type(functools.lru_cache(len))
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -156,7 +158,9 @@ class _Digesting(pickle.Pickler):
     def _of_others(self, obj: Any) -> Any:
         if isinstance(obj, MethodType):
             return _stand_in, ("method", obj.__func__, obj.__self__)
-        if held(obj, "__wrapped__") is not None:  # by functools.lru_cache, say
+        if isinstance(obj, _REMEMBERS):
+            return _stand_in, ("remembers", obj.cache_info().misses, held_by(obj))
+        if held(obj, "__wrapped__") is not None:
             return _stand_in, (type(obj).__qualname__, held_by(obj))
         if is_users(type(obj).__module__):
             return _stand_in, tuple(self._of_object(obj))
@@ -247,7 +251,7 @@ class _Digesting(pickle.Pickler):
                 home = value.__module__
                 if isinstance(home, str) and is_users(home):
                     found[key] = _plain_attributes(value), self._of_globals(home)
-            elif _is_plain(value, _DEPTH):
+            elif isinstance(value, _REMEMBERS) or _is_plain(value, _DEPTH):
                 found[key] = value
         return found
 

@@ -10,6 +10,7 @@ warning may come, before the first one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import threading
@@ -484,6 +485,15 @@ def counts_in_a_global(_: Any, __: int) -> int:
     return IN_A_GLOBAL["added"]
 
 
+@functools.lru_cache
+def remembers(index: int) -> int:
+    return index + remembers.cache_info().misses
+
+
+def remembers_what_it_read(_: Any, index: int) -> int:
+    return remembers(index % 2)
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_what_reading_changes_in_a_worker_ends_with_the_epoch(context, tmp_path) -> None:
     _folders.name = str(tmp_path / "torch")
@@ -494,6 +504,7 @@ def test_what_reading_changes_in_a_worker_ends_with_the_epoch(context, tmp_path)
         writes_into_a_list,
         goes_on_in_a_file,
         counts_in_a_global,
+        remembers_what_it_read,
     )
     with Misses() as misses:
         for number, look in enumerate(looks[:1] if context == "spawn" else looks):
