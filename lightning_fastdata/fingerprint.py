@@ -4,7 +4,8 @@ It tells of this process alone. Compared are the attributes and elements of an o
 that it holds, numbers in arrays and tensors, code by its address with what it closes over, the
 attributes of the user's classes, the plain data (numbers, texts, and containers of these) among the
 globals of the user's modules that have a part in it, and how much ``functools.lru_cache`` has kept;
-of a few files that are named alone, size and time. Not compared are other files, the environment, and globals of other kinds.
+of a few files that are named alone, size and time. Not compared are other files, the environment,
+and globals of other kinds.
 """
 
 from __future__ import annotations

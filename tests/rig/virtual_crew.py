@@ -68,6 +68,8 @@ class VirtualWorker:
         self.tasks: dict[int, Task] = {}
         """Taken, or sent to it alone, and not answered."""
         self.hang: Hang | None = None
+        self.asked = False
+        self.state: protocol.StateTold | None = None
         self.retiring = False
         self.sent: deque[tuple[int, Task] | None] = deque()
         """What is to become of samples that were read first."""
@@ -80,7 +82,7 @@ class VirtualWorker:
         self.process = SimpleNamespace(kill=self.kill, pid=self.runs.pid)
         # Global generators are those of the training process here, which nobody is to seed.
         plan = replace(crew.plan, seed=None, own=None, collate_fn=for_writing(crew.plan.collate_fn))
-        self.runner = TaskRunner(_Wire(self), plan, number, self.progress, epoch)
+        self.runner = TaskRunner(_Wire(self), plan, number, self.progress, epoch, forked=True)
         self.runner.maps = crew.maps
         # No line watch: that is a thread that looks on by real time.
         self.runner._watch = TaskWatch(number, OperationWatch(plan.dataset), None, alone=True)
@@ -242,6 +244,12 @@ class VirtualCrew:
         self._settings[type(setting)] = setting
         for worker in self.children.values():
             _follow(worker, setting)
+
+    def ask_states(self, generation: int, within_s: float) -> None:
+        """Have all tell at once what they read, in which nothing of theirs is a copy."""
+        for worker in self.children.values():
+            worker.progress.generation = generation
+            worker.state = worker.runner.state(within_s)
 
     def give(self, task: Task) -> bool:
         """Queue a task."""
