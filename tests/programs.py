@@ -2,7 +2,7 @@
 
 Python takes six seconds of CPU time to import Lightning. :func:`run_program` forks from a process
 that has imported it (``conftest.py``), and is otherwise as ``subprocess.run``. What a program
-imports, what its interpreter is told and which signals reach it are tested with ``subprocess``.
+imports, and what its interpreter is told, is tested with ``subprocess``.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def _run(
     threads: int | None,
 ) -> None:
     os.setsid()
+    # A shell that runs its tests in the background hands down a SIGINT that is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(folder)
