@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from conformance.forked_ranks import on_ranks
 from front_door.other_streams import LIBRARIES, as_it_is
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, FastDataWarning
 
@@ -40,16 +41,7 @@ def trained(data):
             return torch.optim.SGD(self.parameters(), 0.1)
 
     model = Learner()
-    Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=RANKS,
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(model, datamodule=data)
+    quiet_trainer(strategy="ddp", devices=RANKS, max_epochs=EPOCHS).fit(model, datamodule=data)
     return model.epochs
 
 

@@ -37,6 +37,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
 )
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -321,16 +322,7 @@ class Changes(Callback):
 
 
 def trainer_of(epochs: int, callback: Callback) -> Trainer:
-    return Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[callback],
-    )
+    return quiet_trainer(max_epochs=epochs, num_sanity_val_steps=0, callbacks=[callback])
 
 
 def trained(

@@ -10,9 +10,10 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -116,17 +117,7 @@ class MadeInSetup(FastDataModule):
 
 def train(module, tmp_path, callbacks=()):
     model = Model()
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
-        callbacks=list(callbacks),
-    )
+    trainer = quiet_trainer(str(tmp_path), devices=1, callbacks=list(callbacks))
     trainer.fit(model, datamodule=module)
     return model
 

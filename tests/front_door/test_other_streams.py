@@ -26,9 +26,10 @@ from front_door.other_streams import (
     importable,
     pixels,
 )
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -97,13 +98,9 @@ class Learner(LightningModule):
 
 def trained(data, folder, resume=None, callbacks=(), **arguments):
     model = Learner()
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        folder,
         enable_checkpointing=bool(callbacks),
-        default_root_dir=folder,
         callbacks=list(callbacks),
         **{"max_epochs": EPOCHS, **arguments},
     )
