@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from misses import Misses
+from misses import Misses, each
 
 import lightning_fastdata
 from benchmarks.code_size import PACKAGE, names_of_augment
@@ -73,7 +73,7 @@ def test_importing_loads_nothing_heavy_and_the_rooms_below_the_plugin_torch_alon
             misses.check(found == set(), statement, found)
 
 
-@pytest.mark.parametrize("name", lightning_fastdata.__all__)
+@each("name", lightning_fastdata.__all__)
 def test_every_public_name_can_be_used(name):
     assert getattr(lightning_fastdata, name).__name__ == name
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from misses import each
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainers import quiet_trainer
@@ -145,7 +146,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.parametrize(("given", "told"), DATASETS.values(), ids=DATASETS)
+@each(("given", "told"), DATASETS.values())
 def test_what_is_no_dataset_is_called_by_its_name(tmp_path, given, told):
     class Photos(FastDataModule):
         def train_dataset(self):
@@ -250,7 +251,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "told"), ARGUMENTS.values(), ids=ARGUMENTS)
+@each(("arguments", "told"), ARGUMENTS.values())
 def test_impossible_arguments_of_a_module_are_told_by_its_constructor(arguments, told):
     with pytest.raises(FastDataError, match=told):
         FastDataModule(4, **arguments)
@@ -286,7 +287,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize(("given", "arguments", "told"), LOADERS.values(), ids=LOADERS)
+@each(("given", "arguments", "told"), LOADERS.values())
 def test_impossible_arguments_of_a_loader_are_told_by_its_constructor(given, arguments, told):
     with pytest.raises(FastDataError, match=told):
         FastDataLoader(*given, **arguments)

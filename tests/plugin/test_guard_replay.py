@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from misses import each
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 from trainers import quiet_trainer
@@ -282,7 +283,7 @@ BATCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@each("name", BATCHES)
 def test_samples_of_a_batch_are_counted(name):
     batch, rows = BATCHES[name]
     assert rows_of(batch) == rows
