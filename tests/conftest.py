@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import gc
+import importlib.metadata
 import multiprocessing
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from process_memory import settle
+from programs import PRELOADED, serve
 from thoroughness import choose_examples, left_out, longest_first
 from torch.utils.data import BatchSampler, DataLoader
 from virtual_time import PatientClock, virtual_time
 
 choose_examples()
 
+# Nothing of what is imported becomes garbage.
+gc.disable()
+
 # Albumentations asks the network for its newest version at import unless this is set.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 # Programs of tests, and workers, that are started so find imported what takes seconds.
-multiprocessing.set_forkserver_preload(
-    ["lightning.pytorch", "albumentations", "lightning_fastdata"]
+multiprocessing.set_forkserver_preload(PRELOADED)
+
+# Each Trainer asks all installed packages for callbacks, which takes it ten milliseconds.
+_entry_points = importlib.metadata.entry_points
+
+
+@functools.cache
+def _entry_points_on(path, wanted):
+    return _entry_points(**dict(wanted))
+
+
+importlib.metadata.entry_points = lambda **wanted: _entry_points_on(
+    tuple(sys.path), tuple(wanted.items())
 )
 
 # Without a GPU the Triton kernels are tested in Triton's interpreter, which has to be asked for
@@ -104,16 +121,20 @@ def freed_memory_given_back():
     batch-size guard makes many.
     """
     yield
-    gc.collect()
-    gc.freeze()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    settle()
 
 
-def pytest_collection_finish():
+def pytest_configure(config):
+    """Import once, in each process of pytest-xdist, what its tests and their programs need."""
+    if hasattr(config, "workerinput") and sys.platform == "linux":
+        serve()
+
+
+def pytest_collection_finish(session):
     """Leave what was imported by now, and the tests, out of collections of garbage."""
-    gc.collect()
-    gc.freeze()
+    gc.enable()
+    if not session.config.option.collectonly:
+        settle()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -2,25 +2,60 @@
 
 Python takes six seconds of CPU time to import Lightning. :func:`run_program` forks from a process
 that has imported it (``conftest.py``), and is otherwise as ``subprocess.run``. What a program
-imports, what its interpreter is told and which signals reach it are tested with ``subprocess``.
+imports, and what its interpreter is told, is tested with ``subprocess``.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import types
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import torch
+
+PRELOADED = ["lightning.pytorch", "albumentations", "lightning_fastdata"]
+
+
+def serve() -> None:
+    """Have the processes of ``forkserver`` be forks of this one, with what takes long imported.
+
+    The server that :mod:`multiprocessing` would start imports it once more.
+    """
+    for name in PRELOADED:
+        importlib.import_module(name)
+    address = connection.arbitrary_address("AF_UNIX")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    alive, ours = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            own = {0, 1, 2, listener.fileno(), alive}
+            for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - own:
+                with suppress(OSError):
+                    os.close(descriptor)
+            multiprocessing.set_forkserver_preload(["__main__"])
+            forkserver.main(listener.detach(), alive, [])
+        finally:
+            os._exit(0)
+    os.close(alive)
+    listener.close()
+    server = forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd = address, ours
+    server._forkserver_pid = process
 
 
 def run_program(
@@ -62,6 +97,8 @@ def _run(
     threads: int | None,
 ) -> None:
     os.setsid()
+    # A shell that runs its tests in the background hands down a SIGINT that is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(folder)

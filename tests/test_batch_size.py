@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
@@ -73,9 +74,7 @@ def test_two_sizes_ran_unless_the_device_is_full_at_three_rows(device, asked):
     assert ran or device.cost(1) > device.capacity
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [(3, [2, 3]), (4, [2, 4]), (8, [2, 4]), (12, [3, 6]), (256, [4, 8])]
-)
+@each(("asked", "expected"), [(3, [2, 3]), (4, [2, 4]), (8, [2, 4]), (12, [3, 6]), (256, [4, 8])])
 def test_one_row_alone_is_never_tried_on_a_device_with_room(asked, expected):
     roomy = Device(fixed=0, per_row=1, capacity=GIB)
     assert [probe.rows for probe in probe_sizes(asked, roomy.measure)] == expected
@@ -330,7 +329,7 @@ def test_a_dataset_smaller_than_the_batch_is_judged_by_its_own_rows():
     assert (cut.batch_size, cut.accumulate_grad_batches) == (50, 2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "fits", "rows", "batches"),
     [(256, 100, 64, 4), (256, 128, 128, 2), (96, 40, 32, 3), (127, 64, 64, 2), (10, 4, 2, 5)],
 )
@@ -365,7 +364,7 @@ def test_impossible_options_are_refused_by_name():
 # --- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         torch.OutOfMemoryError("anything"),
@@ -388,7 +387,7 @@ def test_errors_of_full_devices_are_known(error):
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)"),

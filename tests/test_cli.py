@@ -7,6 +7,7 @@ import re
 import subprocess
 
 import pytest
+from misses import each
 from programs import run_program
 
 from lightning_fastdata import __version__
@@ -63,7 +64,7 @@ def test_a_roomy_machine_has_nothing_to_complain_of():
     assert re.search(r"^torch +2\.9$", text, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("cpu", "held", "has_gpu", "said"),
     [
         (cpus(64, quota=4.0), memory(), True, "4 CPUs of the 64"),

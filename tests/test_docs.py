@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from augment.trainers import Keeps, quiet_trainer
 from programs import run_program
 from torch.utils.data import Subset
+from trainers import Keeps, quiet_trainer
 
 import lightning_fastdata
 from lightning_fastdata import sources

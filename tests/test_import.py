@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from misses import Misses, each
 
 import lightning_fastdata
 from benchmarks.code_size import PACKAGE, names_of_augment
@@ -16,9 +17,13 @@ from lightning_fastdata import augment
 HEAVY = (
     "albumentations",
     "cv2",
+    "h5py",
     "jsonargparse",
     "lightning",
+    "lmdb",
     "matplotlib",
+    "obstore",
+    "pyarrow",
     "pytorch_lightning",
     "rich",
     "tensorboard",
@@ -26,38 +31,49 @@ HEAVY = (
 )
 
 
-def loaded_modules(statement: str) -> set[str]:
-    """Return the top-level modules of a fresh interpreter after a statement."""
-    code = f"{statement}; import json, sys; print(json.dumps([*sys.modules]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
-    )
-    return {name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import lightning_fastdata",
-        "import lightning_fastdata.errors, lightning_fastdata.host.cpu",
-        "import lightning_fastdata.demo.photos",
-        "import lightning_fastdata.cli",
-        "import lightning_fastdata.insight.live.page, lightning_fastdata.insight.live.status",
-    ],
+LIGHT = (
+    "import lightning_fastdata",
+    "import lightning_fastdata.errors, lightning_fastdata.host.cpu",
+    "import lightning_fastdata.demo.photos",
+    "import lightning_fastdata.cli",
+    "import lightning_fastdata.insight.live.page, lightning_fastdata.insight.live.status",
 )
-def test_importing_loads_nothing_heavy(statement):
-    assert loaded_modules(statement) & {*HEAVY, "torch"} == set()
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    "module", ["loading.loader", "augment.transform", "insight.report.run_report"]
+"""What loads no torch either."""
+ROOMS = (
+    "import lightning_fastdata.loading.loader",
+    "import lightning_fastdata.augment.transform",
+    "import lightning_fastdata.insight.report.run_report",
+    "import lightning_fastdata.sources",
+    "from lightning_fastdata.randomness import search; search.find_composes([object()])",
 )
-def test_the_rooms_below_the_plugin_load_no_lightning_and_no_extras(module):
-    assert loaded_modules(f"import lightning_fastdata.{module}") & set(HEAVY) == set()
+IN_A_PROCESS = """
+import json, os, sys
+
+for statement in sys.argv[1:]:
+    if statement == "import torch":
+        import torch
+    elif os.fork() == 0:
+        before = set(sys.modules)
+        exec(statement)
+        loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+        print(json.dumps([statement, [*loaded]]), flush=True)
+        os._exit(0)
+    else:
+        os.wait()
+"""
 
 
-@pytest.mark.parametrize("name", lightning_fastdata.__all__)
+def test_importing_loads_nothing_heavy_and_the_rooms_below_the_plugin_torch_alone():
+    command = [sys.executable, "-c", IN_A_PROCESS, *LIGHT, "import torch", *ROOMS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    loaded = dict(map(json.loads, done.stdout.splitlines()))
+    with Misses() as misses:
+        for statement in (*LIGHT, *ROOMS):
+            found = set(loaded[statement]) & {*HEAVY, "torch"}
+            misses.check(found == set(), statement, found)
+
+
+@each("name", lightning_fastdata.__all__)
 def test_every_public_name_can_be_used(name):
     assert getattr(lightning_fastdata, name).__name__ == name
 

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from misses import each
 
 import lightning_fastdata
 from lightning_fastdata.errors import VersionError
@@ -30,7 +31,7 @@ def having(**versions):
     return installed
 
 
-@pytest.mark.parametrize(
+@each(
     "versions",
     [
         {"torch": "2.6.0+cu124", "lightning": "2.5.3"},
@@ -44,7 +45,7 @@ def test_what_is_new_enough_or_unknown_is_left_alone(versions):
     check_versions(having(**versions))
 
 
-@pytest.mark.parametrize(
+@each(
     ("versions", "told"),
     [
         ({"torch": "2.5.1+cu121"}, "needs torch 2.6 or newer, and 2.5.1"),

@@ -25,19 +25,22 @@ REALTIME = os.environ.get("TEST_REALTIME") == "1"
 MUTANTS = os.environ.get("TEST_MUTANTS") == "1"
 
 LONGEST = (
-    *("front_door/test_zero_code.py", "resilience/test_preemption.py"),
-    *("resilience/test_resume_laws.py", "executors/test_kills.py", "executors/test_faults.py"),
-    *("augment/test_self_check.py", "test_docs.py"),
-    *("tuning/test_tuned_loader.py", "conformance/test_running.py", "test_examples.py"),
-    *("resilience/test_stream_resume.py", "caches/test_cached_source.py", "test_demo.py"),
-    *("caches/test_cached_dataset.py", "conformance/test_ranks.py", "front_door/test_deadline.py"),
-    *("resilience/test_hangs.py", "plugin/test_guard_choice.py", "test_typing.py"),
-    *("resilience/test_time_travel.py", "conformance/test_evaluation.py", "test_cli.py"),
-    *("resilience/test_resume_on_ranks.py", "plugin/test_guard_on_ranks.py"),
-    *("resilience/test_lightning_bugs.py", "front_door/test_tuned_training.py"),
-    "conformance/test_causes.py",
-    *("front_door/test_other_streams.py", "front_door/test_cached_training.py"),
-    "front_door/test_other_systems.py",
+    *("resilience/test_resume_laws.py", "front_door/test_changing_world.py", "test_docs.py"),
+    *("front_door/test_other_streams.py", "resilience/test_preemption.py"),
+    *("front_door/test_zero_code.py", "caches/test_cached_source.py"),
+    *("resilience/test_stream_resume.py", "resilience/test_bad_samples.py"),
+    *("executors/test_fault_races.py", "executors/test_kills.py", "augment/test_fused.py"),
+    *("conformance/test_missing_packages.py", "sources/test_objects.py"),
+    *("executors/test_stream.py", "front_door/test_resume.py", "plugin/test_guard_choice.py"),
+    *("caches/test_cached_dataset.py", "conformance/test_running.py"),
+    *("plugin/test_guard_on_ranks.py", "augment/test_later_draws.py", "executors/test_faults.py"),
+    *("device/test_late_copies.py", "front_door/test_notebook.py"),
+    *("front_door/test_several_loaders.py", "planning/test_inspection.py"),
+    *("front_door/test_names_inside_reading.py", "resilience/test_cut_short.py"),
+    *("plugin/test_prefetching.py", "executors/test_pool_on_machine.py"),
+    *("loading/test_epoch_begins.py", "executors/test_gather.py"),
+    *("front_door/test_loggers_and_reports.py", "caches/test_identity.py"),
+    "augment/test_exhaustive_colours.py",
 )
 """Files that take longest, many of them in programs of their own. They come first where files are
 shared out to several processes: one that comes last leaves all others idle."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
+from misses import each
 
 from lightning_fastdata.augment.batch_images import BatchImages
 from lightning_fastdata.errors import BatchError
@@ -26,8 +27,8 @@ def tiles(page, height=40, width=60):
     return [page[top : top + height, left : left + width] for top, left in corners]
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 6])
-@pytest.mark.parametrize("form", ["hwc", "chw", "float", "dict", "alone"])
+@each("count", [1, 2, 5, 6])
+@each("form", ["hwc", "chw", "float", "dict", "alone"])
 def test_every_image_is_in_the_picture_as_it_is(count, form):
     photos = PHOTOS[:count]
     batch = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from augment.batches import in_worker, keys
 from augment.mixed_samples import CLASSES, IMAGES, PIPELINE, Photos, carried_out
-from augment.trainers import quiet_trainer
 from misses import each
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed

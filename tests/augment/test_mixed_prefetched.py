@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from augment.mixed_samples import CLASSES, PIPELINE, Photos
-from augment.trainers import Keeps, quiet_trainer
 from device.host_streams import HostStreams
 from misses import each
 from torch.utils.data import DataLoader
+from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, RandomErasing, mixed

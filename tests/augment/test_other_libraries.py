@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
-from augment.trainers import Keeps, quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
+from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, prefetch
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
-from augment.trainers import Keeps, quiet_trainer
 from misses import each
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
+from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import (
     BatchTransform,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from misses import each
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.batches.layout import MisfitError, layout_of
@@ -47,8 +48,8 @@ class Made(Dataset):
         return self.make(index)
 
 
-@pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("count", [1, 2, 256])
+@each("kind", SAMPLES)
+@each("count", [1, 2, 256])
 def test_what_is_written_at_once_is_what_torch_collates(kind: str, count: int) -> None:
     samples = [SAMPLES[kind](i) for i in range(count)]
     layout = layout_of(samples[0], default_collate)
@@ -76,7 +77,7 @@ ODD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ODD)
+@each("kind", ODD)
 def test_a_sample_that_differs_is_found_among_those_written_at_once(kind: str) -> None:
     first, samples = ODD[kind]
     layout = layout_of(first, default_collate)

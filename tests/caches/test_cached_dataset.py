@@ -22,6 +22,7 @@ import torchvision.transforms as T
 from caches.made import Made
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from misses import each
 from PIL import Image
 from programs import run_program
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -204,9 +205,7 @@ class Draws(Dataset):
         return next(self.numbers)
 
 
-@pytest.mark.parametrize(
-    "how", ["torch", "numpy", "random", "rarely", "own generator", "pipeline", "counts"]
-)
+@each("how", ["torch", "numpy", "random", "rarely", "own generator", "pipeline", "counts"])
 def test_random_samples_are_refused(tmp_path, how):
     with pytest.raises(DatasetError, match=r"Draws draws at random.*transform="):
         ld.CachedDataset(Draws(how), tmp_path)[0]

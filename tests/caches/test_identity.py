@@ -19,6 +19,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from misses import each
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
@@ -441,7 +442,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@each("what", REFUSED)
 def test_what_cannot_be_compared_asks_for_a_key(tmp_path, what):
     data = Plain(held=REFUSED[what]())
     with pytest.raises(DatasetError, match=r"Plain holds cannot be recog.*key=\"photos-1\""):

@@ -11,6 +11,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from misses import each
 
 from lightning_fastdata.caches.sample_file import SampleFile, locked
 from lightning_fastdata.caches.sample_form import taken_apart
@@ -157,7 +158,7 @@ def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path):
         assert not there or is_whole(sample, index, varies=True)
 
 
-@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"format": 99, "samples": 400}', '{"a": 1}'])
+@each("manifest", ["", "{", "[]", '{"format": 99, "samples": 400}', '{"a": 1}'])
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, manifest):
     create(tmp_path / "c", varies=False).close()
     (tmp_path / "c" / "manifest.json").write_text(manifest)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from misses import each
 from PIL import Image
 from torchvision import tv_tensors
 
@@ -94,7 +95,7 @@ def test_torchvisions_images_stay_what_they_are(kind):
     assert torch.equal(again, tensor)
 
 
-@pytest.mark.parametrize(
+@each(
     ("sample", "named"),
     [
         ((1, Decimal(3)), r"decimal\.Decimal at sample\[1\]"),

@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from programs import run_program
@@ -28,29 +25,6 @@ def launched(program: Path, *arguments: str) -> None:
     """Run a program to its end; ranks that hang are killed and fail."""
     done = run_program(program, *arguments, threads=1, timeout_s=500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-
-
-def launched_anew(program: Path, *arguments: str) -> None:
-    """Do the same in a process that a shell might have started, which takes signals as such."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(program.parents[1]), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(program), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, output.decode()[-3000:]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def on_ranks(ranks: int, act: Callable[[], None]) -> None:

@@ -167,7 +167,7 @@ def test_images_of_different_sizes_name_the_sizes(tmp_path):
             fit(tmp_path, module)
 
 
-@pytest.mark.parametrize("value", [0, -1, True, "8", 2.0, None])
+@each("value", [0, -1, True, "8", 2.0, None])
 def test_impossible_batch_sizes(value):
     with pytest.raises(OptionsError, match="whole number of at least 1"):
         FastDataModule(batch_size=value)
@@ -239,7 +239,7 @@ def test_a_pipeline_that_would_not_come_first(tmp_path, first):
         fit(tmp_path, module, callbacks=[callback])
 
 
-@pytest.mark.parametrize("value", ["flip", 3, A.HorizontalFlip, A.Compose, [A.HorizontalFlip()]])
+@each("value", ["flip", 3, A.HorizontalFlip, A.Compose, [A.HorizontalFlip()]])
 def test_what_is_not_a_transform(value):
     for attempt in (
         lambda: FastDataModule(augment=value),

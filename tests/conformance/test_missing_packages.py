@@ -26,15 +26,13 @@ ALL = {*OTHERS, *(name for names in ALONE.values() for name in names)}
 SCRIPT = '''
 import importlib.util, json, os, sys, warnings
 
-import lightning.pytorch as pl
+import IMPORTED as pl
 import torch
 from torch.utils.data import TensorDataset
 
 import lightning_fastdata
-from lightning_fastdata import (
-    DataThroughputCallback, FastDataModule, FastImageFolder, LoaderOptions, MixUp, decode_crop,
-    register,
-)
+from lightning_fastdata import FastImageFolder, LoaderOptions, MixUp, decode_crop, register
+from lightning_fastdataTWIN import DataThroughputCallback, FastDataModule
 from lightning_fastdata.augment.mixing import mixed
 from lightning_fastdata.cli import main
 from lightning_fastdata.sources import ObjectSource
@@ -88,6 +86,7 @@ if __name__ == "__main__":
         trainer.fit(model, datamodule=module)
     print()
     print(json.dumps({
+        "packages": [one for one in ("lightning", "pytorch_lightning") if one in sys.modules],
         "names": [name for name in dir(lightning_fastdata) if not name.startswith("_")
                   and getattr(lightning_fastdata, name, None) is None],
         "seen": model.seen,
@@ -104,8 +103,10 @@ if __name__ == "__main__":
 '''
 
 
-def train_without(hidden, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
+def train_without(hidden, tmp_path, package="lightning.pytorch"):
+    twin = ".pytorch_lightning" if package == "pytorch_lightning" else ""
+    script = SCRIPT.replace("IMPORTED", package).replace("TWIN", twin)
+    (tmp_path / "train.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-S", "train.py"],
         capture_output=True,
@@ -122,6 +123,7 @@ def train_without(hidden, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "fastdata · train · 8 steps" in done.stdout
     told = json.loads(done.stdout.splitlines()[-1])
+    assert told["packages"] == [package.partition(".")[0]]
     assert told["names"] == []
     assert told["seen"] == 32
     assert told["page"]
@@ -132,8 +134,10 @@ def hint(extra):
     return f'pip install "lightning-fastdata[{extra}]"'
 
 
-def test_a_training_runs_without_any_extra(tmp_path):
-    told = train_without(ALL, tmp_path)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_training_runs_without_any_extra_and_without_the_other_lightning(tmp_path, package):
+    told = train_without(ALL, tmp_path, package)
     assert told["logger"] == "CSVLogger"
     assert told["warnings"] == []
     assert hint("images") in told["folder"]

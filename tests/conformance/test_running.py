@@ -6,14 +6,10 @@ import copy
 import gc
 import json
 import multiprocessing
-import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +29,8 @@ from lightning.pytorch.profilers import (
     PyTorchProfiler,
     SimpleProfiler,
 )
+from misses import each
+from programs import run_program
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -521,10 +519,7 @@ def test_row_52_a_run_that_ends_in_mid_epoch_is_reported(tmp_path, capsys, how):
 
 
 SCRIPT = """
-import signal, sys, torch
-
-# A shell that runs its tests in the background hands down a SIGINT that is ignored.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import os, sys, torch
 from conformance.pieces import Linear, Rows, make_trainer
 from torch.utils.data import DataLoader
 from lightning_fastdata import DataThroughputCallback
@@ -532,7 +527,7 @@ from lightning_fastdata import DataThroughputCallback
 class Says(Linear):
     def training_step(self, batch, batch_idx):
         if batch_idx == 5:
-            print("stepping", flush=True)
+            os.kill(os.getpid(), int(sys.argv[2]))
         return super().training_step(batch, batch_idx)
 
 rows = Rows(100_000, dict.fromkeys(range(100_000), 0.01))
@@ -541,24 +536,9 @@ trainer.fit(Says(), DataLoader(rows, batch_size=1))
 """
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@each("sent", [signal.SIGTERM, signal.SIGINT])
 def test_row_52_a_signal_leaves_summary_and_report(tmp_path, sent):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
-    try:
-        line = process.stdout.readline()
-        while line and "stepping" not in line:
-            line = process.stdout.readline()
-        process.send_signal(sent)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert "fastdata · train" in out, err
+    done = run_program("-c", SCRIPT, tmp_path, int(sent))
+    assert "fastdata · train" in done.stdout, done.stderr
     steps = json.loads((tmp_path / "report.json").read_text())["stages"]["train"]["steps"]
     assert 5 <= steps < 100_000

@@ -37,28 +37,28 @@ LATEST = [("late", 0), ("late-main", 0)]
 seen = functools.cache(train)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(7)
 @CASES
 def test_the_bytes_of_a_batch_are_right_at_the_first_and_the_last_read_of_a_step(case):
     for schedule, seed in schedules(case):
         check_bytes(case, seen(case, schedule, seed))
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(7)
 @CASES
 def test_no_locked_memory_is_written_while_a_queued_copy_reads_it(case):
     for schedule, seed in schedules(case):
         check_sources(case, seen(case, schedule, seed))
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(7)
 @CASES
 def test_the_host_waits_for_the_device_only_to_hold_no_more_batches_there(case):
     for schedule, seed in LATEST:
         check_waits(case, seen(case, schedule, seed))
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(7)
 @CASES
 def test_a_late_device_holds_no_more_than_a_few_batches(case):
     for schedule, seed in LATEST:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 from torch.utils.data import (
     BatchSampler,
@@ -302,7 +303,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@each("kind", REFUSED)
 def test_what_is_not_rows_as_they_are_is_not_gathered(kind) -> None:
     assert not gatherable(REFUSED[kind])
     with pytest.raises(OptionsError, match="neither tensors nor arrays"):
@@ -314,9 +315,9 @@ def test_a_collate_function_of_the_user_is_never_passed_over() -> None:
         open_executor("gather", plan_of(TABLE, default_collation=False))
 
 
-@pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("data", [TensorDataset(TABLE), Subset(TABLE, range(8)), TABLE.numpy()])
-@pytest.mark.parametrize("bad", [8, -9, 2**40])
+@each("threads", [0, 2])
+@each("data", [TensorDataset(TABLE), Subset(TABLE, range(8)), TABLE.numpy()])
+@each("bad", [8, -9, 2**40])
 def test_an_index_out_of_range_raises_what_the_dataset_raises_at_its_batch(
     data, bad, threads
 ) -> None:
@@ -459,7 +460,7 @@ def test_threads_end_with_their_executor(end) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
-@pytest.mark.parametrize("odd", [[True, False], [1.0], ["a"], [[1, 2]], [[1], [2, 3]], [None]])
+@each("odd", [[True, False], [1.0], ["a"], [[1, 2]], [[1], [2, 3]], [None]])
 def test_other_indices_than_whole_numbers_are_for_the_dataset_to_judge(odd) -> None:
     def outcome(read: Any) -> Any:
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from insight.cut_waits import Cutter, total
+from misses import each
 from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
 from rig.virtual_crew import Costs, VirtualExecutor
 from torch.utils.data import Dataset, default_collate
@@ -277,8 +278,8 @@ def test_who_is_slow_is_not_stuck(cost):
         pool.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
-@pytest.mark.parametrize("workers", [2, 3])
+@each("size", [1, 2, 8])
+@each("workers", [2, 3])
 def test_workers_that_wait_for_each_other_in_their_first_sample_all_have_one(workers, size):
     machine = Machine(2)
     with machine.installed():

@@ -6,7 +6,7 @@ import os
 import pickle
 from typing import Any, get_args
 
-import pytest
+from misses import each
 
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.protocol import ProgressMemory, State
@@ -21,12 +21,12 @@ from lightning_fastdata.executors.pool.wire import (
 MESSAGES = [*get_args(protocol.ToChild), *get_args(protocol.FromChild)]
 
 
-@pytest.mark.parametrize("kind", [protocol.TaskRequest, *MESSAGES])
+@each("kind", [protocol.TaskRequest, *MESSAGES])
 def test_each_message_is_in_the_drawing(kind: Any) -> None:
     assert kind.__name__ in str(protocol.__doc__)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MESSAGES if kind is not protocol.TaskEnded])
+@each("kind", [kind for kind in MESSAGES if kind is not protocol.TaskEnded])
 def test_messages_arrive_as_what_they_were(kind: Any) -> None:
     ours, theirs = map(Wire, wire_pair())
     message = kind(*range(len(kind._fields)))
@@ -37,7 +37,7 @@ def test_messages_arrive_as_what_they_were(kind: Any) -> None:
     theirs.close()
 
 
-@pytest.mark.parametrize("kind", get_args(protocol.TaskResult))
+@each("kind", get_args(protocol.TaskResult))
 def test_the_end_of_a_task_arrives_with_its_result(kind: Any) -> None:
     message = protocol.TaskEnded(5, 1000, None, (), kind(*range(len(kind._fields))))
     arrived = protocol.decode(pickle.loads(pickle.dumps(protocol.encode(message), 5)))

@@ -16,15 +16,16 @@ from pathlib import Path
 import torch
 from conformance.forked_ranks import on_ranks
 from front_door.other_streams import LIBRARIES, as_it_is
+from lightning.pytorch import LightningModule
+from trainers import quiet_trainer
 
-from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning
+from lightning_fastdata import FastDataModule, FastDataWarning
 
 BATCH, EPOCHS, RANKS = 4, 2, 2
 
 
 def trained(data):
     """Return what each step of a training had, by epoch."""
-    from lightning.pytorch import LightningModule, Trainer  # not where a worker starts anew
 
     class Learner(LightningModule):
         def __init__(self):
@@ -40,16 +41,7 @@ def trained(data):
             return torch.optim.SGD(self.parameters(), 0.1)
 
     model = Learner()
-    Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=RANKS,
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(model, datamodule=data)
+    quiet_trainer(strategy="ddp", devices=RANKS, max_epochs=EPOCHS).fit(model, datamodule=data)
     return model.epochs
 
 
@@ -61,15 +53,6 @@ def made_in_time(make):
             return make()
 
     return Made(BATCH, num_workers=1)
-
-
-def read_by_processes_started_anew(make):
-    """Return what a plain loop gets from workers that are not forked."""
-    torch.distributed.init_process_group("gloo", rank=rank_here(), world_size=RANKS)
-    loader = FastDataLoader(
-        make(), BATCH, num_workers=1, persistent_workers=True, multiprocessing_context="spawn"
-    )
-    return [[batch["number"].tolist() for batch in loader] for _ in range(EPOCHS)]
 
 
 def rank_here():
@@ -86,8 +69,6 @@ def run(files, case):
             if how == "made before":
                 data = FastDataModule.from_datasets(make(), batch_size=BATCH, num_workers=1)
                 epochs = trained(data)
-            elif how == "started anew":
-                epochs = read_by_processes_started_anew(make)
             else:
                 epochs = trained(made_in_time(make))
         except Exception as error:

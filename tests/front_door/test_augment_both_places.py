@@ -15,6 +15,7 @@ import torch
 from misses import each
 from skimage import data
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
 from lightning_fastdata.augment.mixing import RandomErasing, mixed
@@ -193,14 +194,7 @@ def trained(
 ) -> list[Any] | type[Exception]:
     """Return the batches of an epoch, or the class of the error that ended it."""
     module = Keeps()
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer()
     data_module = FastDataModule.from_datasets(
         Samples(samples),
         batch_size=4,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from skimage import data
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 
@@ -81,14 +82,7 @@ def trained(
         options=LoaderOptions(executor=executor),
     )
     module = Keeps()
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer()
     trainer.fit(module, data_module)
     return module, data_module.explain()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from skimage import data
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import BatchTransform, DataThroughputCallback
 
@@ -113,14 +114,8 @@ class Keeps(L.LightningModule):
 def trained_on(augment: BatchTransform, images: torch.Tensor) -> torch.Tensor:
     L.seed_everything(3, verbose=False)
     module = Keeps()
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[DataThroughputCallback(augment=augment, summary=False, report=False)],
+    trainer = quiet_trainer(
+        callbacks=[DataThroughputCallback(augment=augment, summary=False, report=False)]
     )
     trainer.fit(module, DataLoader(TensorDataset(images.clone()), batch_size=2))
     return torch.cat(module.seen)

@@ -7,11 +7,12 @@ import os
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from PIL import Image
 from rig.machine import sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
 
@@ -186,14 +187,7 @@ def test_floats_of_images_are_made_by_the_workers_that_decode_them(pictures):
     data = FastImageFolder(pictures, size=224, normalize=True)
     module = FastDataModule.from_datasets(data, batch_size=8)
     model = Mean()
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer()
     trainer.fit(model, datamodule=module)
     loader = trainer.train_dataloader
     assert loader.executor == "workers"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms as T
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from misses import each
 from PIL import Image
@@ -22,6 +22,7 @@ from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
+from trainers import quiet_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata.caches import folders
@@ -94,14 +95,8 @@ def fit(photos, log, cache, *, steps, epochs=2, workers="auto", resume=None, fol
     saved = (
         [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)]
     )
-    trainer = Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        callbacks=saved,
-        enable_checkpointing=folder is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        max_epochs=epochs, callbacks=saved, enable_checkpointing=folder is not None
     )
     trainer.fit(module, datamodule=data, ckpt_path=resume)
     return module, data
@@ -189,14 +184,7 @@ class Ready(torch.utils.data.Dataset):
 def fit_auto(dataset, cache="auto", epochs=3):
     data = ld.FastDataModule.from_datasets(dataset, batch_size=5, seed=1, cache=cache)
     module = Seen()
-    trainer = Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=epochs)
     trainer.fit(module, datamodule=data)
     return module.seen, data.explain()
 
@@ -342,14 +330,7 @@ def by_module(data, cache, workers, change):
     module = ld.FastDataModule.from_datasets(
         data, batch_size=4, shuffle=False, cache=cache, options=options
     )
-    Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Noted(), datamodule=module)
+    quiet_trainer(max_epochs=3).fit(Noted(), datamodule=module)
     return epochs
 
 

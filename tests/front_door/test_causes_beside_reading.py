@@ -8,6 +8,7 @@ import torch
 from rig.machine import VirtualLock, sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, Sampler
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 
@@ -80,16 +81,7 @@ def as_words(samples):
 
 def verdict_of(loader, folder, epochs=1):
     callback = DataThroughputCallback(summary=False)
-    trainer = lightning.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[callback],
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(folder, max_epochs=epochs, callbacks=[callback])
     trainer.fit(Sleeper(), loader)
     return callback.report.verdict
 

@@ -9,9 +9,10 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from misses import each
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule, OptionsError
 
@@ -50,15 +51,7 @@ class Seen(LightningModule):
 
 def fitted(do: Callable[[], object], *callbacks: Any, **given: Any) -> list[bool]:
     module = Seen(do)
-    trainer = Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    )
+    trainer = quiet_trainer(max_epochs=3, callbacks=list(callbacks))
     trainer.fit(module, **given)
     return module.inverted
 

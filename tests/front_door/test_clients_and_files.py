@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from front_door.clients import SAMPLES, Opening, WithRuntime, value_of
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.errors import DatasetError, FastDataWarning
@@ -34,15 +35,7 @@ class Seen(LightningModule):
 
 def fit(dataset, epochs: int = 2, **options) -> FastDataModule:
     module, data = Seen(), FastDataModule.from_datasets(dataset, batch_size=8, **options)
-    Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tempfile.gettempdir(),
-    ).fit(module, datamodule=data)
+    quiet_trainer(tempfile.gettempdir(), max_epochs=epochs).fit(module, datamodule=data)
     assert module.got == {index: value_of(index) for index in range(SAMPLES)}
     return data
 

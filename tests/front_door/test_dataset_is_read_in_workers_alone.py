@@ -14,8 +14,9 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -48,17 +49,7 @@ class Seen(LightningModule):
 
 
 def fit(module, datamodule=None, train_dataloaders=None, **settings):
-    trainer = Trainer(
-        max_epochs=1,
-        default_root_dir=tempfile.gettempdir(),
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **settings,
-    )
+    trainer = quiet_trainer(tempfile.gettempdir(), use_distributed_sampler=False, **settings)
     trainer.fit(module, train_dataloaders=train_dataloaders, datamodule=datamodule)
 
 

@@ -11,6 +11,7 @@ import torch
 from rig.machine import sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, IterableDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
@@ -81,14 +82,7 @@ class Data(FastDataModule):
 
 
 def fit(data: Any) -> None:
-    lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Model(), data)
+    quiet_trainer().fit(Model(), data)
 
 
 def quiet_loader(dataset: Any, executor: str, **how: Any) -> FastDataLoader:

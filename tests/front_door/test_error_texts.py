@@ -10,9 +10,11 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from misses import each
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -116,17 +118,7 @@ class MadeInSetup(FastDataModule):
 
 def train(module, tmp_path, callbacks=()):
     model = Model()
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
-        callbacks=list(callbacks),
-    )
+    trainer = quiet_trainer(str(tmp_path), devices=1, callbacks=list(callbacks))
     trainer.fit(model, datamodule=module)
     return model
 
@@ -154,7 +146,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.parametrize(("given", "told"), DATASETS.values(), ids=DATASETS)
+@each(("given", "told"), DATASETS.values())
 def test_what_is_no_dataset_is_called_by_its_name(tmp_path, given, told):
     class Photos(FastDataModule):
         def train_dataset(self):
@@ -259,7 +251,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "told"), ARGUMENTS.values(), ids=ARGUMENTS)
+@each(("arguments", "told"), ARGUMENTS.values())
 def test_impossible_arguments_of_a_module_are_told_by_its_constructor(arguments, told):
     with pytest.raises(FastDataError, match=told):
         FastDataModule(4, **arguments)
@@ -295,7 +287,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize(("given", "arguments", "told"), LOADERS.values(), ids=LOADERS)
+@each(("given", "arguments", "told"), LOADERS.values())
 def test_impossible_arguments_of_a_loader_are_told_by_its_constructor(given, arguments, told):
     with pytest.raises(FastDataError, match=told):
         FastDataLoader(*given, **arguments)

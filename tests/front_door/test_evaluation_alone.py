@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
@@ -59,17 +60,7 @@ class Model(LightningModule):
 
 
 def trainer_of(tmp_path, *callbacks, logger=False):
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        default_root_dir=tmp_path,
-        logger=logger,
-        callbacks=list(callbacks),
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return quiet_trainer(tmp_path, logger=logger, callbacks=list(callbacks), num_sanity_val_steps=0)
 
 
 def read(file):

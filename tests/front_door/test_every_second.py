@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from programs import run_program
 from torch.utils.data import DataLoader, Dataset, Sampler
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.host import clock
@@ -231,15 +232,7 @@ def test_an_epoch_that_ends_in_an_error_is_accounted_for(tmp_path):
             return super().__getitem__(index)
 
     throughput = DataThroughputCallback(summary=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[throughput],
-    )
+    trainer = quiet_trainer(tmp_path, max_epochs=None, callbacks=[throughput])
     with pytest.raises(KeyError):
         trainer.fit(Model(), DataLoader(Fails(), 2))
     wall = throughput.report.wall
@@ -251,15 +244,9 @@ def test_tensorboard_shows_the_rate_of_the_run_and_the_parts(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger = TensorBoardLogger(tmp_path)
     throughput = DataThroughputCallback(summary=False)
-    Trainer(
-        accelerator="cpu",
-        logger=logger,
-        max_epochs=3,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[throughput],
-    ).fit(Model(), DataLoader(Rows(), 2))
+    quiet_trainer(logger=logger, max_epochs=3, callbacks=[throughput]).fit(
+        Model(), DataLoader(Rows(), 2)
+    )
     events = accumulators.EventAccumulator(logger.log_dir, size_guidance={"tensors": 0})
     events.Reload()
     assert "data_run/samples_per_s" in events.Tags()["scalars"]

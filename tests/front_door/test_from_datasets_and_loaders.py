@@ -158,7 +158,7 @@ def test_options_are_taken_by_stage_and_the_others_are_chosen() -> None:
     assert one.options["test"] == LoaderOptions(prefetch_factor=3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         ({"num_workers": 2, "options": LoaderOptions(num_workers=3)}, "contradict"),

@@ -13,9 +13,10 @@ from zipfile import ZipFile
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, loggers
+from lightning.pytorch import LightningModule, loggers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 
@@ -89,11 +90,13 @@ def trained(tmp_path_factory):
         callback = DataThroughputCallback(
             summary=False, scalars="all", every_n_steps=3, log_images=2
         )
-        trainer = Trainer(
-            accelerator="cpu", max_epochs=EPOCHS, logger=list(ours.values()),
-            default_root_dir=folder, num_sanity_val_steps=0, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
-        )  # fmt: skip
+        trainer = quiet_trainer(
+            folder,
+            max_epochs=EPOCHS,
+            logger=list(ours.values()),
+            num_sanity_val_steps=0,
+            callbacks=[callback],
+        )
         trainer.fit(Model(), FastDataLoader(Rows(), 4, num_workers=0), DataLoader(Rows(), 4))
         if "wandb" in ours:
             import wandb

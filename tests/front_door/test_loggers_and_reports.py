@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning, OptionsError
@@ -50,15 +51,11 @@ class Model(LightningModule):
 
 
 def fit(tmp_path, callback, logger, *, epochs=2, workers=2, **options):
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        tmp_path,
         max_epochs=epochs,
-        default_root_dir=tmp_path,
         logger=logger,
         num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[callback, *options.pop("more", ())],
         **options,
     )

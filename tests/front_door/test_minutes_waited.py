@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.insight.report.recorded import read_report
@@ -46,11 +47,13 @@ class Model(LightningModule):
 
 
 def fit(tmp_path, patient, *, validates=False, **options):
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=EPOCHS, logger=False, default_root_dir=tmp_path,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, callbacks=[DataThroughputCallback()], **options,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        tmp_path,
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        callbacks=[DataThroughputCallback()],
+        **options,
+    )
     loader = DataLoader(Rows(patient), BATCH)
     trainer.fit(Model(), loader, loader if validates else None)
     return read_report(Path(tmp_path) / "report.json")

@@ -18,13 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from looked_at import looked_at, takes
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastImageFolder
 from lightning_fastdata.host.thread_waits import ThreadProbe
@@ -68,15 +69,7 @@ class Model(LightningModule):
 def fit(folder, dataset, **options):
     """Return the report of a training, and the folder with its files."""
     callback = DataThroughputCallback(summary=False)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=CSVLogger(folder),
-        callbacks=[callback],
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(logger=CSVLogger(folder), callbacks=[callback])
     loader = FastDataLoader(dataset, BATCH, **options)
     trainer.fit(Model(), loader)
     loader.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset, Sampler
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataError, FastDataLoader, FastDataModule, LoaderOptions
 
@@ -83,17 +84,7 @@ class Module(FastDataModule):
 
 def fit(module, tmp_path):
     model = Model()
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=str(tmp_path),
-    )
+    trainer = quiet_trainer(str(tmp_path), devices=1, use_distributed_sampler=False)
     trainer.fit(model, datamodule=module)
     return sorted(model.seen)
 

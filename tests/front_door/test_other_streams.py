@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import albumentations as A
@@ -25,9 +26,10 @@ from front_door.other_streams import (
     importable,
     pixels,
 )
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -96,13 +98,9 @@ class Learner(LightningModule):
 
 def trained(data, folder, resume=None, callbacks=(), **arguments):
     model = Learner()
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        folder,
         enable_checkpointing=bool(callbacks),
-        default_root_dir=folder,
         callbacks=list(callbacks),
         **{"max_epochs": EPOCHS, **arguments},
     )
@@ -269,8 +267,6 @@ def on_two_ranks(files, folder, *names):
 def test_two_ranks_read_each_sample_once(library, files, tmp_path):
     name = next(name for name, each in LIBRARIES.items() if each is library)
     cases = [f"{name}, made in train_dataset", f"{name}, made before"]
-    if library.module == "webdataset":
-        cases.append(f"{name}, started anew")
     ranks = on_two_ranks(files(6), tmp_path, *cases)
     for case in cases:
         read = [rank[case]["epochs"] for rank in ranks]
@@ -287,21 +283,37 @@ def test_two_ranks_read_each_sample_once(library, files, tmp_path):
             assert all("made before the ranks were known" in each for each in told)
         elif library.module != "datasets" or "made before" not in case:
             # Only LitData shares out as many samples to each rank.
-            uneven = library.module != "litdata" and "started anew" not in case
+            uneven = library.module != "litdata"
             assert all(("ends the epoch first" in each) is uneven for each in told)
             assert all(len(rank[case]["told"]) == uneven for rank in ranks)
 
 
-@pytest.fixture
-def as_one_of_two_ranks():
-    """A process group of two ranks, of which there is this one."""
+@contextmanager
+def as_one_of_two_ranks(rank=0):
+    """Be in a process group of two ranks, of which there is this one."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=fake.FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("as_one_of_two_ranks")
+def test_workers_that_are_started_anew_read_the_part_of_their_rank(tmp_path):
+    pytest.importorskip("webdataset")
+    LIBRARIES["WebDataset"].write(tmp_path, 6)
+    read = []
+    for rank in range(2):
+        with as_one_of_two_ranks(rank):
+            stream = LIBRARIES["WebDataset"].opened(tmp_path, False, as_it_is)
+            how = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
+            loader = FastDataLoader(stream, BATCH, num_workers=1, **how)
+            read.append([flat(numbers(loader)) for _ in range(EPOCHS)])
+    for one, other in zip(*read, strict=True):
+        assert len(one) == len(other)
+        assert sorted(one + other) == list(range(COUNT))
+
+
 def test_ranks_that_would_all_read_the_whole_of_a_webdataset_are_warned(tmp_path):
     wds = pytest.importorskip("webdataset")
     LIBRARIES["WebDataset"].write(tmp_path, 2)
@@ -309,7 +321,7 @@ def test_ranks_that_would_all_read_the_whole_of_a_webdataset_are_warned(tmp_path
     for splitter, told in ((None, 1), (wds.split_by_node, 0)):
         stream = wds.WebDataset(urls, shardshuffle=False, nodesplitter=splitter).decode()
         loader = FastDataLoader(stream.to_tuple("number.cls"), BATCH, num_workers=0)
-        with warnings.catch_warnings(record=True) as caught:
+        with as_one_of_two_ranks(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             read = sum(len(batch[0]) for batch in loader)
         texts = [str(each.message) for each in caught if each.category is FastDataWarning]

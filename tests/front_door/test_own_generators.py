@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import ConcatDataset, Dataset, Subset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -123,15 +124,7 @@ def fit(dataset, executor, workers):
     options = LoaderOptions(num_workers=workers, executor=executor)
     data = FastDataModule.from_datasets(dataset, batch_size=3, options=options, seed=1)
     model = Model()
-    trainer = Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(max_epochs=EPOCHS, limit_val_batches=0)
     trainer.fit(model, datamodule=data)
     return model.seen
 

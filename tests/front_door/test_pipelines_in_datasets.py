@@ -9,9 +9,9 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from augment.trainers import quiet_trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import ConcatDataset, Dataset, Subset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 from lightning_fastdata.randomness.seeds import reseed

@@ -9,11 +9,12 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import FastDataWarning
@@ -67,17 +68,12 @@ class Model(LightningModule):
 def fit(tmp_path, callback, *, model=None, dataset=None, logger=False, val=None, more=()):
     model = Model() if model is None else model
     dataset = Slow("/data/a.jpg", 8) if dataset is None else dataset
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        str(tmp_path),
         devices=1,
         logger=logger,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
-        default_root_dir=str(tmp_path),
         callbacks=[callback, *more],
     )
     options = LoaderOptions(num_workers=1, executor="workers", prefetch_factor=1)
@@ -239,15 +235,6 @@ def test_any_loader_may_be_measured_and_none_is_harmed(tmp_path):
 
     model = Model()
     loader = DataLoader(Keyed("a", 8), sampler=[Key() for _ in range(8)], batch_size=4)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
-        callbacks=[DataThroughputCallback(summary=False)],
-    )
+    trainer = quiet_trainer(str(tmp_path), callbacks=[DataThroughputCallback(summary=False)])
     trainer.fit(model, loader)
     assert model.steps == 2

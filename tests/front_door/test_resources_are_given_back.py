@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from misses import each
 from open_files import open_files
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, StepTimer
 
@@ -40,15 +40,7 @@ class Breaks(BoringModel):
 
 
 def fit(model: BoringModel | None = None, **how: Any) -> tuple[object, ...]:
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[DataThroughputCallback(summary=False, report=False)],
-    )
+    trainer = quiet_trainer(callbacks=[DataThroughputCallback(summary=False, report=False)])
     trainer.fit(model or BoringModel(), **how)
     return trainer, how
 

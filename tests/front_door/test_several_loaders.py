@@ -7,9 +7,10 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, Sampler
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.host import clock
@@ -76,11 +77,7 @@ class Model(LightningModule):
 
 def fit(folder, train, val=None, *, own=False, epochs=1):
     callback = DataThroughputCallback(summary=False)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=epochs, callbacks=[callback], default_root_dir=folder,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(folder, max_epochs=epochs, callbacks=[callback], num_sanity_val_steps=0)
     trainer.fit(Model(train if own else None), None if own else train, val)
     return callback.report
 
@@ -235,11 +232,9 @@ def test_loaders_that_are_made_anew_each_epoch_go_on_under_their_keys(tmp_path):
             return {"a": loader(batches=6), "b": loader(SLOW_MS, 6)}
 
     callback = DataThroughputCallback(summary=False)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=3, callbacks=[callback], default_root_dir=tmp_path,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, reload_dataloaders_every_n_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=3, callbacks=[callback], reload_dataloaders_every_n_epochs=1
+    )
     trainer.fit(Anew())
     stage = callback.report.stages[0]
     assert [(each.name, each.batches) for each in stage.loaders] == [("a", 15), ("b", 15)]

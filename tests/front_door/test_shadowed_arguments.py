@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import TensorDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, FastDataWarning, LoaderOptions
 
@@ -76,16 +77,7 @@ class Model(LightningModule):
 
 
 def trainer(folder):
-    return Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        limit_val_batches=0,
-    )
+    return quiet_trainer(folder, limit_val_batches=0)
 
 
 def sizes(folder, data):

@@ -10,9 +10,10 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from trainers import quiet_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -71,15 +72,9 @@ class Seen(LightningModule):
 def fit(*, epochs=1, folder=None, resume=None, **data):
     module = Seen()
     saved = [ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)] if folder else []
-    Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        callbacks=saved,
-        enable_checkpointing=bool(folder),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, ckpt_path=resume, **data)
+    quiet_trainer(max_epochs=epochs, callbacks=saved, enable_checkpointing=bool(folder)).fit(
+        module, ckpt_path=resume, **data
+    )
     return module.seen
 
 

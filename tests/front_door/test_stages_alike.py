@@ -12,6 +12,7 @@ import torch
 from misses import each
 from PIL import Image
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, FastDataWarning, as_batch_transform
 from lightning_fastdata.augment.mixing import CutMix, mixed
@@ -65,10 +66,7 @@ def said(folder, train, val, augment, methods=("fit",)):
     data = FastDataModule.from_datasets(
         Images(train), Images(val), Images(val), batch_size=2, num_workers=0, augment=augment
     )
-    trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+    trainer = quiet_trainer(folder, max_epochs=2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", FastDataWarning)
         for method in methods:

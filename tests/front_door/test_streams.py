@@ -19,6 +19,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data import get_worker_info as in_which_worker
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 
@@ -139,14 +140,7 @@ class Seen(LightningModule):
 
 def fitted(data: Any, loader: Any = None, epochs: int = 1) -> list[Any]:
     model = Seen()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=epochs)
     trainer.fit(model, loader, datamodule=data)
     return model.batches
 

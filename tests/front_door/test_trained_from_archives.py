@@ -8,9 +8,10 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
@@ -78,15 +79,9 @@ def fit(dataset, *, workers, folder=None, resume=None):
     saved = (
         [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)]
     )
-    Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        callbacks=saved,
-        enable_checkpointing=folder is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, datamodule=data, ckpt_path=resume)
+    quiet_trainer(max_epochs=2, callbacks=saved, enable_checkpointing=folder is not None).fit(
+        module, datamodule=data, ckpt_path=resume
+    )
     return module.seen
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.tuning.tuner import Tuner
@@ -79,11 +80,12 @@ class Data(FastDataModule):
 def fit(tmp_path, data, *callbacks, ckpt=None, module=None, **how):
     module = Module() if module is None else module
     how = {"max_epochs": 1, **how}
-    trainer = lightning.Trainer(
-        accelerator="cpu", default_root_dir=tmp_path, logger=False, callbacks=list(callbacks),
-        enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks), **how,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        tmp_path,
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        **{"max_epochs": None, **how},
+    )
     trainer.fit(module, data, ckpt_path=ckpt)
     return trainer, module
 
@@ -190,10 +192,7 @@ def test_scalars_say_what_was_expected_and_what_came(tmp_path):
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     watch = DataThroughputCallback(every_n_steps=10, report=False)
     data = Data(Waiting(BATCH * 200, quick=0))
-    trainer = lightning.Trainer(
-        accelerator="cpu", logger=logger, callbacks=[watch], max_epochs=1, log_every_n_steps=10,
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(logger=logger, callbacks=[watch], log_every_n_steps=10)
     trainer.fit(Module(), data)
     header = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
     assert "data_tune/workers" in header

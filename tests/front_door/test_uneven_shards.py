@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from trainers import quiet_trainer
 from virtual_time import virtual_time
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
@@ -95,11 +96,7 @@ class Model(LightningModule):
 
 def fit(folder, train, *, epochs=1, step_s=0.002):
     callback = DataThroughputCallback(summary=False)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=epochs, callbacks=[callback], default_root_dir=folder,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(folder, max_epochs=epochs, callbacks=[callback])
     trainer.fit(Model(step_s), train)
     return callback.report
 

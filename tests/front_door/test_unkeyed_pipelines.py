@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 
@@ -58,16 +59,9 @@ def told_by_a_training(dataset, folder, **options):
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        L.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            reload_dataloaders_every_n_epochs=1,
-        ).fit(Learns(), datamodule=data)
+        quiet_trainer(folder, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(
+            Learns(), datamodule=data
+        )
     return [str(one.message) for one in caught if issubclass(one.category, FastDataWarning)]
 
 

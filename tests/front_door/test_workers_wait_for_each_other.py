@@ -10,6 +10,7 @@ import torch
 from rig.machine import VirtualBarrier, machine
 from rig.virtual_crew import on_machine
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
@@ -73,14 +74,7 @@ class Data(FastDataModule):
 
 
 def fit(model: Model, loaders: Any) -> Model:
-    trainer = lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=2)
     trainer.fit(model, loaders)
     return model
 

@@ -18,6 +18,7 @@ from conformance.forked_ranks import on_ranks
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.tuning.tuner import Tuner
@@ -56,10 +57,7 @@ class Data(FastDataModule):
 def run(folder, tune):
     rank = int(os.environ["LOCAL_RANK"])
     module, options = Module(), LoaderOptions(executor="workers", tune=tune)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(devices=2, strategy="ddp")
     trainer.fit(module, Data(batch_size=BATCH, seed=5, options=options))
     tuner = trainer.train_dataloader.tune
     moves = [str(move) for move in tuner.moves] if isinstance(tuner, Tuner) else []

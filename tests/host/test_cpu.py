@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import (
@@ -44,7 +45,7 @@ def host(root: Path, *, cgroup: str, mounts: str, files: dict[str, str]) -> Path
     return root
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "cpus"),
     [
         ("max 100000\n", None),
@@ -93,7 +94,7 @@ def test_mounts_with_tags_and_escaped_spaces_are_read() -> None:
     assert not mount.controllers
 
 
-@pytest.mark.parametrize(
+@each(
     ("cgroup", "mounts", "expected"),
     [
         pytest.param(
@@ -203,7 +204,7 @@ def test_affinity_is_never_zero() -> None:
     assert read_affinity() >= 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("environ", "ranks"),
     [
         ({}, 1),

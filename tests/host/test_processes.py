@@ -9,6 +9,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 
 from lightning_fastdata.host.cpu import counters
 from lightning_fastdata.host.usage import read_io, read_pressure, read_pss
@@ -50,7 +51,7 @@ def test_a_text_of_another_form_is_no_answer_and_no_error(text: str) -> None:
     assert not counters(text).keys() & {"Pss", "rchar", "read_bytes"}
 
 
-@pytest.mark.parametrize("text", ["", "some", "full total=5", "some avg10=1.5 total=many", "7"])
+@each("text", ["", "some", "full total=5", "some avg10=1.5 total=many", "7"])
 def test_pressure_of_another_form_is_no_answer_and_no_error(text: str, tmp_path: Path) -> None:
     assert read_pressure("io", root=proc(tmp_path, {"pressure/io": text})) is None
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from insight.cut_waits import Cutter, total
+from misses import each
 from thoroughness import max_examples
 from torch.utils.data import Dataset, default_collate
 
@@ -62,7 +63,7 @@ def parts(stamps: BatchStamps) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("stamps", "expected"),
     [
         (batch(0, 10), {"idle": 10}),

@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
@@ -51,7 +52,7 @@ def outcome(a, b, text):
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "metric", "operator", "limit", "of"),
     [
         ("step_ms > +10%", "step_ms", ">", 10.0, "percent"),
@@ -70,7 +71,7 @@ def test_the_grammar_reads_what_it_says(text, metric, operator, limit, of):
     assert found.text == text.strip()
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("", "cannot be read"),

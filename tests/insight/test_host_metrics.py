@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 
 from lightning_fastdata.host.cpu import CpuThrottling
 from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
@@ -119,7 +120,7 @@ def test_memory_that_grows_from_step_to_step_is_full_when_it_says(step_mib, batc
     assert found == pytest.approx(10.0 * 1000 / step_mib, rel=0.35)
 
 
-@pytest.mark.parametrize(
+@each(
     "sizes",
     [
         [100] * 40,

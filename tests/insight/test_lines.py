@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from misses import each
 
 from lightning_fastdata.insight.waits.lines import (
     LineShare,
@@ -100,7 +101,7 @@ def test_words_say_line_call_and_wait():
     assert "Rows.read (rows.py:41) | self.c.recv | 88% | 90% socket |" in lines_table([line])
 
 
-@pytest.mark.parametrize(
+@each(
     ("calls", "waits_in", "shared"),
     [
         ("", "process lock", True),

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from misses import each
 from processes import until
 from rich.console import Console
 from torch.utils.data import Dataset, IterableDataset
@@ -74,9 +75,7 @@ def test_a_status_is_read_back_as_it_was_written():
     assert Status.from_json(told.as_json()) == told
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"pid": 1}', '{"workers": [1]}', "\x00", "1e999"]
-)
+@each("text", ["", "[]", "{}", '{"pid": 1}', '{"workers": [1]}', "\x00", "1e999"])
 def test_what_another_version_has_written_is_passed_over(text):
     assert Status.from_json(text) is None
 
@@ -92,8 +91,8 @@ def test_what_a_dead_process_has_left_is_not_shown_and_removed_when_it_is_old(tm
     # The same number, of a process that is not this one.
     earlier = status(pid=os.getpid(), process_started_s=own_s - 100)
     paths = [tmp_path / f"{pid}-0.json" for pid in told] + [tmp_path / f"{os.getpid()}-1.json"]
-    for path, each in zip(paths, [*told.values(), earlier], strict=True):
-        write_status(path, each)
+    for path, one in zip(paths, [*told.values(), earlier], strict=True):
+        write_status(path, one)
     now_s = time.time()
     assert [each.pid for each in read_all(tmp_path, now_s)] == [os.getpid()]
     assert all(path.exists() for path in paths)

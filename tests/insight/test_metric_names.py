@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from misses import each
 
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.host.cpu import CpuThrottling
@@ -52,7 +53,7 @@ def short_row(metric):
     return f"| `{metric.name.partition('/')[2]}` | {metric.meaning} |"
 
 
-@pytest.mark.parametrize(
+@each(
     ("metrics", "row"),
     [
         (STEPS, row_with_clocks),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.stage import StageMeter, window_means
@@ -111,7 +112,7 @@ def test_shares_of_the_device_phases_add_up_to_one():
     assert s.samples_per_s_if_data_were_free == pytest.approx(64e3 / (1.1 + 3.2 + 41.6))
 
 
-@pytest.mark.parametrize(
+@each(
     ("measured", "facts", "code", "kind"),
     [
         ({"steps": 4}, {}, "FD000", "unknown"),
@@ -141,7 +142,7 @@ def test_each_measured_situation_has_its_code(measured, facts, code, kind):
 CPU_FACTS = {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("device", "facts", "transforms", "could"),
     [
         ("cuda", CPU_FACTS, (), True),
@@ -198,8 +199,8 @@ def test_durations_read_as_people_say_them():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ascii_only", [False, True])
-@pytest.mark.parametrize("width", [60, 72, 80, 120, 200])
+@each("ascii_only", [False, True])
+@each("width", [60, 72, 80, 120, 200])
 def test_no_line_is_wider_than_asked(width, ascii_only):
     report = run_report()
     for text in (

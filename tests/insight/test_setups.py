@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 from torch.utils.data import (
@@ -68,7 +69,7 @@ def setup(dataset=None, **settings):
     return setup_of(loader, **HERE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "scheduling"),
     [
         ({"executor": "torch"}, "batch"),

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from misses import each
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataLoader, FastDataModule, FastDataWarning, LoaderOptions
 from lightning_fastdata.errors import WorkerError
@@ -101,16 +102,8 @@ def test_a_loader_that_is_made_anew_gives_the_first_pass_of_its_sampler(
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Seen()
-    trainer = Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        reload_dataloaders_every_n_epochs=1,
-        limit_train_batches=limit,
-        default_root_dir=tmp_path,
+    trainer = quiet_trainer(
+        tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_train_batches=limit
     )
     options = LoaderOptions(executor=executor, num_workers=workers)
     trainer.fit(module, datamodule=Module(4, options=options))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from misses import each
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -227,8 +228,8 @@ def test_single_samples_of_every_kind_are_converted_as_by_torch(executor: str, k
     assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("executor", ENGINE)
-@pytest.mark.parametrize("kind", ["sparse", "sparse rows", "nothing", "a set"])
+@each("executor", ENGINE)
+@each("kind", ["sparse", "sparse rows", "nothing", "a set"])
 def test_what_torch_does_not_collate_is_an_error_that_says_what_it_was(executor, kind) -> None:
     with pytest.raises((TypeError, RuntimeError)) as theirs:
         next(iter(DataLoader(Made(SINGLE[kind]), batch_size=2)))
@@ -316,8 +317,8 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("executor", ENGINE)
-@pytest.mark.parametrize("case", BAD)
+@each("executor", ENGINE)
+@each("case", BAD)
 def test_arguments_that_torch_refuses_are_refused_alike(executor: str, case: str) -> None:
     how = {"dataset": ROWS, **BAD[case]}
     with pytest.raises((ValueError, TypeError)) as theirs:
@@ -330,8 +331,8 @@ def test_arguments_that_torch_refuses_are_refused_alike(executor: str, case: str
         assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize("executor", ENGINE)
-@pytest.mark.parametrize(
+@each("executor", ENGINE)
+@each(
     "name", ["batch_size", "sampler", "drop_last", "dataset", "batch_sampler", "persistent_workers"]
 )
 def test_what_torch_fixes_at_construction_stays_fixed(executor: str, name: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from misses import each
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import lightning_fastdata as ld
@@ -223,9 +224,7 @@ def test_ranks_share_the_batches_of_one(ranks, drop_last):
     assert together == [batch.tolist() for batch in alone]
 
 
-@pytest.mark.parametrize(
-    "starts", [[], [1, 2], [0, 0], [0, 2, 1], [0, 5], [0.0, 2.0], [[0, 1]], "texts"]
-)
+@each("starts", [[], [1, 2], [0, 0], [0, 2, 1], [0, 5], [0.0, 2.0], [[0, 1]], "texts"])
 def test_blocks_that_cannot_be_are_refused(starts):
     data = Stored([2, 3])
     data.starts = starts

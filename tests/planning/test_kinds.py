@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from misses import each
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 import lightning_fastdata
@@ -51,9 +52,9 @@ def test_no_module_compares_the_names_of_executors():
     assert found == []
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "torch"])
+@each("workers", [0, 2])
+@each("stream", [True, False])
+@each("name", [name for name in KINDS if name != "torch"])
 def test_who_fetches_can_read_the_dataset_with_so_many_workers(name, stream, workers):
     found = executor_for(name, stream=stream, workers=workers)
     assert executor_for(found, stream=stream, workers=workers) == found

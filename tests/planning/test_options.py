@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
+from misses import each
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -162,7 +163,7 @@ def test_more_cpus_never_give_fewer_workers(situation: dict[str, Any], more: int
     assert plan(**many).num_workers >= plan(**few_cpus).num_workers
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "workers"),
     [
         pytest.param({}, 7, id="one CPU is left for the training process"),
@@ -266,7 +267,7 @@ def test_more_workers_than_cpus_are_kept_with_a_message() -> None:
     assert plan(LoaderOptions(num_workers=8)).limits == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("option", "value"),
     [
         ("num_workers", -1),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -285,7 +286,7 @@ class Counting:
         return iter(NAMES)
 
 
-@pytest.mark.parametrize(
+@each(
     ("orders", "keys"),
     [
         ({}, [5, 15, 25, 35]),
@@ -377,7 +378,7 @@ def test_a_foreign_dataset_is_read_by_no_other_thread():
 # What follows from it
 
 
-@pytest.mark.parametrize(
+@each(
     ("measured", "answer"),
     [
         (None, False),
@@ -392,7 +393,7 @@ def test_a_sample_waits_if_it_does_for_most_of_a_time_worth_handing_over(measure
     assert waits(measured) == answer
 
 
-@pytest.mark.parametrize(
+@each(
     ("computing", "measured", "about", "workers", "words"),
     [
         (2, cost(wall_ms=5.5, cpu_ms=0.4), {}, 23, "waits 5.1 of its 5.5 ms"),
@@ -430,7 +431,7 @@ def test_longer_waits_never_get_fewer_workers(computing, cpu_ms, wait_ms, more_m
     assert computing <= few <= many <= 64
 
 
-@pytest.mark.parametrize(
+@each(
     ("workers", "about", "batches"),
     [
         (2, {}, 9),
@@ -475,7 +476,7 @@ def test_the_plan_says_that_a_sample_waits():
     assert made.limits == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "workers"),
     [
         ({"cost": None}, 2),
@@ -525,7 +526,7 @@ def chosen(*, workers="auto", batch_size=32, cpus=2, shared_memory=True, **found
     return choose_executor(spec, facts, cpus=cpus, shared_memory=shared_memory)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "workers", "name"),
     [
         ({}, "auto", "workers"),
@@ -579,9 +580,7 @@ def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
     assert not chosen(cost=cost(wall_ms=50, cpu_ms=0.1), cpus=1).alone
 
 
-@pytest.mark.parametrize(
-    ("ms", "alone"), [(0.001, True), (0.01, True), (0.2, False), (1.0, False), (50.0, False)]
-)
+@each(("ms", "alone"), [(0.001, True), (0.01, True), (0.2, False), (1.0, False), (50.0, False)])
 def test_a_clear_case_is_decided_as_anybody_would(ms, alone):
     assert chosen(cost=cost(wall_ms=ms, cpu_ms=ms)).alone == alone
 

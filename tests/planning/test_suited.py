@@ -9,6 +9,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
+from misses import each
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
@@ -98,7 +99,7 @@ def folder(tmp_path):
     return FastImageFolder(tmp_path, size=8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("dataset", "about", "name"),
     [
         (Stream(), {}, "workers"),

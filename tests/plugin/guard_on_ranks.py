@@ -15,6 +15,7 @@ import torch
 from conformance.forked_ranks import on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.plugin.guard.callback import GuardHooks
@@ -80,11 +81,7 @@ def run(folder, name, memory, policy="accumulate", *, breaks=False):
     device = Device(memory[rank])
     module, guard = Module(device, breaks), Guard(device)
     torch.manual_seed(0)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=[guard],
-        logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[guard])
     error = ""
     before = [p.detach().clone() for p in module.parameters()]
     try:

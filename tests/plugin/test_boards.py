@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
@@ -178,15 +179,11 @@ class Model(lightning.LightningModule):
 
 def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="run", version=0)
-    trainer = lightning.Trainer(
+    trainer = quiet_trainer(
         max_epochs=2,
-        accelerator="cpu",
         logger=logger,
         callbacks=[DataThroughputCallback(summary=False, scalars="all")],
         log_every_n_steps=2,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Model(), FastDataLoader(Photos(), batch_size=4, num_workers=0))
     scalars = set(read_back(logger.log_dir).Tags()["scalars"])
@@ -201,14 +198,10 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".json", ".html"])
 def test_the_page_never_takes_the_place_of_the_json(tmp_path, suffix, capsys):
-    trainer = lightning.Trainer(
+    trainer = quiet_trainer(
+        max_epochs=None,
         max_steps=2,
-        accelerator="cpu",
-        logger=False,
         callbacks=[DataThroughputCallback(report=tmp_path / f"mine{suffix}")],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Model(), DataLoader(Photos(), batch_size=4))
     assert json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))

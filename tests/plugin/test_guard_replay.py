@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from misses import each
 from torch import nn
 from torch.utils.data import Dataset, default_collate
+from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
@@ -115,13 +117,8 @@ class Model(LightningModule):
 def fit(model, *, guard="warn", accumulate=1, collate=None, **arguments):
     """Train, and return the parameters, what was logged, and the trainer."""
     options = LoaderOptions(num_workers=0, executor="inline")
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         callbacks=[BatchSizeGuard()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         accumulate_grad_batches=accumulate,
         **{"max_epochs": EPOCHS, **arguments},
@@ -286,7 +283,7 @@ BATCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@each("name", BATCHES)
 def test_samples_of_a_batch_are_counted(name):
     batch, rows = BATCHES[name]
     assert rows_of(batch) == rows

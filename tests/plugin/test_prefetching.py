@@ -13,6 +13,7 @@ from conformance.pieces import Images, Linear, Rows, make_trainer
 from device.host_streams import HostStreams
 from lightning.fabric import Fabric
 from lightning.pytorch import seed_everything
+from misses import each
 from torch import nn
 
 from lightning_fastdata import (
@@ -321,7 +322,7 @@ def test_without_streams_nothing_changes_and_explain_says_so(tmp_path):
         assert "prefetch  off  only CUDA devices" in module.explain()
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "about", "how"),
     [
         ("off", {}, "off"),

@@ -13,6 +13,7 @@ from conformance.pieces import Linear, Rows, RowsModule, make_trainer
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
+from misses import each
 from torch.utils.data import DataLoader
 
 import lightning_fastdata
@@ -57,7 +58,7 @@ def test_only_the_seams_use_a_private_name_and_their_docstring_has_it(name):
     assert used.search(internals.__doc__)
 
 
-@pytest.mark.parametrize("name", CLASSES_KNOWN_BY_NAME)
+@each("name", CLASSES_KNOWN_BY_NAME)
 def test_a_class_that_is_known_by_its_name_is_there(name):
     import importlib
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import photographs
-from augment.trainers import Keeps, quiet_trainer
 from misses import each
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
+from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import Dataset, IterableDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -70,14 +71,10 @@ def data(**options: Any) -> FastDataModule:
 
 
 def fit(module: Seen, datamodule: Any, folder: Path, epochs: int = 2) -> lightning.Trainer:
-    trainer = lightning.Trainer(
+    trainer = quiet_trainer(
         max_epochs=epochs,
-        accelerator="cpu",
         logger=CSVLogger(folder),
         callbacks=[DataThroughputCallback(every_n_steps=1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         num_sanity_val_steps=0,
     )
     with warnings.catch_warnings():

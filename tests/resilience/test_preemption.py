@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from conformance.forked_ranks import launched_anew
+from conformance.forked_ranks import launched
 from processes import until
 from resilience.runs import lines
 from thoroughness import LONG
@@ -22,7 +22,7 @@ SIGNALS = 20 if LONG else 2
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preempted")
     names = shared_memory()
-    launched_anew(PROGRAM, str(folder), "4", str(SIGNALS))
+    launched(PROGRAM, str(folder), "4", str(SIGNALS))
     # Other programs have names there too, for as long as they open what they share.
     until(lambda: not shared_memory() - names)
     return folder

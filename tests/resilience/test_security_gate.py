@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
+from misses import each
 
 import lightning_fastdata
 
@@ -84,7 +84,7 @@ def test_what_could_run_a_files_content_is_called_in_the_listed_places_alone() -
     assert found == set(ALLOWED)
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "name"),
     [
         ("import pickle\npickle.load(file)", "pickle.load"),
@@ -108,7 +108,7 @@ def test_the_gate_sees_each_of_them(source, name) -> None:
     assert calls(source) == {name}
 
 
-@pytest.mark.parametrize(
+@each(
     "source",
     [
         "import torch\ntorch.load(path, weights_only=True)",

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
+from misses import each
 from resilience.cells import LOADERS, Draws, Reversing, weighted
 from resilience.runs import Images, digest, rows
 from torch.utils.data import RandomSampler
@@ -248,7 +249,7 @@ def test_a_state_of_a_later_form_is_refused():
         resumed({**left_after(3), "version": 99})
 
 
-@pytest.mark.parametrize("state", [{}, {"epoch": 1}, None, [1], "state"])
+@each("state", [{}, {"epoch": 1}, None, [1], "state"])
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(OptionsError, match="state_dict"):
         resumed(state)

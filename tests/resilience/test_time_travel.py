@@ -12,10 +12,11 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from programs import run_program
 from torch.utils.data import Dataset, Subset
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -88,14 +89,10 @@ def options(executor, workers=2):
 
 def fit(data, model=None, folder=None, callbacks=(), resume=None, **arguments):
     model = Model() if model is None else model
-    trainer = Trainer(
+    trainer = quiet_trainer(
+        folder,
         **{"max_epochs": 2, **arguments},
-        accelerator="cpu",
-        logger=False,
         enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
         callbacks=list(callbacks),
     )
     trainer.fit(model, datamodule=data, ckpt_path=resume)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from albumentations.pytorch import ToTensorV2
 from torch.utils.data import Dataset, TensorDataset
+from trainers import quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
@@ -373,14 +374,10 @@ def _fit(case: Case, cuda: LateCuda, record: list[tuple[Any, ...]]) -> list[Host
         **arguments,
     )
     module = Module(cuda, record)
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="gpu",
         devices=[case.device],
         max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[DataThroughputCallback(summary=False, report=False)] if case.measured else [],
     )
     trainer.fit(module, datamodule=data)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from looked_at import looked_at, takes
+from misses import each
 from processes import until
 
 from lightning_fastdata.host import clock
@@ -106,7 +107,7 @@ def waiting(function):
             os.close(end)
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "kind"),
     [
         (sleeps, "sleep"),
@@ -179,7 +180,7 @@ def typed_in(filename, module):
     return place_of(scope["found"][0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("filename", "module", "file"),
     [
         ("/home/me/project/data/rows.py", "data.rows", "data/rows.py"),

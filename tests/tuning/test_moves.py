@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import (
@@ -122,7 +123,7 @@ def test_what_is_not_measured_or_not_known_to_the_model_changes_nothing():
     assert propose(Window(24, 10.0, 5.0), [cost()], lambda _: None, 2, [1, 4]) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "expected_ms", "seen_ms", "kept"),
     [
         (2, 6, 10.0, 12.0, True),

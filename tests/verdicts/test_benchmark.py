@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from misses import each
 
 # At the end, so that its verdicts.py does not hide this package.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -52,7 +53,7 @@ def test_of_a_healthy_training_data_is_not_blamed_and_nothing_severe():
     assert not Healthy().is_right(verdict(severity="moderate"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("remedy", "changed"),
     [
         ("LoaderOptions(num_workers=6)", {"num_workers": 6}),
@@ -85,7 +86,7 @@ def test_a_prediction_is_held_against_what_it_was_about():
     assert predicted(gain, before, after).measured_ms == pytest.approx(9.0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("basis", "measured_ms", "holds"),
     [
         ("floor", 20.0, True),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from misses import each
 from thoroughness import max_examples
 
 import lightning_fastdata
@@ -148,7 +149,7 @@ TABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("code", CODES)
+@each("code", CODES)
 def test_the_first_finding_is_what_the_evidence_is_about(code):
     evidence, figure = TABLE[code]
     found = findings(evidence)[0]
@@ -161,7 +162,7 @@ def test_nothing_measured_gives_no_findings():
     assert findings(Evidence()) == ()
 
 
-@pytest.mark.parametrize("code", CODES)
+@each("code", CODES)
 def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
     evidence = replace(TABLE[code][0], step_ms=40.0, wait_ms=1.0, stall_ms=1.0)
     about_late_batches = {*CODES[1:9], "FD311", "FD315", *CODES[-6:]}
@@ -169,7 +170,7 @@ def test_a_stall_under_three_percent_is_no_matter_of_the_loader(code):
 
 
 @pytest.mark.cases(5)
-@pytest.mark.parametrize("code", CODES)
+@each("code", CODES)
 def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
     """No fact may be taken for granted: what is left out gives fewer findings, never an error."""
     evidence, _ = TABLE[code]
@@ -445,7 +446,7 @@ def test_the_index_and_the_pages_have_each_rule_of_the_catalogue():
         assert rules[code].replaces == SMALL_COSTS | codes
 
 
-@pytest.mark.parametrize("code", CODES)
+@each("code", CODES)
 def test_a_finding_has_the_code_of_its_rule(code):
     for rule, finding in ranked(TABLE[code][0]).order:
         assert rule.code == finding.code

@@ -21,11 +21,11 @@ class Keeps(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-def quiet_trainer(folder, **options):
+def quiet_trainer(folder=None, **options):
     """Return a trainer on the CPU for one epoch, which logs, keeps and shows nothing.
 
     Args:
-        folder: where it may write.
+        folder: where it may write; None: where Lightning does.
         **options: arguments of ``Trainer`` that win over these.
     """
     silent = {
