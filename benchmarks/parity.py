@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.bounds import SAME, levels_per_unit
 from lightning_fastdata.augment.pipeline.plan import analyse
@@ -28,7 +29,6 @@ from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.stage_transform import plain_tensors
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey

@@ -23,9 +23,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import Compose as Steps
 from torchvision.transforms.v2 import PILToTensor, Resize
 
+from demo.photos import Cut, cut_photographs
 from lightning_fastdata import BatchTransform, SampleKey, StepTimer
 from lightning_fastdata.augment import register
-from lightning_fastdata.demo.photos import Cut, cut_photographs
 
 SMALL = "--small" in sys.argv
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,23 +15,6 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
     from lightning_fastdata.host.memory import DeviceMemory
-
-
-def demo(
-    data: str = "demo_data/photos", logs: str = "demo_logs", epochs: int = 3, crops: int = 192
-) -> None:
-    """Train on real photographs without and with FastDataModule, and compare.
-
-    Args:
-        data: Folder for the photographs; they are cut once and reused.
-        logs: Folder for the TensorBoard files and the reports.
-        epochs: Epochs of each of the two trainings.
-        crops: Training crops of each photograph.
-    """
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    from lightning_fastdata.demo.training import run_demo
-
-    run_demo(data=data, logs=logs, epochs=epochs, crops=crops)
 
 
 def doctor(*, ray: bool = False, datamodule: str | None = None, step_ms: float = 0.0) -> None:
@@ -92,15 +74,6 @@ def doctor_parser() -> ArgumentParser:
         default=0.0,
         help="What a training step takes besides waiting for its batch.",
     )
-    return parser
-
-
-def demo_parser() -> ArgumentParser:
-    """Return the parser of ``demo``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(description=(demo.__doc__ or "").partition("\n")[0])
-    parser.add_function_arguments(demo)
     return parser
 
 
