@@ -41,7 +41,7 @@ def loaded_modules(statement: str) -> set[str]:
         "import lightning_fastdata",
         "import lightning_fastdata.errors, lightning_fastdata.host.cpu",
         "import lightning_fastdata.cli",
-        "import lightning_fastdata.insight.live.page, lightning_fastdata.insight.live.status",
+        "import lightning_fastdata.insight.live.status",
     ],
 )
 def test_importing_loads_nothing_heavy(statement):

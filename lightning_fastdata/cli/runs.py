@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.cli.commands import print_found
-from lightning_fastdata.errors import FastDataError, OptionsError, require
+from lightning_fastdata.errors import FastDataError, OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jsonargparse import ArgumentParser
-
-    from lightning_fastdata.insight.live.page import LivePage
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
 _EVERY_S: Final = 1.0
@@ -87,27 +85,23 @@ def top(run: str | None = None, *, once: bool = False) -> None:
         run: The process number of one, or a part of the name of its script or log folder.
         once: Print one page and end; so it is where the output is no terminal.
     """
-    from lightning_fastdata.insight.live.page import as_rich, live_page
-    from lightning_fastdata.insight.live.status import live_folder, read_all
+    from lightning_fastdata.insight.live.status import live_folder, page_text, read_all
 
-    def page() -> LivePage:
+    def page() -> str:
         now_s = clock.unix_s()
-        return live_page(read_all(live_folder(), now_s), run, now_s)
-
-    require("rich", extra="cli", what="This page")
-    from rich.console import Console
-    from rich.live import Live
+        return page_text(read_all(live_folder(), now_s), run, now_s)
 
     if once or not sys.stdout.isatty():
-        # In a pipe nothing is known of the width, and what is cut off cannot be searched.
-        width = None if sys.stdout.isatty() else 160
-        Console(width=width, highlight=False).print(as_rich(page()))
+        sys.stdout.write(f"{page()}\n")
         return
-    screen = Live(as_rich(page()), screen=True, auto_refresh=False)
-    with screen as live, suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         while True:
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in page().splitlines()[: rows - 1]]
+            # The cursor goes home, and the screen is cleared.
+            sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(lines) + "\n")
+            sys.stdout.flush()
             clock.sleep(_EVERY_S)
-            live.update(as_rich(page()), refresh=True)
 
 
 def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
