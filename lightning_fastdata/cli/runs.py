@@ -105,13 +105,13 @@ def top(run: str | None = None, *, once: bool = False) -> None:
 
 
 def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
-    """Print the summary of a run again, or several runs side by side.
+    """Print the summary of a run again, or compare several with the first.
 
     Args:
         runs: Folders of runs, or their ``report.json``.
         open: Open the pages of their reports in the browser.
     """
-    from lightning_fastdata.insight.report.compare import side_by_side
+    from lightning_fastdata.insight.report.compare import compare as compared
     from lightning_fastdata.insight.report.recorded import as_run_report, read_report
     from lightning_fastdata.insight.report.summary_text import page_line
 
@@ -120,7 +120,9 @@ def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
     if len(reports) == 1:
         print_found(as_run_report(reports[0], files[0]))
     else:
-        sys.stdout.write(f"{side_by_side(dict(zip(map(str, files), reports, strict=True)))}\n")
+        for file, each in zip(files[1:], reports[1:], strict=True):
+            both = compared(reports[0], each, names=(str(files[0]), str(file)))
+            sys.stdout.write(f"{both.text()}\n\n")
     pages = [page for file in files if (page := file.with_suffix(".html")).is_file()]
     for page in pages:
         sys.stdout.write(f"{page_line(page)}\n")
@@ -173,7 +175,7 @@ def report_parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        description="Print the summary of a run again, or several runs side by side."
+        description="Print the summary of a run again, or compare several with the first."
     )
     parser.add_argument("runs", nargs="+", help="Folders of runs, or their report.json.")
     parser.add_argument(
@@ -206,7 +208,7 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
     if json:
         sys.stdout.write(f"{dump_json(comparison.as_dict(), indent=2)}\n")
     else:
-        print_found(comparison)
+        sys.stdout.write(f"{comparison.text()}\n")
     if comparison.failed:
         raise SystemExit(1)
 
