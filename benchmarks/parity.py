@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
-    "AdditiveNoise": ({}, {"noise_type": "gaussian", "spatial_mode": "per_pixel"}),
     "Affine": (
         {"scale": (0.7, 1.3), "rotate": (-40, 40), "shear": (-9, 9)},
         {"rotate": (-40, 40), "interpolation": 0},
@@ -255,9 +254,6 @@ def _compose(transform: Any) -> Any:
 
 SIDE_PX: Final = 160
 """Height and width of the images that operations are compared on; square for quarter turns."""
-_SLOW_SIDE_PX: Final = 48
-_SLOW: Final = frozenset({"PiecewiseAffine"})
-"""Albumentations computes their field in a Python loop over the pixels."""
 _OF_GRAY: Final = frozenset({"ToRGB"})
 """Take images of one channel."""
 
@@ -318,11 +314,9 @@ def measure_all(images: Sequence[np.ndarray], *, draws: int = 2) -> Iterator[Ope
         images: uint8 ``[H, W, 3]``, no side shorter than ``SIDE_PX``.
         draws: how often each image is transformed.
     """
-    wide, small = squares(images, SIDE_PX), squares(images[:2], _SLOW_SIDE_PX)
+    wide = squares(images, SIDE_PX)
     for name, arguments in examples():
-        shown = small if name in _SLOW else wide
-        if name in _OF_GRAY:
-            shown = [image[..., :1] for image in shown]
+        shown = [image[..., :1] for image in wide] if name in _OF_GRAY else wide
         yield operation_parity(name, arguments, shown, draws=draws)
 
 

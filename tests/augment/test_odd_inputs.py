@@ -178,22 +178,6 @@ def test_images_that_are_resized_twice_have_the_second_size(again):
     assert (batch["image"].int() - wanted).abs().max() <= 1
 
 
-@each("operation", ["erosion", "dilation"])
-@each("dtype", [torch.bool, torch.uint16, torch.uint32, torch.int32, torch.int64])
-def test_masks_that_opencv_does_not_take_shrink_and_grow_as_bytes_do(dtype, operation):
-    transform = A.Morphological((4, 5), operation=operation, p=1)
-    image = photographs(12, 15)[0]
-    transform(image=image)
-    op = DEVICE_OPS["Morphological"]
-    encoded = op.encode(transform, transform.params, image.shape, image.dtype)
-    bits = torch.from_numpy(image[None, ..., 0] > 128)
-    as_bytes, made = (
-        op.mask(bits.to(kind), dict(encoded.static), {}) for kind in (torch.uint8, dtype)
-    )
-    assert made.dtype == dtype
-    assert torch.equal(made.to(torch.uint8), as_bytes)
-
-
 @each("fill", ["inpaint_telea", "inpaint_ns"])
 def test_gray_images_that_some_samples_inpaint_are_one_batch(fill):
     samples = [{"image": image} for image in photographs(24, 30, 1) * 4]

@@ -38,12 +38,6 @@ def look_up(images: Tensor, table: Tensor) -> Tensor:
     return table.reshape(-1).index_select(0, index.reshape(-1)).view(images.shape)
 
 
-def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Return ``count`` bits of each row that ``np.packbits`` made, as bool ``[n, count]``."""
-    place = torch.arange(7, -1, -1, device=packed.device, dtype=torch.uint8)
-    return (packed[:, :, None] >> place & 1).view(len(packed), -1)[:, :count] > 0
-
-
 def to_bytes(images: Tensor) -> Tensor:
     """Return float32 images in [0, 1] as uint8, rounded as Albumentations' ``from_float`` does."""
     return (images * 255).round().clamp(0, 255).to(torch.uint8)

@@ -21,7 +21,6 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
 )
 from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
-from lightning_fastdata.augment.ops.table import to_bytes
 from lightning_fastdata.augment.replay import instructions
 
 _GRAIN = 4
@@ -175,48 +174,6 @@ def _sharpen(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return (images + alpha * (images - rounded)).clamp(0, 255).to(torch.uint8)
 
 
-def _encode_unsharp(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    kernel = padded_kernel(_gaussian(params["ksize"], params["sigma"]))
-    if kernel is None or dtype not in (np.uint8, np.float32):
-        return None
-    arrays = {"kernel": kernel, "alpha": np.array([params["alpha"]], np.float32)}
-    static = (("threshold", float(transform.threshold)), ("small", params["ksize"] <= 5))
-    return Encoded(static, arrays)
-
-
-def _pairs(values: Tensor, kernel: Tensor, axis: int) -> Tensor:
-    """Correlate along one axis with symmetric kernels: the middle first, then pairs outwards."""
-    length, radius = values.shape[axis], kernel.shape[1] // 2
-    framed = reflected(values, axis, radius)
-    total = values * kernel[:, radius, None, None, None]
-    for tap in range(1, radius + 1):
-        both = framed.narrow(axis, radius - tap, length) + framed.narrow(axis, radius + tap, length)
-        total.addcmul_(both, kernel[:, radius + tap, None, None, None])
-    return total
-
-
-def _blurred(values: Tensor, static: Values, kernel: Tensor) -> Tensor:
-    # OpenCV's order of additions. The last bit decides where a difference meets the threshold,
-    # which is often on uint8 and with the kernels of 1/4 and 1/2.
-    along = _pairs if static["small"] else correlate_along
-    return _pairs(along(values, kernel, 2), kernel, 1)
-
-
-def _unsharp(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    values = images
-    if images.dtype == torch.uint8:
-        values = images.float()
-        values = values / torch.full_like(values[:1, :1, :1, :1], 255)
-    residual = values - _blurred(values, static, arrays["kernel"])
-    loud = (residual.abs() * 255 > static["threshold"]).float()
-    share = _blurred(loud, static, arrays["kernel"])
-    sharp = (values + arrays["alpha"][:, None, None] * residual).clamp(0, 1)
-    out = (sharp * share + values * (1 - share)).clamp(0, 1)
-    return to_bytes(out) if images.dtype == torch.uint8 else out
-
-
 _KERNELS: Final = (
     *("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot"),
     *("Emboss", "Defocus"),
@@ -227,7 +184,6 @@ OPS = (
         for name in _KERNELS
     ),
     DeviceOp("Sharpen", _encode_sharpen, _sharpen, fused=instructions.correlation),
-    DeviceOp("UnsharpMask", _encode_unsharp, _unsharp),
 )
 """On uint8, Sharpen by a Gaussian is exact, and the others are at most one level off, mostly where
 the sum lies between two levels. In UnsharpMask, rounding can decide whether a difference is above
