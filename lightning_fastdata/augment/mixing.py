@@ -6,7 +6,6 @@ import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -726,20 +725,6 @@ class MixedWorker:
         if self._inner is not None:
             sample, tape = self._inner(sample, key)
         return sample, (tape, draw_numbers(self._mixer.steps, key))
-
-    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
-        """Return what is drawn for each repeat of a sample, in words; steps show all numbers."""
-        said = []
-        for number in range(self.repeats):
-            own = repeated_key(key, self.repeats, number) if self.repeats > 1 else key
-            numbers = iter(draw_numbers(self._mixer.steps, own)[0])
-            steps = (
-                f"{step!r}: {', '.join(f'{value:.4g}' for value in islice(numbers, step.count()))}"
-                for step in self._mixer.steps
-            )
-            inner = () if self._inner is None else self._inner.words(sample, own)[0]
-            said.append((*inner, *steps))
-        return said
 
     def _each(self, drawn: Sequence[Any]) -> list[Any]:
         return list(drawn) if self.repeats == 1 else [one for each in drawn for one in each]

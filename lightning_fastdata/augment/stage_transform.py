@@ -55,12 +55,6 @@ class WorkerTransform(Protocol):
     ) -> tuple[list[Any], list[Any]]:
         """Return samples of which nothing waits for the device, and what else was drawn."""
 
-    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
-        """Return for each row that becomes of a sample what is drawn for it, in words.
-
-        Of a part that does everything itself.
-        """
-
 
 @runtime_checkable
 class StageTransform(Protocol):
@@ -343,7 +337,3 @@ class SwitchedWorker:
         """Return samples of which nothing waits for the device, and what else was drawn."""
         done, left = self._deferred.finish_each(samples, [own for _, own in drawn])
         return done, [(False, own) for own in left]
-
-    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
-        """Return what is drawn for each row that becomes of a sample, in words."""
-        return self._whole.words(sample, key)
