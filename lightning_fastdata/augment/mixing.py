@@ -36,7 +36,6 @@ from lightning_fastdata.types import Batch, SampleKey
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.replay.warm_up import Variant
     from lightning_fastdata.augment.stage_transform import PlaceSwitch
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
@@ -630,10 +629,6 @@ class MixedTransform:
     def redrawn(self) -> tuple[str, ...]:
         """Return the operations of which a device makes other pixels of the same distribution."""
         return () if self.pipeline is None else self.pipeline.redrawn()
-
-    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:  # noqa: ARG002
-        """Return nothing: the kernels of a pipeline that mixing follows are compiled when used."""
-        return ()
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.augment.replay.warm_up import Variant
     from lightning_fastdata.types import Batch, PixelPlace, SampleKey
 
 
@@ -88,12 +87,6 @@ class StageTransform(Protocol):
     def renewed(self) -> StageTransform:
         """Return the transform as what it is made of is now: itself, if nothing has changed."""
 
-    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
-        """Return runs that have each kernel compiled which batches may need on a device.
-
-        ``sample`` is one of the dataset; None if none could be read.
-        """
-
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset has not what the transform needs."""
 
@@ -141,10 +134,6 @@ class CallableTransform:
     def renewed(self) -> Self:
         """Return it as it is."""
         return self
-
-    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:  # noqa: ARG002
-        """Return nothing: it is not known what the callable launches."""
-        return ()
 
     def check_sample(self, sample: Batch) -> None:
         """Accept every sample: only the callable knows what it needs."""
@@ -267,7 +256,6 @@ class SwitchedTransform:
         self.repeats = inner.repeats
         self.defers = inner.defers
         self.redrawn = inner.redrawn
-        self.kernels = inner.kernels
         self.check_sample = inner.check_sample
         self.apply = inner.apply
         self.apply_unprepared = inner.apply_unprepared
