@@ -47,10 +47,9 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "CoarseDropout": ({}, {"fill": "random_uniform"}, {"fill": "random"}),
     "ColorJitter": ({}, {"hue": 0}),
     "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
-    "Downscale": ({}, {"interpolation_pair": {"downscale": 3, "upscale": 1}}),
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
     "Equalize": ({}, {"mode": "pil", "by_channels": False}),
-    "MultiplicativeNoise": ({}, {"per_channel": True}, {"elementwise": True}),
+    "MultiplicativeNoise": ({}, {"per_channel": True}),
     "Normalize": (
         {},
         {"normalization": "image"},
@@ -78,7 +77,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"height": 300, "width": 260},
         {"height": 120, "width": 100, "interpolation": 0},
     ),
-    "Sharpen": ({}, {"method": "gaussian"}),
     "ToGray": ({}, {"method": "from_lab"}),
     "XYMasking": (
         {

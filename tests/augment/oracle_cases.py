@@ -163,7 +163,6 @@ CASES = (
         case("ToGray", {"method": method}, on_the_cpu=thin)
         for method in ("average", "max", "desaturation")
     ),
-    case("ToSepia", channels=GRAY_OR_RGB),
     case("RGBShift", channels=GRAY_OR_RGB),
     case("PlanckianJitter", channels=RGB),
     case("HueSaturationValue", channels=GRAY_OR_RGB),
@@ -180,19 +179,11 @@ CASES = (
     case("Defocus"),
     case("Emboss"),
     case("Sharpen"),
-    case("Sharpen", {"method": "gaussian"}, channels=SEVERAL),
     case("MedianBlur", channels=(1, 3, 4, 6, 7)),
     case("CLAHE", channels=GRAY_OR_RGB),
     *(
         case("Equalize", {"mode": mode, "by_channels": each}, channels=GRAY_OR_RGB)
         for mode in ("cv", "pil")
         for each in (True, False)
-    ),
-    case("Downscale", sizes=WIDE),
-    case(
-        "Downscale",
-        {"interpolation_pair": {"downscale": 3, "upscale": 1}},
-        channels=(1, 3, 4),
-        sizes=WIDE,
     ),
 )

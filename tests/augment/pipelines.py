@@ -304,7 +304,7 @@ with warnings.catch_warnings():
                 [A.RandomCrop(96, 96), H(), V(), GAMMA(), NOISE(), A.ISONoise(), BLUR()]
             ),
             kind="mask",
-            worker="RandomCrop",
+            worker="RandomCrop ISONoise",
         ),
         "elastic": Recipe(
             compose=Compose(
@@ -425,7 +425,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="VerticalFlip RandomRotate90 Resize",
+            worker="VerticalFlip RandomRotate90 Resize Downscale",
         ),
         "thin plates": Recipe(
             compose=Compose(
@@ -655,7 +655,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize Morphological Morphological SaltAndPepper",
+            worker="Resize Morphological Morphological Downscale SaltAndPepper",
         ),
         "handwriting": Recipe(
             compose=Compose(
@@ -736,7 +736,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize GaussianBlur ShotNoise AdditiveNoise",
+            worker="Resize GaussianBlur ISONoise ShotNoise AdditiveNoise",
         ),
         "deep fakes": Recipe(
             compose=Compose(

@@ -93,7 +93,7 @@ IN_WORKER = {
             *("RandomSnow", "RandomSunFlare", "Spatter", "Superpixels", "ZoomBlur"),
             *("AdditiveNoise", "AutoContrast", "ChromaticAberration", "FancyPCA", "Morphological"),
             *("PiecewiseAffine", "PixelDropout", "RandomGridShuffle", "SaltAndPepper", "ShotNoise"),
-            *("ThinPlateSpline", "UnsharpMask"),
+            *("ThinPlateSpline", "UnsharpMask", "Downscale", "ISONoise", "ToSepia"),
         )
     },
     "AtLeastOneBBoxRandomCrop": {"height": 30, "width": 30},

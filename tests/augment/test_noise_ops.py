@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import albumentations as A
-import cv2
 import numpy as np
-import torch
 from augment.batches import flat, in_worker, on_device, pipeline
-from augment.parity import both, parity, photographs
+from augment.parity import both
 from misses import each
 from scipy import stats
-
-from lightning_fastdata.augment.ops.noise import poisson_below, poisson_counts
 
 # Weak enough that values are not cut off at a level of 128, or of 0.5.
 ADDED = {
@@ -17,8 +13,6 @@ ADDED = {
     "gauss, off center": A.GaussNoise((0.02, 0.05), (-0.2, 0.2), p=1),
     "gauss, all channels alike": A.GaussNoise((0.02, 0.09), per_channel=False, p=1),
     "gauss, coarse": A.GaussNoise((0.04, 0.09), noise_scale_factor=0.3, p=1),
-    "factors": A.MultiplicativeNoise((0.6, 1.2), elementwise=True, per_channel=True, p=1),
-    "factors, all channels alike": A.MultiplicativeNoise((0.6, 1.2), elementwise=True, p=1),
 }
 LEVEL = {np.uint8: 128, np.float32: 0.5}
 
@@ -80,65 +74,6 @@ def test_added_noise_goes_together_where_albumentations_noise_does(name):
 def test_added_noise_takes_any_number_of_channels(name, channels):
     want, got = residuals(ADDED[name], channels=channels)
     np.testing.assert_allclose(spread(got), spread(want), rtol=0.2 if "coarse" in name else 0.1)
-
-
-@each("mean", [0.0, 1e-4, 0.3, 3.0, 40.0])
-def test_poisson_probabilities_are_scipys(mean):
-    counts = poisson_counts(mean)
-    below = poisson_below(torch.tensor([mean]), counts)[0].double().numpy()
-    np.testing.assert_allclose(below, stats.poisson.cdf(np.arange(counts), mean), atol=1e-6)
-    assert stats.poisson.sf(counts - 1, mean) < 1e-8
-
-
-def test_without_grain_the_colors_survive_the_way_there_and_back():
-    colors = np.random.default_rng(3).integers(0, 256, (64, 65, 3), np.uint8)
-    colors[:8] //= 64
-    colors[8] = colors[8, :, :1]
-    transform = A.ISONoise(intensity=(0, 0), p=1)
-    assert parity(transform, [colors, *photographs(64, 65)], seeds=[0]).largest == 0
-
-
-def test_brighter_grain_of_albumentations_own_numbers_gives_its_colors():
-    """Without colour noise, and with every pixel one grain brighter, hues must not move."""
-    photo = photographs(64, 64, dtype=np.float32)[0]
-    hls = cv2.cvtColor(photo, cv2.COLOR_RGB2HLS)
-    (_, got, *_), *_ = both(A.ISONoise((0, 0), (2, 2), p=1), [photo], seeds=[4])
-    after = cv2.cvtColor(got, cv2.COLOR_RGB2HLS)
-    colored = (hls[..., 2] > 0.1) & (after[..., 2] > 0.1) & (after[..., 1] < 0.95)
-    turned = np.abs(after[..., 0] - hls[..., 0])
-    assert np.minimum(turned, 360 - turned)[colored].max() < 0.5
-    assert (after[..., 1] >= hls[..., 1] - 1e-5).all()
-
-
-@each("dtype", [np.uint8, np.float32])
-@each("intensity", [(0.1, 0.5), (1.5, 2.5)])
-def test_grain_has_the_law_and_the_strength_of_albumentations(intensity, dtype):
-    transform = A.ISONoise(intensity=intensity, p=1)
-    unit = 1 if dtype == np.uint8 else 255
-    figures, light = ([], []), ([], [])
-    for want, got, *_ in both(transform, photographs(131, 170, dtype=dtype), seeds=range(3)):
-        for way, image in enumerate((want, got)):
-            values = image.astype(np.float64) * unit
-            figures[way].append((values.mean(), values.std()))
-            light[way].append(cv2.cvtColor(image, cv2.COLOR_RGB2HLS)[::5, ::5, 1].ravel())
-    apart = np.array(figures[1]) - figures[0]
-    assert np.abs(apart).max() < 2.5
-    assert np.abs(apart.mean(0)).max() < 0.8
-    assert stats.ks_2samp(*map(np.concatenate, light)).pvalue > 1e-3
-
-
-@each(
-    "transform",
-    [
-        A.ISONoise(intensity=(0.1, 900), p=1),
-    ],
-)
-def test_what_has_no_device_form_is_albumentations_own(transform):
-    items = [{"image": photo} for photo in photographs(40, 50)]
-    whole = pipeline(transform)
-    batch, _ = on_device(whole, items)
-    for image, one in zip(batch["image"], in_worker(whole, items), strict=True):
-        np.testing.assert_array_equal(image.numpy(), one["image"])
 
 
 @each("dtype", [np.uint8, np.float32])

@@ -1,10 +1,9 @@
-"""Noise: sums, factors and the grain of a sensor, which the device draws."""
+"""Noise that the device draws."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_fastdata.augment.ops import splitmix
-from lightning_fastdata.augment.ops.colors.spaces import hls_floats, rgb_from_hls
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
@@ -23,18 +21,9 @@ from lightning_fastdata.augment.ops.operation import (
     Transform,
     Values,
     always,
-    channels,
 )
-from lightning_fastdata.augment.ops.table import (
-    change_value,
-    encode_value,
-)
-from lightning_fastdata.augment.replay import instructions
 
 _DTYPES: Final = (np.dtype(np.uint8), np.dtype(np.float32))
-_COLOR_STREAM: Final = 1
-_MOST_COUNTS: Final = 256
-"""Larger counts of photons are deferred to Albumentations, as their tables would not fit."""
 
 
 def _limit(dtype: DType | torch.dtype) -> int:
@@ -81,87 +70,5 @@ def _add(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return (images.float() + noise).clamp(0, _limit(images.dtype)).to(images.dtype)
 
 
-def _draw_factors(transform: Transform, params: Values, data: Values) -> Values | None:
-    image = data["image"]
-    if not transform.elementwise or image.dtype not in _DTYPES:
-        return None
-    seed = splitmix.peek_seed(transform.random_generator)
-    layers = channels(image.shape) if transform.per_channel else 1
-    splitmix.skip_doubles(transform.random_generator, image.shape[0] * image.shape[1] * layers)
-    arrays = {"seed": seed, "limits": np.array(transform.multiplier, np.float32)}
-    return {"drawn": Encoded((("form", "each"), ("layers", layers)), arrays)}
-
-
-def _encode_gain(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    encode = _encode_drawn if transform.elementwise else encode_value
-    return encode(transform, params, shape, dtype)
-
-
-def _multiply(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    if static["form"] != "each":
-        return change_value(images, static, arrays)
-    n, height, width, _ = images.shape
-    drawn = splitmix.uniform(arrays["seed"], height * width * static["layers"])
-    low, high = arrays["limits"][:, :, None].unbind(1)
-    factors = (low + (high - low) * drawn).view(n, height, width, static["layers"])
-    return (images.float() * factors).clamp(0, _limit(images.dtype)).to(images.dtype)
-
-
-def poisson_counts(mean: float) -> int:
-    """Return a power of two that a Poisson number reaches less than once in 1e8 draws."""
-    return max(4, 1 << math.ceil(math.log2(mean + 7 * math.sqrt(mean) + 12)))
-
-
-def poisson_below(mean: Tensor, counts: int) -> Tensor:
-    """Return the probability of at most 0, 1, ... ``counts - 1``: float32 ``[..., counts]``."""
-    whole = torch.arange(1, counts + 1, device=mean.device, dtype=torch.float64)
-    below: Tensor = torch.special.gammaincc(whole, mean.double().unsqueeze(-1))
-    return below.float()
-
-
-def _encode_iso(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    # The brightness of an image within [0, 1] deviates by at most a half.
-    counts = poisson_counts(transform.intensity[1] / 2)
-    if channels(shape) != 3 or counts > _MOST_COUNTS or dtype not in _DTYPES:
-        return None
-    numbers = np.array([params["color_shift"], params["intensity"]], np.float64)
-    # Albumentations draws 32 bits for a generator of its own.
-    seed = np.array([int(params["random_seed"]), 0x5EED], np.int64)
-    return Encoded((("counts", counts),), {"numbers": numbers, "seed": seed})
-
-
-def _iso(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    n, height, width, _ = images.shape
-    count, whole = height * width, images.dtype == torch.uint8
-    values = images / torch.full((), 255.0, device=images.device) if whole else images
-    hue, lightness, saturation = hls_floats(values)
-    shift, intensity = arrays["numbers"][:, :, None].unbind(1)
-    deviation = lightness.double().reshape(n, -1).std(1, correction=0, keepdim=True)
-    below = poisson_below(deviation * intensity, static["counts"])
-    drawn = splitmix.uniform(arrays["seed"], count)
-    grains = torch.zeros_like(drawn)
-    for step in below[:, 0].unbind(1):
-        grains += drawn >= step[:, None]
-    grains = (grains * intensity.float()).view_as(lightness)
-    lightness = (lightness + grains * (1 - lightness)).clamp(0, 1)
-    colors = splitmix.normal(arrays["seed"], count, _COLOR_STREAM) * (shift * intensity).float()
-    out = rgb_from_hls(hue + colors.view_as(hue), lightness, saturation).clamp(0, 1)
-    return (out * 255).round().to(torch.uint8) if whole else out
-
-
-OPS = (
-    DeviceOp("GaussNoise", _encode_drawn, _add, draw=_draw_gauss, draws_pixels=always),
-    DeviceOp(
-        "MultiplicativeNoise",
-        _encode_gain,
-        _multiply,
-        draw=_draw_factors,
-        draws_pixels=lambda transform: transform.elementwise,
-        fused=instructions.table,
-    ),
-    DeviceOp("ISONoise", _encode_iso, _iso, draws_pixels=always),
-)
-"""The distribution of Albumentations' noise, with its drawn strength. Exact for
-MultiplicativeNoise that is not elementwise."""
+OPS = (DeviceOp("GaussNoise", _encode_drawn, _add, draw=_draw_gauss, draws_pixels=always),)
+"""The distribution of Albumentations' noise, with its drawn strength."""

@@ -146,8 +146,8 @@ def change_value(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
 
 
 _NAMES: Final = (
-    *("InvertImg", "PlanckianJitter", "Posterize", "RGBShift", "RandomBrightnessContrast"),
-    *("RandomGamma", "RandomToneCurve", "Solarize"),
+    *("InvertImg", "MultiplicativeNoise", "PlanckianJitter", "Posterize", "RGBShift"),
+    *("RandomBrightnessContrast", "RandomGamma", "RandomToneCurve", "Solarize"),
 )
 OPS = tuple(DeviceOp(name, encode_value, change_value, fused=instructions.table) for name in _NAMES)
 """Exact on uint8, since the table is made by Albumentations; on float32 to 1e-5."""

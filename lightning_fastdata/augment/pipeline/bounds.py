@@ -85,7 +85,7 @@ _FIELDS: Final = frozenset({"GridDistortion", "OpticalDistortion", "Perspective"
 _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
     **dict.fromkeys(("AdvancedBlur", "Blur", "Defocus", "Emboss", "GaussianBlur"), SUMS),
-    **dict.fromkeys(("MotionBlur", "RingingOvershoot"), SUMS),
+    **dict.fromkeys(("MotionBlur", "RingingOvershoot", "Sharpen"), SUMS),
     "HueSaturationValue": Bound(1, 0.999, 1),  # float32 images are made uint8 first
 }
 
@@ -101,12 +101,8 @@ def bound_of(transform: Node) -> Bound:
         return fields()
     if name in _RESIZES:
         return RESIZE
-    if name == "Downscale":
-        return EQUAL if set(transform.interpolation_pair.values()) == {0} else RESIZE
     if name == "ColorJitter":
         return Bound(3, 0.999, 0.05) if any(transform.hue) else Bound(0, 1, 0.05)
-    if name == "Sharpen":
-        return EQUAL if transform.method == "gaussian" else SUMS
     return _NAMED.get(name, EQUAL)
 
 
@@ -115,7 +111,7 @@ _LINEAR: Final = _WARPS | {"GridDistortion", "Perspective"}
 _SAME_FLOATS: Final = frozenset(
     {
         *("CLAHE", "CenterCrop", "ChannelDropout"),
-        *("ChannelShuffle", "CoarseDropout", "Crop", "D4", "Downscale"),
+        *("ChannelShuffle", "CoarseDropout", "Crop", "D4"),
         *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
         *("MedianBlur", "MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
         *("Posterize", "RGBShift", "RandomCrop", "RandomRotate90"),
@@ -140,7 +136,7 @@ _AMPLIFIES_BYTES: Final[Mapping[str, str]] = {
     "ColorJitter": _OF_HUE,
 }
 """What makes many levels of one, but not much of a float that is off in its last bit."""
-_ROUNDS: Final = frozenset({"Downscale", "FromFloat", "MedianBlur", "RandomToneCurve"})
+_ROUNDS: Final = frozenset({"FromFloat", "MedianBlur", "RandomToneCurve"})
 """What makes float32 images bytes first: one level of a float that is off in its last bit."""
 MOST_PER_LEVEL: Final = 3
 """So many levels may become of one that is off: contrast and gamma of usual strengths."""

@@ -45,7 +45,7 @@ _OF_ANY_DTYPE: Final = frozenset(
 """Transforms whose device forms move values, and never look at them."""
 _OF_UNIT_RANGE: Final = frozenset(
     {
-        *("ColorJitter", "GaussNoise", "ISONoise"),
+        *("ColorJitter", "GaussNoise"),
         *("MultiplicativeNoise", "RandomGamma"),
     }
 )

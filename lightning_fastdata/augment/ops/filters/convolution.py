@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Final
 
 import numpy as np
@@ -91,6 +90,8 @@ def _encode_kernel(
 ) -> Encoded | None:
     name = type(transform).__name__
     kernel: np.ndarray | None
+    if name == "Sharpen" and transform.method != "kernel":
+        return None
     if name in _NAMED:
         kernel = np.asarray(params[_NAMED[name]], np.float32)
     elif name == "Defocus":
@@ -120,71 +121,11 @@ def _disk(radius: int, alias_blur: float) -> np.ndarray:
     return trimmed
 
 
-@cache
-def _gaussian_256ths(size: int, sigma: float) -> np.ndarray:
-    """Return the whole numbers, 256 in all, by which OpenCV blurs uint8.
-
-    They are read off the blur of a single bright pixel in a line: 255 times a number up to 127,
-    over 256, is rounded to that number.
-    """
-    import cv2
-
-    reach = size // 2
-    line = np.zeros((1, 4 * reach + 1), np.uint8)
-    line[0, 2 * reach] = 255
-    blurred = cv2.GaussianBlur(line, (size, size), sigmaX=sigma, sigmaY=sigma)
-    kernel: np.ndarray = blurred[0, reach : 3 * reach + 1].astype(np.float32)
-    kernel[reach] += 256 - kernel.sum()
-    return kernel
-
-
-def _gaussian(size: int, sigma: float) -> np.ndarray:
-    """Return the kernel by which OpenCV blurs float32."""
-    import cv2
-
-    kernel: np.ndarray = cv2.getGaussianKernel(size, sigma, cv2.CV_32F).ravel()
-    return kernel
-
-
-def _encode_sharpen(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if transform.method == "kernel":
-        encoded = _encode_kernel(transform, params, shape, dtype)
-        return encoded and Encoded((("method", "kernel"), *encoded.static), encoded.arrays)
-    gaussian = _gaussian_256ths if dtype == np.uint8 else _gaussian
-    kernel = padded_kernel(gaussian(transform.kernel_size, transform.sigma))
-    # With (height, width, 1), Albumentations subtracts an image without its channel axis.
-    if kernel is None or dtype not in (np.uint8, np.float32) or shape[2:] == (1,):
-        return None
-    arrays = {"kernel": kernel, "alpha": np.array([params["alpha"]], np.float64)}
-    return Encoded((("method", "gaussian"),), arrays)
-
-
-def _sharpen(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    if static["method"] == "kernel":
-        return run_kernel(images, static, arrays)
-    blurred = correlate(images.float(), arrays["kernel"])
-    alpha = arrays["alpha"][:, None, None]
-    if images.dtype != torch.uint8:
-        return (images + alpha.float() * (images - blurred)).clamp(0, 1)
-    # Sums of whole numbers below 2 ** 24, so float32 has them to the last bit. The difference of
-    # bytes wraps round in Albumentations, so it does here; and it computes in float64.
-    rounded = ((blurred + (1 << 15)) / (1 << 16)).floor().to(torch.uint8)
-    return (images + alpha * (images - rounded)).clamp(0, 255).to(torch.uint8)
-
-
 _KERNELS: Final = (
     *("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot"),
-    *("Emboss", "Defocus"),
+    *("Emboss", "Defocus", "Sharpen"),
 )
-OPS = (
-    *(
-        DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation)
-        for name in _KERNELS
-    ),
-    DeviceOp("Sharpen", _encode_sharpen, _sharpen, fused=instructions.correlation),
+OPS = tuple(
+    DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation) for name in _KERNELS
 )
-"""On uint8, Sharpen by a Gaussian is exact, and the others are at most one level off, mostly where
-the sum lies between two levels. In UnsharpMask, rounding can decide whether a difference is above
-the threshold: a few pixels are off by a few levels then. 1e-5 on float32, but for these."""
+"""On uint8 at most one level off, mostly where the sum lies between two levels; 1e-5 on float32."""
