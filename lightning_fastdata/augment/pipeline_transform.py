@@ -54,7 +54,6 @@ class PipelineTransform:
         *,
         same_pixels: bool = False,
         form: OutputForm | None = None,
-        strict: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> None:
         import albumentations
@@ -67,7 +66,6 @@ class PipelineTransform:
         check_form(self.form, compose)
         self._ops = ops
         self._same_pixels = same_pixels
-        self._strict = strict
         self._on_cpu = checked_on_cpu(on_cpu)
         self._fields = fields
         self._images: tuple[int | None, Collection[States]] = 3, OF_BYTES
@@ -254,7 +252,6 @@ class PipelineTransform:
                 self.ops,
                 refusal(),
                 same_pixels=self._same_pixels,
-                strict=self._strict,
                 on_cpu=self._on_cpu,
             )
         return self._foreign

@@ -84,8 +84,6 @@ class Recorder:
         self._small: dict[int, _Values] = {}
         """What device forms drew for the transforms whose own sampler ran, too."""
         self._keeps_params = keeps_params(compose)
-        self.reading = ""
-        """Class name of the transform that asked for real pixels last."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -148,8 +146,7 @@ class Recorder:
     def _is_pixels(self, key: str, value: object) -> bool:
         return key in self._roles and value is not None
 
-    def _real(self, data: Mapping[str, Any], reader: BasicTransform) -> _Values:
-        self.reading = type(reader).__name__
+    def _real(self, data: Mapping[str, Any]) -> _Values:
         return {
             key: self._target(key, value).flush() if self._is_pixels(key, value) else value
             for key, value in data.items()
@@ -163,7 +160,7 @@ class Recorder:
         data: _Values,
     ) -> _Values:
         # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
-        return original(params=params, data=self._real(data, transform))
+        return original(params=params, data=self._real(data))
 
     def _draw_small(
         self, original: Callable[..., _Values], hooked: _Hooked, params: _Values, data: _Values
@@ -195,7 +192,7 @@ class Recorder:
         /,
         **data: Any,
     ) -> _Values:
-        result = original(params, **self._real(data, transform))
+        result = original(params, **self._real(data))
         for key, before in data.items():
             if self._is_pixels(key, before) and key in result:
                 value = contiguous(result[key])
