@@ -50,13 +50,7 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
     "Equalize": ({}, {"mode": "pil", "by_channels": False}),
     "MultiplicativeNoise": ({}, {"per_channel": True}),
-    "Normalize": (
-        {},
-        {"normalization": "image"},
-        {"normalization": "image_per_channel"},
-        {"normalization": "min_max"},
-        {"normalization": "min_max_per_channel"},
-    ),
+    "Normalize": ({},),
     "OpticalDistortion": ({}, {"mode": "fisheye"}),
     "Pad": ({"padding": 9},),
     "PadIfNeeded": (

@@ -151,10 +151,6 @@ CASES = (
     ),
     case("ChannelDropout", channels=SEVERAL),
     case("Normalize", {"mean": 0.4, "std": 0.3}),
-    *(
-        case("Normalize", {"normalization": kind})
-        for kind in ("image", "image_per_channel", "min_max", "min_max_per_channel")
-    ),
     case("FromFloat", on_the_cpu=lambda row: row["dtype"] == np.uint8),
     case("ToRGB", channels=(1,), on_the_cpu=lambda row: 1 in row["size"]),
     case("ToGray", channels=GRAY_OR_RGB, on_the_cpu=thin),

@@ -17,7 +17,6 @@ CLOSE_ONES = {name: transform for name, (transform, _) in (CLOSE | COLOUR_CLOSE)
 ALL = {
     **(EXACT | COLOUR_EXACT | CLOSE_ONES | TRANSFORMS | CONVOLUTIONS | RANKS),
     "cubic affine": A.Affine(rotate=(-40, 40), interpolation=2, p=1),
-    "own range": A.Normalize(normalization="min_max_per_channel", p=1),
     "gray by lightness": A.ToGray(method="from_lab", p=1),
 }
 

@@ -166,8 +166,6 @@ def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
     name = type(transform).__name__
     if not is_albumentations(transform):
         return None
-    if name == "Normalize" and transform.normalization.startswith("min_max"):
-        return _STRETCHES
     if name == "Solarize":  # in the middle, what is below becomes what is above
         jump = max(abs(255 - 510 * threshold) for threshold in transform.threshold_range)
         return _JUMPS if jump > MOST_PER_LEVEL else None

@@ -114,7 +114,7 @@ class Recorder:
     def _hook(self, index: int, transform: BasicTransform, ops: Mapping[str, DeviceOp]) -> None:
         original = transform.apply_with_params
         op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
-        run = functools.partial(self._run, transform, original)
+        run = functools.partial(self._run, original)
         hooked = None
         if op is not None:
             keys = [key for key in self._images_first if key in function_by_key(transform)]
@@ -128,7 +128,7 @@ class Recorder:
             own = () if is_albumentations(transform) else ("update_transform_params",)
             for name in (*own, "get_params_dependent_on_data"):
                 drawn_by = getattr(transform, name)
-                draw = functools.partial(self._draw_on_pixels, transform, drawn_by)
+                draw = functools.partial(self._draw_on_pixels, drawn_by)
                 setattr(transform, name, draw)
         elif hooked is not None and hooked.op.draw is not None:
             sampler = transform.get_params_dependent_on_data
@@ -154,7 +154,6 @@ class Recorder:
 
     def _draw_on_pixels(
         self,
-        transform: BasicTransform,
         original: Callable[..., _Values],
         params: _Values,
         data: _Values,
@@ -186,7 +185,6 @@ class Recorder:
 
     def _run(
         self,
-        transform: BasicTransform,
         original: Callable[..., _Values],
         params: _Values,
         /,
@@ -207,7 +205,7 @@ class Recorder:
         noted = self._encode(hooked, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
-            return self._run(hooked.transform, hooked.original, params, **data)
+            return self._run(hooked.original, params, **data)
         if len(noted) < len(data):
             others = {key: value for key, value in data.items() if key not in self._roles}
             data |= hooked.original(params, **others) if others else {}
