@@ -21,8 +21,9 @@ import torch
 
 from demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import SAME, levels_per_unit
+from lightning_fastdata.augment.pipeline.bounds import SAME
 from lightning_fastdata.augment.pipeline.plan import analyse
+from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.pipeline.trial import refusal
 from lightning_fastdata.augment.pipeline.values import values_of
 from lightning_fastdata.augment.record.tape import Recorder
@@ -158,6 +159,23 @@ def operation_parity(
         from_bytes=pixel_parity(transform, images, draws=draws),
         from_floats=pixel_parity(transform, floats, draws=draws),
     )
+
+
+def levels_per_unit(compose, dtype) -> float | np.ndarray:
+    """Return how many of 255 levels a difference of 1 in the output of a pipeline is.
+
+    A number, or an array that can be multiplied with an output image.
+    """
+    unit: float | np.ndarray = 1.0 if dtype == np.uint8 else 255.0
+    first = False
+    for transform in (leaf.transform for leaf in list_leaves(compose)):
+        name = type(transform).__name__
+        first |= name == "ToTensorV2"
+        if name == "Normalize" and transform.normalization == "standard":
+            unit = 255.0 * np.asarray(transform.std, np.float64)
+        else:
+            unit = {"ToFloat": 255.0, "FromFloat": 1.0}.get(name, unit)
+    return unit[:, None, None] if first and isinstance(unit, np.ndarray) and unit.ndim else unit
 
 
 def pixel_parity(compose: Any, images: Sequence[np.ndarray], *, draws: int = 1) -> PixelParity:

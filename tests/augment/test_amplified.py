@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
-from benchmarks.parity import examples, make_example
+from benchmarks.parity import examples, levels_per_unit, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.bounds import (
     MOST_PER_LEVEL,
     SAME,
     bound_of,
-    levels_per_unit,
     may_differ,
 )
 from lightning_fastdata.augment.pipeline.plan import analyse

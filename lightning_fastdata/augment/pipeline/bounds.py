@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_fastdata.augment.ops.positions.warp import blends_alike
-from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
+from lightning_fastdata.augment.pipeline.tree import is_albumentations
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
@@ -192,20 +192,3 @@ def _levels_of_one(transform: Node) -> float:
     if name == "RandomGamma":  # in the dark it is steepest
         return float(round(255 * (1 / 255) ** (min(transform.gamma_limit) / 100)))
     return 1.0
-
-
-def levels_per_unit(compose: Node, dtype: np.dtype[Any]) -> float | np.ndarray:
-    """Return how many of 255 levels a difference of 1 in the output of a pipeline is.
-
-    A number, or an array that can be multiplied with an output image.
-    """
-    unit: float | np.ndarray = 1.0 if dtype == np.uint8 else 255.0
-    first = False
-    for transform in (leaf.transform for leaf in list_leaves(compose)):
-        name = type(transform).__name__
-        first |= name == "ToTensorV2"
-        if name == "Normalize" and transform.normalization == "standard":
-            unit = 255.0 * np.asarray(transform.std, np.float64)
-        else:
-            unit = {"ToFloat": 255.0, "FromFloat": 1.0}.get(name, unit)
-    return unit[:, None, None] if first and isinstance(unit, np.ndarray) and unit.ndim else unit
