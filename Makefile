@@ -27,7 +27,7 @@ LOWEST := .venv-lowest
 .PHONY: demo test test-remote test-long test-realtime test-mutants test-lowest dist-check check lint format docs measure clean
 
 demo: $(VENV)/.ready-demo
-	$(PY) -m lightning_fastdata demo
+	PYTHONPATH=examples $(PY) -m demo
 
 # Memory in huge pages halves what a fork takes, of which the tests make thousands.
 test: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1

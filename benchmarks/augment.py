@@ -38,8 +38,8 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.transforms import v2
 from turns import arguments, in_turn, ratio, spread, write
 
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata.loading.loader import FastDataLoader
 
 BATCH, SIZE = 64, 224

@@ -35,6 +35,7 @@ import turns
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import (
     ColumnDataset,
     FastDataModule,
@@ -42,7 +43,6 @@ from lightning_fastdata import (
     LoaderOptions,
     cache_images,
 )
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 
 BATCH, WORKERS, EPOCHS = 64, 2, 3
 STEPS = {

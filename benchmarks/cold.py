@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.sources import SourceDataset, TarSource
 
 BATCH = 64

@@ -69,7 +69,7 @@ def torchvision(data):
 
 
 READERS = {
-    **{f"ours, {name}": ours(name) for name in ("simplejpeg", "opencv", "pillow")},
+    **{f"ours, {name}": ours(name) for name in ("simplejpeg", "pillow")},
     "Pillow": pillow,
     "cv2.imdecode": opencv,
     "torchvision.io.decode_image": torchvision,

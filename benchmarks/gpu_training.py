@@ -110,7 +110,7 @@ def measure_training(run):
     missing = [name for name in ("torchvision", "skimage", "sklearn") if find_spec(name) is None]
     if missing:
         raise Skipped(f"not installed: {', '.join(missing)}")
-    from lightning_fastdata.demo.photos import Cut, cut_photographs
+    from demo.photos import Cut, cut_photographs
 
     side, batch_size = (64, 8) if run.quick else (224, 128)
     name = f"resnet18, {side} px, batch {batch_size}"

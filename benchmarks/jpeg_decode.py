@@ -30,7 +30,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.images.reading import open_image
 

@@ -37,8 +37,8 @@ from peers import Epoch, JpegTask
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.host.machine import describe_machine, read_versions
 
 BASE, LIMIT = "DataLoader, ImageFolder", "decode alone, threads"

@@ -48,22 +48,25 @@ class Timed(Callback):
         live = ours._run.live
         path = self.folder / "status.json"
 
-        notes = live._pace._notes
+        notes = live._watched.pace._notes
         while len(notes) >= notes.maxlen:  # one more leaves the oldest where it is
             notes.popleft()
 
         def noted():
-            live._pace._due_s = 0.0
+            live._watched.pace._due_s = 0.0
             live.step_ended()
             notes.pop()
 
         def not_due():
-            live._pace._due_s = float("inf")
+            live._watched.pace._due_s = float("inf")
             live.step_ended()
 
-        told = live._status()
+        told = live._watched._status()
         per_step, per_note = timed(not_due, 20_000), timed(noted, 200)
-        look, write = timed(live._status, 500), timed(lambda: write_status(path, told), 500)
+        look, write = (
+            timed(live._watched._status, 500),
+            timed(lambda: write_status(path, told), 500),
+        )
         print(f"{len(told.workers)} workers, {len(told.as_json())} bytes of status")
         print(f"each step: {per_step * 1e6:.2f} us")
         print(f"each second, where a step ends: {per_note * 1e6:.0f} us")

@@ -51,8 +51,8 @@ from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import FastDataLoader, plan_remote
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
 
 NEAR, FAR = (3,), (0, 2)

@@ -480,7 +480,7 @@ def segmentation_ms() -> float:
     import numpy as np
     from PIL import Image
 
-    from lightning_fastdata.demo.photos import PHOTOGRAPHS, open_photograph
+    from demo.photos import PHOTOGRAPHS, open_photograph
 
     cv2.setNumThreads(0)
     steps = A.Compose(

@@ -28,9 +28,8 @@ import torch
 from albumentations import Compose
 from torch.utils.data import DataLoader
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
-from lightning_fastdata.demo.photos import cut_photographs
-from lightning_fastdata.demo.training import (
+from demo.photos import cut_photographs
+from demo.training import (
     BATCH_SIZE,
     CROP_SCALE,
     IMAGE_PX,
@@ -39,6 +38,7 @@ from lightning_fastdata.demo.training import (
     photo_folder,
     train_augmentation,
 )
+from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 

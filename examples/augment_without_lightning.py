@@ -23,9 +23,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import Compose as Steps
 from torchvision.transforms.v2 import PILToTensor, Resize
 
+from demo.photos import Cut, cut_photographs
 from lightning_fastdata import BatchTransform, SampleKey, StepTimer
 from lightning_fastdata.augment import register
-from lightning_fastdata.demo.photos import Cut, cut_photographs
 
 SMALL = "--small" in sys.argv
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     loader = DataLoader(photos, 16, shuffle=True, drop_last=True)  # uint8 [16, 3, 112, 112]
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    form = {"out": "float32", "channels_last": True, "strict": True}
+    form = {"out": "float32", "channels_last": True}
     cuts = [RandomCrop(96, 96), HorizontalFlip()]
     finish = [Normalize(), ToTensorV2()]
     changed = BatchTransform.from_albumentations(Compose([*cuts, Faded(p=0.8), *finish]), **form)
@@ -73,11 +73,9 @@ if __name__ == "__main__":
             nn.functional.mse_loss(student(changed(images, key=key)), seen).backward()
             optimizer.step()
 
-    # Draws of their own: once on images, once on something that is drawn for nothing else.
-    draws = changed.draw(len(images), size=(112, 112))
+    # What lies beside the images is cut as they are: masks, depth, ...
     light = images.float().mean(1)  # [16, 112, 112]; could be depth
-    views, lights = changed.replay(draws, images, light)
+    views, lights = changed(images, light, key=key)
     print(f"{tuple(views.shape)} {views.dtype}, and light {tuple(lights.shape)} cut alike")
-    print("the first image drew", [name for name, _ in draws.describe(0)])
     print(timer.report())
     timer.report().write_json("report.json")

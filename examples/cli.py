@@ -6,9 +6,9 @@ python examples/cli.py fit --config examples/config.yaml
 from lightning.pytorch.cli import LightningCLI
 from torchvision.datasets import ImageFolder
 
+from demo.photos import Cut, cut_photographs
+from demo.training import PhotoClassifier, train_augmentation, val_augmentation
 from lightning_fastdata import FastDataModule
-from lightning_fastdata.demo.photos import Cut, cut_photographs
-from lightning_fastdata.demo.training import PhotoClassifier, train_augmentation, val_augmentation
 
 
 class Photos(FastDataModule):

@@ -8,14 +8,14 @@ import sys
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_fastdata import DataThroughputCallback
-from lightning_fastdata.demo.photos import Cut, cut_photographs
-from lightning_fastdata.demo.training import (
+from demo.photos import Cut, cut_photographs
+from demo.training import (
     AugmentedPhotos,
     PhotoClassifier,
     train_augmentation,
     val_augmentation,
 )
+from lightning_fastdata import DataThroughputCallback
 
 SMALL = "--small" in sys.argv
 

@@ -8,9 +8,9 @@ import sys
 import torch
 from torch import nn
 
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
+from demo.training import AugmentedPhotos, train_augmentation, val_augmentation
 from lightning_fastdata import FastDataLoader, StepTimer
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata.demo.training import AugmentedPhotos, train_augmentation, val_augmentation
 
 SMALL = "--small" in sys.argv
 

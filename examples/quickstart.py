@@ -8,9 +8,9 @@ import sys
 from lightning.pytorch import Trainer
 from torchvision.datasets import ImageFolder
 
+from demo.photos import Cut, cut_photographs
+from demo.training import PhotoClassifier, train_augmentation, val_augmentation
 from lightning_fastdata import DataThroughputCallback, FastDataModule
-from lightning_fastdata.demo.photos import Cut, cut_photographs
-from lightning_fastdata.demo.training import PhotoClassifier, train_augmentation, val_augmentation
 
 SMALL = "--small" in sys.argv
 FOLDER = "demo_data/few" if SMALL else "demo_data/photos"

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
+from demo.photos import Cut, cut_photographs
 from lightning_fastdata import DataThroughputCallback, FastDataModule
-from lightning_fastdata.demo.photos import Cut, cut_photographs
 
 SMALL = "--small" in sys.argv
 

@@ -10,8 +10,8 @@ import torch
 from albumentations import ColorJitter, Compose, RandomResizedCrop, Rotate
 from PIL import Image
 
+from demo.photos import photograph_path
 from lightning_fastdata import BatchTransform, SampleKey
-from lightning_fastdata.demo.photos import photograph_path
 
 PIPELINE = Compose([RandomResizedCrop((192, 192)), Rotate(p=0.7), ColorJitter(p=0.8)])
 DRAWS = 4

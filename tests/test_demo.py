@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata.demo.training import (
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
+from demo.training import (
     IMAGE_PX,
     AugmentedPhotos,
     PhotoClassifier,

@@ -83,7 +83,7 @@ WITH_CODE = [page for page in PAGES if any(block.runs for block in blocks_of(pag
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    from lightning_fastdata.demo.photos import Cut, cut_photographs
+    from demo.photos import Cut, cut_photographs
 
     folder = tmp_path_factory.mktemp("photographs") / "photos"
     return cut_photographs(folder, Cut(train_per_class=6, val_per_class=2))
@@ -198,7 +198,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_pages_that_the_code_names_are_there():
-    files = [*ROOT.glob("lightning_fastdata/**/*.py"), *ROOT.glob("examples/*")]
+    files = [*ROOT.glob("lightning_fastdata/**/*.py"), *ROOT.glob("examples/**/*.*")]
     named = {link for file in files for link in IN_A_MESSAGE.findall(file.read_text())}
     assert named
     assert [link for link in named if broken(link, ROOT, ROOT)] == []

@@ -34,9 +34,8 @@ HEAVY = (
 LIGHT = (
     "import lightning_fastdata",
     "import lightning_fastdata.errors, lightning_fastdata.host.cpu",
-    "import lightning_fastdata.demo.photos",
     "import lightning_fastdata.cli",
-    "import lightning_fastdata.insight.live.page, lightning_fastdata.insight.live.status",
+    "import lightning_fastdata.insight.live.status",
 )
 """What loads no torch either."""
 ROOMS = (

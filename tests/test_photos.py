@@ -13,7 +13,7 @@ from PIL import Image
 from thoroughness import max_examples
 from torchvision.datasets import ImageFolder
 
-from lightning_fastdata.demo.photos import (
+from demo.photos import (
     PHOTOGRAPHS,
     Box,
     Cut,

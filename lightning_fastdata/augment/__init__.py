@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_fastdata.augment.batch_images import BatchImages as BatchImages
     from lightning_fastdata.augment.batch_images import left_undone as left_undone
-    from lightning_fastdata.augment.pipeline.tree import drawn_words as drawn_words
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
@@ -30,7 +29,6 @@ _HOME = {
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
-    "drawn_words": "pipeline.tree",
     "left_undone": "batch_images",
     "register": "registry",
     "warn_of_unkeyed": "pipeline.unkeyed",

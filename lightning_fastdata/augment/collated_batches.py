@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -46,15 +46,12 @@ OnCpu: TypeAlias = Literal["albumentations", "torch"]
 """What makes the pixels of a batch that lies on the CPU: Albumentations itself, or what would make
 them on a device."""
 
-_ANY_SIZE: Final = (1024, 1024)
-"""Images of this size can run on a device wherever images of some size can."""
-
 
 class ForeignBatches:
     """Runs one pipeline on batches that another loader has collated.
 
-    Nothing runs on a device where there is a ``refusal``. ``strict`` refuses what would need the
-    CPU for a batch on a device; ``same_pixels`` leaves to the CPU what draws numbers for pixels.
+    Nothing runs on a device where there is a ``refusal``. ``same_pixels`` leaves to the CPU what
+    draws numbers for pixels.
     """
 
     def __init__(
@@ -64,14 +61,12 @@ class ForeignBatches:
         refusal: str | None,
         *,
         same_pixels: bool = False,
-        strict: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> None:
         self._compose = copy.deepcopy(compose)
         self._ops = ops
         self._refusal = refusal
         self._same_pixels = same_pixels
-        self._strict = strict
         self._on_cpu = on_cpu
         self._plans: dict[object, Plan] = {}
         self._recorders: dict[object, Recorder | None] = {}
@@ -85,16 +80,14 @@ class ForeignBatches:
         Raises:
             BatchError: the image is no batch, or one of floats outside of [0, 1]; or a mask or
                 another image is no tensor of as many samples.
-            TransformError: the pipeline needs boxes or keypoints; or some of it needs the CPU, and
-                that is not wanted.
+            TransformError: the pipeline needs boxes or keypoints.
         """
         if self._compose.processors:
             names = " and ".join(sorted(self._compose.processors))
             raise TransformError(
                 f"The pipeline transforms {names} too, and those cannot be told apart in a batch "
                 "that another loader has collated. Give the pipeline to "
-                "FastDataModule(augment=...) and let FastDataModule load the data, or give them to "
-                "draw(..., targets=[...])."
+                "FastDataModule(augment=...) and let FastDataModule load the data."
             )
         places = places_of(batch, fields, self._compose)
         image = get_field(batch, places["image"])
@@ -122,33 +115,14 @@ class ForeignBatches:
             for name, tensor in tensors.items()
             if roles[name] == "image"
         )
-        if self._strict:
-            refuse_cpu(self.plan(size, channels, values))
         shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
         recorder = None if shortcut else self.recorder(size, channels, values)
         replayed = None
         if recorder is not None:
-            replayed = replay_all(tensors, key, recorder, self._ops, strict=self._strict)
+            replayed = replay_all(tensors, key, recorder, self._ops)
         results, is_chw = replayed or run_each(tensors, key, self._compose)
         results = channels_as_given(results, turned, self._compose, images_are_chw=is_chw)
         return put_fields(batch, {places[name]: results[name] for name in places})
-
-    def recorder_without_pixels(
-        self,
-        size: tuple[int, int] = _ANY_SIZE,
-        channels: int | None = 3,
-        values: tuple[States, ...] = OF_BYTES,
-    ) -> Recorder:
-        """Return the recorder for images of one shape that are not at hand.
-
-        Raises:
-            TransformError: an operation needs the pixels.
-        """
-        refuse_cpu(self.plan(size, channels, values))
-        recorder = self.recorder(size, channels, values)
-        if recorder is None:
-            raise TransformError("A container of the pipeline runs its transforms in its own way.")
-        return recorder
 
     def plan(
         self,
@@ -192,29 +166,6 @@ def checked_on_cpu(on_cpu: OnCpu) -> OnCpu:
     return on_cpu
 
 
-def refuse_cpu(plan: Plan) -> None:
-    """Raise TransformError naming what would need the CPU, if anything does."""
-    rows = zip(plan.placements, plan.sees_pixels, strict=True)
-    needs = [
-        f"{place.name} ({place.why})" for place, sees in rows if place.where == "worker" or sees
-    ]
-    if needs:
-        raise TransformError(
-            f"Without the pixels on the CPU this pipeline cannot run: {'; '.join(needs)}. Take "
-            "that out of the pipeline or give it a device form (register), or call the transform "
-            "on the images without strict=True: it then visits the CPU for the samples that need "
-            "it."
-        )
-
-
-def refuse_pixels(reader: str, sample: int) -> TransformError:
-    """Return the error that an operation asks for the pixels of a sample on the CPU."""
-    return TransformError(
-        f"{reader} needs the pixels of sample {sample} on the CPU, for what it drew there. Call "
-        "the transform on the images without strict=True: it visits the CPU for such samples."
-    )
-
-
 def run_each(
     tensors: Mapping[str, torch.Tensor], key: SampleKey, compose: Node
 ) -> tuple[dict[str, torch.Tensor], bool]:
@@ -244,14 +195,12 @@ def replay_all(
     key: SampleKey,
     recorder: Recorder,
     ops: Mapping[str, DeviceOp],
-    *,
-    strict: bool = False,
 ) -> tuple[dict[str, torch.Tensor], bool] | None:
     """Draw every sample here, and compute the draws where the batch lies.
 
-    Samples in which an operation needs real pixels are fetched one by one and put back, or are an
-    error if it is ``strict``. None: by then they have another shape or dtype than the others, so
-    that nothing can be left to the device.
+    Samples in which an operation needs real pixels are fetched one by one and put back. None: by
+    then they have another shape or dtype than the others, so that nothing can be left to the
+    device.
     """
     samples = len(tensors["image"])
     shown = {
@@ -263,10 +212,7 @@ def replay_all(
     ran: dict[str, dict[int, torch.Tensor]] = {name: {} for name in tensors}
     for row in range(samples):
         reseed((recorder.compose,), key._replace(index=key.index + row))
-        sources = {
-            name: functools.partial(_fetch, tensor, row, recorder if strict else None)
-            for name, tensor in tensors.items()
-        }
+        sources = {name: functools.partial(_fetch, tensor, row) for name, tensor in tensors.items()}
         result, tape = recorder(shown, sources)
         tapes.append(tape)
         is_chw = is_chw or isinstance(result["image"], torch.Tensor)
@@ -286,9 +232,7 @@ def replay_all(
     return results, is_chw or turned
 
 
-def _fetch(tensor: torch.Tensor, row: int, refuser: Recorder | None) -> np.ndarray:
-    if refuser is not None:
-        raise refuse_pixels(refuser.reading, row)
+def _fetch(tensor: torch.Tensor, row: int) -> np.ndarray:
     pixels: np.ndarray = tensor[row].cpu().numpy()
     return pixels
 

@@ -22,15 +22,12 @@ from lightning_fastdata.augment.record.worker import (
 )
 from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
-from lightning_fastdata.augment.replay.warm_up import Variant, kernels_of
 from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.errors import BatchError, FastDataWarning
 from lightning_fastdata.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from typing import Self
-
-    import torch
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.plan import Plan
@@ -57,7 +54,6 @@ class PipelineTransform:
         *,
         same_pixels: bool = False,
         form: OutputForm | None = None,
-        strict: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> None:
         import albumentations
@@ -70,7 +66,6 @@ class PipelineTransform:
         check_form(self.form, compose)
         self._ops = ops
         self._same_pixels = same_pixels
-        self._strict = strict
         self._on_cpu = checked_on_cpu(on_cpu)
         self._fields = fields
         self._images: tuple[int | None, Collection[States]] = 3, OF_BYTES
@@ -126,18 +121,6 @@ class PipelineTransform:
     def redrawn(self) -> tuple[str, ...]:
         """Return the operations of which a device makes other pixels of the same distribution."""
         return redrawn(self.compose, self.plan, device_ops())
-
-    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
-        """Return runs that have each kernel compiled which batches may need on a device."""
-        return kernels_of(
-            device,
-            self.compose,
-            self.plan,
-            self.ops,
-            sample,
-            out_dtype=self.form.dtype,
-            channels_last=self.form.channels_last,
-        )
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
@@ -269,7 +252,6 @@ class PipelineTransform:
                 self.ops,
                 refusal(),
                 same_pixels=self._same_pixels,
-                strict=self._strict,
                 on_cpu=self._on_cpu,
             )
         return self._foreign

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.augment.replay.warm_up import Variant
     from lightning_fastdata.types import Batch, PixelPlace, SampleKey
 
 
@@ -54,12 +53,6 @@ class WorkerTransform(Protocol):
         self, samples: Sequence[Batch], drawn: Sequence[Any], /
     ) -> tuple[list[Any], list[Any]]:
         """Return samples of which nothing waits for the device, and what else was drawn."""
-
-    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
-        """Return for each row that becomes of a sample what is drawn for it, in words.
-
-        Of a part that does everything itself.
-        """
 
 
 @runtime_checkable
@@ -93,12 +86,6 @@ class StageTransform(Protocol):
 
     def renewed(self) -> StageTransform:
         """Return the transform as what it is made of is now: itself, if nothing has changed."""
-
-    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:
-        """Return runs that have each kernel compiled which batches may need on a device.
-
-        ``sample`` is one of the dataset; None if none could be read.
-        """
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset has not what the transform needs."""
@@ -147,10 +134,6 @@ class CallableTransform:
     def renewed(self) -> Self:
         """Return it as it is."""
         return self
-
-    def kernels(self, device: torch.device, sample: Batch) -> tuple[Variant, ...]:  # noqa: ARG002
-        """Return nothing: it is not known what the callable launches."""
-        return ()
 
     def check_sample(self, sample: Batch) -> None:
         """Accept every sample: only the callable knows what it needs."""
@@ -273,7 +256,6 @@ class SwitchedTransform:
         self.repeats = inner.repeats
         self.defers = inner.defers
         self.redrawn = inner.redrawn
-        self.kernels = inner.kernels
         self.check_sample = inner.check_sample
         self.apply = inner.apply
         self.apply_unprepared = inner.apply_unprepared
@@ -343,7 +325,3 @@ class SwitchedWorker:
         """Return samples of which nothing waits for the device, and what else was drawn."""
         done, left = self._deferred.finish_each(samples, [own for _, own in drawn])
         return done, [(False, own) for own in left]
-
-    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
-        """Return what is drawn for each row that becomes of a sample, in words."""
-        return self._whole.words(sample, key)

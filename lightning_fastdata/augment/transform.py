@@ -6,41 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.ops.output import convert_output, output_form
+from lightning_fastdata.augment.ops.output import output_form
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
     find_fields,
     get_field,
     listed,
-    put_fields,
 )
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
 from lightning_fastdata.augment.pipeline_transform import PipelineTransform
-from lightning_fastdata.augment.record.drawn import (
-    ExplicitDraws,
-    ImageForm,
-    carry_out,
-    draw_samples,
-)
-from lightning_fastdata.augment.record.targets import convert_images, places_of
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     StageTransform,
-    plain_tensors,
     table,
 )
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from typing import Self
 
     from lightning_fastdata.augment.collated_batches import OnCpu
     from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.types import Batch
 
 
 def as_batch_transform(
@@ -119,7 +108,6 @@ class BatchTransform(PipelineTransform):
         same_pixels: bool = False,
         out: str | None = None,
         channels_last: bool = False,
-        strict: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> Self:
         """Return a transform of batches to call yourself.
@@ -132,31 +120,25 @@ class BatchTransform(PipelineTransform):
             same_pixels: the same.
             out: the same.
             channels_last: the same.
-            strict: refuse a pipeline of which anything would have to run on the CPU for batches on
-                a device, now where that is known, else when it is drawn.
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
                 ``"torch"``, as on a device, to see without one what it would do; that takes many
                 times as long.
 
         Raises:
-            TransformError: it is no pipeline, cannot yield that form, or is refused as ``strict``.
+            TransformError: it is no pipeline, or cannot yield that form.
             OptionsError: ``out`` or ``on_cpu`` is something else.
         """
         if isinstance(compose, type) or not is_albumentations_pipeline(compose):
             raise TransformError(
                 f"{compose!r} is no albumentations pipeline. Pass a Compose, an instance of it."
             )
-        made = cls(
+        return cls(
             compose,
             Fields(image=image, mask=mask, stays=listed(stays)),
             same_pixels=same_pixels,
             form=output_form(out, channels_last=channels_last),
-            strict=strict,
             on_cpu=on_cpu,
         )
-        if strict:
-            made._on_batches().recorder_without_pixels()
-        return made
 
     def __call__(
         self, images: Any, masks: torch.Tensor | None = None, *, key: SampleKey | None = None
@@ -182,8 +164,7 @@ class BatchTransform(PipelineTransform):
 
         Raises:
             BatchError: there are no such images.
-            TransformError: the pipeline transforms boxes or keypoints (see :meth:`draw`), or
-                needs the CPU while ``strict``.
+            TransformError: the pipeline transforms boxes or keypoints.
         """
         self._follow()
         bare = isinstance(images, torch.Tensor)
@@ -199,97 +180,6 @@ class BatchTransform(PipelineTransform):
         if not bare:
             return done
         return done["image"] if masks is None else (done["image"], done["mask"])
-
-    def draw(
-        self,
-        n: int,
-        *,
-        size: tuple[int, int],
-        key: SampleKey | None = None,
-        channels: int = 3,
-        dtype: torch.dtype = torch.uint8,
-        targets: Sequence[Mapping[str, Any]] | None = None,
-    ) -> ExplicitDraws:
-        """Return what Albumentations draws for images that are not at hand.
-
-        Args:
-            n: samples.
-            size: height and width of the images in pixels.
-            key: as in :meth:`__call__`.
-            channels: channels of the images.
-            dtype: ``torch.uint8`` or ``torch.float32``.
-            targets: for a pipeline with ``bbox_params`` or ``keypoint_params``, the boxes,
-                keypoints and label fields of each sample, e.g. ``{"bboxes": ..., "labels": ...}``.
-
-        Returns:
-            The draws, for :meth:`apply` and :meth:`replay`, on the CPU; their ``targets`` are
-            what the pipeline made of those given.
-
-        Raises:
-            TransformError: an operation needs the pixels to be drawn or to run; it is named.
-            BatchError: the targets are not what the pipeline needs.
-            OptionsError: there are no such images.
-        """
-        self._follow()
-        form = ImageForm(size=(int(size[0]), int(size[1])), channels=channels, dtype=dtype)
-        recorder = self._on_batches().recorder_without_pixels(
-            form.size, form.channels, (frozenset({form.values}),)
-        )
-        first = self._next_key(n, key)
-        return draw_samples(recorder, self.ops, form, n, first, targets)
-
-    def replay(
-        self,
-        draws: ExplicitDraws,
-        images: torch.Tensor | None = None,
-        masks: torch.Tensor | None = None,
-    ) -> Any:
-        """Return tensors transformed by the same draws, as often as you like.
-
-        Args:
-            draws: from :meth:`draw`.
-            images: of the form that was drawn for, ``[n, H, W, C]`` or ``[n, C, H, W]``.
-            masks: of that size and any dtype, e.g. depth; read at the nearest pixel.
-
-        Returns:
-            The images, or the masks, or both.
-
-        Raises:
-            BatchError: a tensor is of another form than was drawn for, or the draws are not from
-                :meth:`draw`.
-        """
-        if not isinstance(draws, ExplicitDraws):
-            raise BatchError(
-                f"replay() takes what draw() returned, not {type(draws).__name__}: what a loader "
-                "drew belongs to its batch, and goes to apply()."
-            )
-        given = {"image": images, "mask": masks}
-        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-        if not tensors:
-            raise BatchError("There is nothing to replay on: give images, masks, or both.")
-        with plain_tensors():
-            done = carry_out(tensors, draws, self.ops, self.compose)
-            if images is not None:
-                done["image"] = convert_output(done["image"], self.form)
-        return tuple(done.values()) if len(done) == 2 else next(iter(done.values()))
-
-    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
-        """Compute on a batch what :meth:`draw` drew, or what our loader drew for its batch.
-
-        Of what :meth:`draw` drew, the fields that the batch has are computed, in the layouts that
-        :meth:`replay` takes.
-
-        Raises:
-            BatchError: a field is missing, or of another form than was drawn for.
-        """
-        if not isinstance(draws, ExplicitDraws):
-            return super().apply(batch, draws)
-        with plain_tensors():
-            places = places_of(batch, self._fields, self.compose)
-            tensors = {name: get_field(batch, place) for name, place in places.items()}
-            done = carry_out(tensors, draws, self.ops, self.compose)
-            batch = put_fields(batch, {places[name]: done[name] for name in places})
-            return convert_images(batch, self._fields, self._roles, self.form)
 
     def explain(self, size: tuple[int, int] | None = None) -> str:
         """Return a table: operation, where it runs, why.

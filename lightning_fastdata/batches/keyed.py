@@ -160,33 +160,6 @@ class KeyedIterableDataset(_Stand, IterableDataset[Any]):
             keying.seed_for(key._replace(index=key.index + workers))
 
 
-class DrawnWords(Dataset[Any]):
-    """What is drawn for each sample of a map-style dataset, in words, for each row made of it.
-
-    ``part`` is what runs on each sample besides, and does everything here; None: nothing.
-    """
-
-    def __init__(
-        self, dataset: Dataset[Any], part: WorkerTransform | None, seed: int, epoch: int
-    ) -> None:
-        self.dataset, self.part, self.seed, self.epoch = dataset, part, seed, epoch
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> list[tuple[str, ...]]:
-        from lightning_fastdata.augment import drawn_words
-
-        key = SampleKey(self.seed, self.epoch, index)
-        read: list[Any] = []
-        composes = find_composes(self.dataset)
-        reseed(composes, key)
-        own = drawn_words(composes, lambda: read.append(self.dataset[index]))
-        if self.part is None:
-            return [own]
-        return [(*own, *row) for row in self.part.words(read[-1], key)]
-
-
 def keyed(
     dataset: Dataset[Any],
     *,

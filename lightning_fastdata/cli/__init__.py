@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from lightning_fastdata import __version__
 from lightning_fastdata.cli.commands import (
-    demo,
-    demo_parser,
     doctor,
     doctor_parser,
     replay,
@@ -52,7 +50,6 @@ def main(arguments: list[str] | None = None) -> None:
         "compare": (compare, compare_parser()),
         "doctor": (doctor, doctor_parser()),
         "replay": (replay, replay_parser()),
-        "demo": (demo, demo_parser()),
     }
     for name, (function, own) in known.items():
         commands.add_subcommand(name, own, help=(function.__doc__ or "").partition("\n")[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,45 +17,18 @@ if TYPE_CHECKING:
     from lightning_fastdata.host.memory import DeviceMemory
 
 
-def demo(
-    data: str = "demo_data/photos", logs: str = "demo_logs", epochs: int = 3, crops: int = 192
-) -> None:
-    """Train on real photographs without and with FastDataModule, and compare.
-
-    Args:
-        data: Folder for the photographs; they are cut once and reused.
-        logs: Folder for the TensorBoard files and the reports.
-        epochs: Epochs of each of the two trainings.
-        crops: Training crops of each photograph.
-    """
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    from lightning_fastdata.demo.training import run_demo
-
-    run_demo(data=data, logs=logs, epochs=epochs, crops=crops)
-
-
-def doctor(*, ray: bool = False, datamodule: str | None = None, step_ms: float = 0.0) -> None:
+def doctor(*, ray: bool = False) -> None:
     """Print what this machine allows, and what of it limits data loading; or what a cluster does.
 
     Args:
         ray: Look at the Ray cluster in the place of this machine: its nodes, and what a batch from
             each costs.
-        datamodule: With ``ray``, where a data module is, to tell how many actors would feed it:
-            module:name, or path/to/file.py:name.
-        step_ms: What a training step takes besides waiting for its batch.
     """
     if ray:
         from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
 
-        offer = look_at_cluster()
-        print_lines([(offer.text(), "")])
-        if datamodule is not None:
-            from lightning_fastdata.cli.data_modules import plan_actors
-
-            plan_actors(datamodule, offer, step_ms, lambda text: print_lines([(text, "")]))
+        print_lines([(look_at_cluster().text(), "")])
         return
-    if datamodule is not None or step_ms:
-        raise OptionsError("A data module and step_ms are for --ray.")
     from lightning_fastdata.host.cpu import read_cpu_limit
     from lightning_fastdata.host.machine import doctor_text, read_versions
     from lightning_fastdata.host.memory import read_host_memory
@@ -80,27 +52,6 @@ def doctor_parser() -> ArgumentParser:
         help="Look at the Ray cluster in the place of this machine: its nodes, and what a batch "
         "from each costs.",
     )
-    parser.add_argument(
-        "--datamodule",
-        default=None,
-        help="With --ray, where a data module is, to tell how many actors would feed it: "
-        "module:name, or path/to/file.py:name.",
-    )
-    parser.add_argument(
-        "--step_ms",
-        type=float,
-        default=0.0,
-        help="What a training step takes besides waiting for its batch.",
-    )
-    return parser
-
-
-def demo_parser() -> ArgumentParser:
-    """Return the parser of ``demo``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(description=(demo.__doc__ or "").partition("\n")[0])
-    parser.add_function_arguments(demo)
     return parser
 
 

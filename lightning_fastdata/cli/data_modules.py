@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import import_by_name
-from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.data.time_travel import TimeTravel
-from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.tree import name_of
-
-if TYPE_CHECKING:
-    from lightning_fastdata.executors.ray.cluster_seen import ClusterOffer
 
 
 def open_datamodule(spec: str, hyperparameters: Mapping[str, object]) -> Any:
@@ -68,27 +63,3 @@ def _made(found: object, hyperparameters: Mapping[str, Any]) -> TimeTravel:
     made.prepare_data()  # type: ignore[attr-defined]  # Lightning's, as its trainer calls it
     made.setup("fit")  # type: ignore[attr-defined]
     return made
-
-
-def plan_actors(
-    spec: str, offer: ClusterOffer, step_ms: float, tell: Callable[[str], object]
-) -> None:
-    """Say how many actors of a cluster would feed the training loaders of a data module.
-
-    Args:
-        spec: Names the data module.
-        offer: What the cluster has.
-        step_ms: What a training step takes besides waiting for its batch.
-        tell: Is given texts to be printed.
-    """
-    from lightning_fastdata.insight.remote_plan import CORES, plan_remote
-
-    mb_per_s, latency_ms = offer.slowest_link
-    room = max(1, offer.room)
-    cores = sorted({room, *(each for each in CORES if each < room)})
-    for loader in flattened(open_datamodule(spec, {}).train_dataloader()):
-        if isinstance(loader, FastDataLoader):
-            plan = plan_remote(
-                loader, step_ms=step_ms, cores=cores, mb_per_s=mb_per_s, latency_ms=latency_ms
-            )
-            tell(f"\n{spec}, {type(loader.dataset).__name__}\n{plan.text()}\n{plan.advice(room)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.cli.commands import print_found
-from lightning_fastdata.errors import FastDataError, OptionsError, require
+from lightning_fastdata.errors import FastDataError, OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jsonargparse import ArgumentParser
-
-    from lightning_fastdata.insight.live.page import LivePage
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
 _EVERY_S: Final = 1.0
@@ -87,37 +85,33 @@ def top(run: str | None = None, *, once: bool = False) -> None:
         run: The process number of one, or a part of the name of its script or log folder.
         once: Print one page and end; so it is where the output is no terminal.
     """
-    from lightning_fastdata.insight.live.page import as_rich, live_page
-    from lightning_fastdata.insight.live.status import live_folder, read_all
+    from lightning_fastdata.insight.live.status import live_folder, page_text, read_all
 
-    def page() -> LivePage:
+    def page() -> str:
         now_s = clock.unix_s()
-        return live_page(read_all(live_folder(), now_s), run, now_s)
-
-    require("rich", extra="cli", what="This page")
-    from rich.console import Console
-    from rich.live import Live
+        return page_text(read_all(live_folder(), now_s), run, now_s)
 
     if once or not sys.stdout.isatty():
-        # In a pipe nothing is known of the width, and what is cut off cannot be searched.
-        width = None if sys.stdout.isatty() else 160
-        Console(width=width, highlight=False).print(as_rich(page()))
+        sys.stdout.write(f"{page()}\n")
         return
-    screen = Live(as_rich(page()), screen=True, auto_refresh=False)
-    with screen as live, suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         while True:
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in page().splitlines()[: rows - 1]]
+            # The cursor goes home, and the screen is cleared.
+            sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(lines) + "\n")
+            sys.stdout.flush()
             clock.sleep(_EVERY_S)
-            live.update(as_rich(page()), refresh=True)
 
 
 def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
-    """Print the summary of a run again, or several runs side by side.
+    """Print the summary of a run again, or compare several with the first.
 
     Args:
         runs: Folders of runs, or their ``report.json``.
         open: Open the pages of their reports in the browser.
     """
-    from lightning_fastdata.insight.report.compare import side_by_side
+    from lightning_fastdata.insight.report.compare import compare as compared
     from lightning_fastdata.insight.report.recorded import as_run_report, read_report
     from lightning_fastdata.insight.report.summary_text import page_line
 
@@ -126,7 +120,9 @@ def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
     if len(reports) == 1:
         print_found(as_run_report(reports[0], files[0]))
     else:
-        sys.stdout.write(f"{side_by_side(dict(zip(map(str, files), reports, strict=True)))}\n")
+        for file, each in zip(files[1:], reports[1:], strict=True):
+            both = compared(reports[0], each, names=(str(files[0]), str(file)))
+            sys.stdout.write(f"{both.text()}\n\n")
     pages = [page for file in files if (page := file.with_suffix(".html")).is_file()]
     for page in pages:
         sys.stdout.write(f"{page_line(page)}\n")
@@ -179,7 +175,7 @@ def report_parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        description="Print the summary of a run again, or several runs side by side."
+        description="Print the summary of a run again, or compare several with the first."
     )
     parser.add_argument("runs", nargs="+", help="Folders of runs, or their report.json.")
     parser.add_argument(
@@ -212,7 +208,7 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
     if json:
         sys.stdout.write(f"{dump_json(comparison.as_dict(), indent=2)}\n")
     else:
-        print_found(comparison)
+        sys.stdout.write(f"{comparison.text()}\n")
     if comparison.failed:
         raise SystemExit(1)
 

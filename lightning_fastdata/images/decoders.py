@@ -1,20 +1,18 @@
-"""Encoded bytes to uint8 RGB pixels: Pillow, and three libraries that decode JPEG faster.
+"""Encoded bytes to uint8 RGB pixels: Pillow, and simplejpeg, which decodes JPEG faster.
 
-All libraries here decode a baseline or progressive JPEG to the same pixels (they wrap the same
-libjpeg-turbo), so the choice is about what they refuse and what they can skip:
+Both decode a baseline or progressive JPEG to the same pixels (they wrap the same libjpeg-turbo), so
+the choice is about what they refuse and what they can skip:
 
 ============ ====== ====== ===== ==============================================================
 decoder      strict scaled parts comes with
 ============ ====== ====== ===== ==============================================================
 simplejpeg   yes    yes    yes   ``lightning-fastdata[images]``
-torchcodec   no     no     no    ``pip install torchcodec``; has wheels for free-threaded Python
-opencv       no     yes    no    ``lightning-fastdata[images]``, albumentations
 pillow       no     yes    no    ``lightning-fastdata[images]``, torchvision
 ============ ====== ====== ===== ==============================================================
 
-A *strict* library refuses a JPEG whose entropy-coded data is garbled. The others would return grey
-or shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
-before them (``wholeness``). All of them refuse a truncated file.
+A *strict* library refuses a JPEG whose entropy-coded data is garbled. Pillow would return grey or
+shifted pixels for it, as torchvision's ``ImageFolder`` does, so simplejpeg reads the codes
+before it (``wholeness``). Both refuse a truncated file.
 *Scaled*: a picture decoded at a half, a quarter or an eighth costs less. *Parts*: so does a part of
 one, where TurboJPEG 3 is there (``region``).
 What is not a JPEG, and what is a CMYK JPEG, is read by Pillow whatever decoder is chosen, so that
@@ -42,13 +40,12 @@ from lightning_fastdata.images.wholeness import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
     from lightning_fastdata.images import Box, Pixels, Scale
 
-DecoderName: TypeAlias = Literal["auto", "simplejpeg", "torchcodec", "opencv", "pillow"]
+DecoderName: TypeAlias = Literal["auto", "simplejpeg", "pillow"]
 
 
 class Decoder:
@@ -150,68 +147,7 @@ class _SimpleJpegDecoder(Decoder):
             return None
 
 
-class _TorchCodecDecoder(Decoder):
-    """TorchCodec: libjpeg-turbo behind a torch operator."""
-
-    name = "torchcodec"
-    scales_jpeg = False
-
-    def __init__(self) -> None:
-        from torchcodec.decoders import decode_jpeg
-
-        self._decode: Callable[..., torch.Tensor] = decode_jpeg
-
-    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:
-        if not _is_rgb_jpeg(data):
-            return None
-        import torch
-        from PIL import Image
-
-        check_jpeg_codes(data)
-        try:
-            # A bytearray, because torch warns about memory that it must not write to.
-            image = self._decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
-        except RuntimeError as error:
-            raise ValueError(str(error).partition("\n")[0]) from error
-        pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
-        return pixels if scale == 1 else np.array(Image.fromarray(pixels).reduce(scale))
-
-
-class _OpenCvDecoder(Decoder):
-    """OpenCV: libjpeg-turbo behind ``imdecode``."""
-
-    name = "opencv"
-
-    def __init__(self) -> None:
-        import cv2
-
-        self._cv2 = cv2
-        self._flags = {
-            1: cv2.IMREAD_COLOR,
-            2: cv2.IMREAD_REDUCED_COLOR_2,
-            4: cv2.IMREAD_REDUCED_COLOR_4,
-            8: cv2.IMREAD_REDUCED_COLOR_8,
-        }
-
-    def _decode_jpeg(self, data: bytes, scale: Scale) -> Pixels | None:
-        if not _is_rgb_jpeg(data):
-            return None
-        check_jpeg_codes(data)
-        cv2 = self._cv2
-        flags = self._flags[scale] | cv2.IMREAD_IGNORE_ORIENTATION
-        try:
-            image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-        except cv2.error as error:
-            raise ValueError(f"OpenCV refused it: {error}") from error
-        if image is None:
-            raise ValueError("OpenCV could not decode it: it is truncated or damaged")
-        rgb: Pixels = cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
-        return rgb
-
-
-_DECODERS: dict[str, type[Decoder]] = {
-    kind.name: kind for kind in (_SimpleJpegDecoder, _TorchCodecDecoder, _OpenCvDecoder, Decoder)
-}
+_DECODERS: dict[str, type[Decoder]] = {kind.name: kind for kind in (_SimpleJpegDecoder, Decoder)}
 
 
 @functools.cache
@@ -219,8 +155,8 @@ def choose_decoder(name: DecoderName = "auto") -> Decoder:
     """Return the decoder of this name, one per process, or the first that can be loaded here.
 
     Args:
-        name: ``"auto"`` tries simplejpeg, torchcodec, opencv and pillow in this order; the decoder
-            returned says in ``name`` which one it is.
+        name: ``"auto"`` tries simplejpeg and then pillow; the decoder returned
+            says in ``name`` which one it is.
 
     Raises:
         OptionsError: If the name is unknown, or the library named cannot be loaded.
@@ -234,8 +170,7 @@ def choose_decoder(name: DecoderName = "auto") -> Decoder:
     for one in _DECODERS if name == "auto" else (name,):
         try:
             return _DECODERS[one]()
-        except (ImportError, OSError, RuntimeError) as error:
-            # OSError and RuntimeError: TorchCodec is installed but its libraries do not load.
+        except (ImportError, OSError) as error:
             if name != "auto":
                 raise OptionsError(
                     f"The decoder {name!r} cannot be loaded here: {error}. "
@@ -247,14 +182,6 @@ def choose_decoder(name: DecoderName = "auto") -> Decoder:
 def is_jpeg(data: bytes) -> bool:
     """Return whether the data starts like a JPEG file."""
     return data[:3] == b"\xff\xd8\xff"
-
-
-def _is_rgb_jpeg(data: bytes) -> bool:
-    """Return whether this is a JPEG that every libjpeg-turbo converts to RGB in the same way."""
-    if not is_jpeg(data):
-        return False
-    with _opened(data) as image:
-        return image.mode in ("RGB", "L")
 
 
 @contextmanager

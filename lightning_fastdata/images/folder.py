@@ -100,8 +100,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             the others; ``"exact"``, ``"linear"`` and ``"area"``: see
             :data:`lightning_fastdata.images.resized_crop.Resample`.
         seed: Of the random crops and flips.
-        decoder: ``"auto"`` takes the first of simplejpeg, torchcodec, opencv and pillow that can
-            be loaded; :attr:`decoder` says which.
+        decoder: ``"auto"`` takes simplejpeg, or else pillow; :attr:`decoder` says which.
         max_pixels: Height x width above which a file is refused before it is decoded.
         apply_exif_orientation: Turn pictures as their EXIF tag says. Default: as stored, like
             ``ImageFolder``.

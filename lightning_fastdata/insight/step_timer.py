@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +15,11 @@ import torch
 
 from lightning_fastdata.batches.libraries import rank_now
 from lightning_fastdata.batches.staged import batch_samples
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.clock import monotonic
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun, watch
+from lightning_fastdata.insight.live.status import RunFacts
+from lightning_fastdata.insight.live.watched_run import Told, WatchedRun
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
@@ -182,7 +186,7 @@ class StepTimer:
         self._reading[reader] = stage.epoch_began(loader)
         if not self._told:
             self._told = True
-            self._live = watch(self, StepTimer._facts)
+            self._live = self._watched()
         self._waits(stage)  # workers start in iter()
         try:
             batches = iter(loader)
@@ -211,14 +215,14 @@ class StepTimer:
         self._activity = "waiting for a batch", monotonic()
         stage.wait_began()
 
-    def _facts(self) -> RunFacts | None:
+    def _facts(self) -> Told | None:
         """Return what `fastdata top` shows; None: no loader is read. Any thread may ask."""
         readers, stage, live = dict(self._reading), self._running, self._live
         if not readers or stage is None or live is None:
             return None
         rank = rank_now()
         activity, since_s = self._activity
-        return RunFacts(
+        facts = RunFacts(
             rank=rank.number,
             world_size=rank.ranks,
             log_dir=str(Path.cwd()),
@@ -227,8 +231,28 @@ class StepTimer:
             activity_s=monotonic() - since_s,
             epoch=max(0, stage.epochs - 1),
             step=live.pace.steps,
-            loaders=tuple(each for each in readers.values() if isinstance(each, FastDataLoader)),
         )
+        loaders = [each for each in readers.values() if isinstance(each, FastDataLoader)]
+        return facts, loaders
+
+    def _watched(self) -> WatchedRun | None:
+        """Show the loop to `fastdata top` for as long as this object lives; None: it cannot be."""
+        if sys.platform == "win32":
+            return None
+        known = weakref.ref(self)
+
+        def facts() -> Told | None:
+            timer = known()
+            return None if timer is None else timer._facts()
+
+        try:
+            watched = WatchedRun(facts)
+        except (OptionsError, OSError) as error:
+            text = f"`fastdata top` does not show this loop: {error}"
+            warnings.warn(text, FastDataWarning, stacklevel=4)
+            return None
+        weakref.finalize(self, watched.close)
+        return watched
 
     def _requested(self, stage: LoopStage, reader: int) -> None:
         """End the step that is open, unless it only needs a batch of one more loader."""

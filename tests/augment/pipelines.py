@@ -242,7 +242,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomResizedCrop Sharpen",
+            worker="RandomResizedCrop AutoContrast Sharpen",
         ),
         "with a lambda": Recipe(
             compose=Compose(
@@ -273,7 +273,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomResizedCrop",
+            worker="RandomResizedCrop FancyPCA",
         ),
     }
     SEGMENTATION = {
@@ -304,7 +304,7 @@ with warnings.catch_warnings():
                 [A.RandomCrop(96, 96), H(), V(), GAMMA(), NOISE(), A.ISONoise(), BLUR()]
             ),
             kind="mask",
-            worker="RandomCrop",
+            worker="RandomCrop ISONoise",
         ),
         "elastic": Recipe(
             compose=Compose(
@@ -392,7 +392,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="Resize",
+            worker="Resize UnsharpMask",
         ),
         "small and large scales": Recipe(
             compose=Compose(
@@ -425,14 +425,14 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="VerticalFlip RandomRotate90 Resize",
+            worker="VerticalFlip RandomRotate90 Resize Downscale",
         ),
         "thin plates": Recipe(
             compose=Compose(
                 [A.Resize(112, 112), A.ThinPlateSpline(), H(), RBC(), Norm(), Tensor()]
             ),
             kind="mask",
-            worker="Resize",
+            worker="Resize ThinPlateSpline",
         ),
     }
     SATELLITE = {
@@ -492,7 +492,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="Resize",
+            worker="Resize RandomGridShuffle",
         ),
     }
     DETECTION = {
@@ -655,7 +655,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize",
+            worker="Resize Morphological Morphological Downscale SaltAndPepper",
         ),
         "handwriting": Recipe(
             compose=Compose(
@@ -669,7 +669,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize",
+            worker="Resize PixelDropout",
         ),
     }
     COMPETITIONS = {
@@ -720,7 +720,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize",
+            worker="Resize PixelDropout",
         ),
         "random order": Recipe(
             compose=Compose(
@@ -736,7 +736,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize GaussianBlur",
+            worker="Resize GaussianBlur ISONoise ShotNoise AdditiveNoise",
         ),
         "deep fakes": Recipe(
             compose=Compose(
@@ -762,7 +762,7 @@ with warnings.catch_warnings():
                 ]
             ),
             worker="ImageCompression GaussNoise GaussianBlur HorizontalFlip LongestMaxSize "
-            "LongestMaxSize LongestMaxSize PadIfNeeded",
+            "LongestMaxSize LongestMaxSize PadIfNeeded FancyPCA",
         ),
         "night and glass": Recipe(
             compose=Compose(

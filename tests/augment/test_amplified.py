@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
-from benchmarks.parity import examples, make_example
+from benchmarks.parity import examples, levels_per_unit, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.bounds import (
     MOST_PER_LEVEL,
     SAME,
     bound_of,
-    levels_per_unit,
     may_differ,
 )
 from lightning_fastdata.augment.pipeline.plan import analyse
@@ -40,23 +39,18 @@ OFF = {
     "defocus": lambda: A.Defocus(p=1),
     "emboss": lambda: A.Emboss(p=1),
     "sharpen": lambda: A.Sharpen(p=1),
-    "unsharp": lambda: A.UnsharpMask(p=1),
     "ringing": lambda: A.RingingOvershoot(p=1),
     "warp": lambda: A.Affine(rotate=(-40, 40), p=1),
     "cubic": lambda: A.Rotate((-40, 40), interpolation=2, p=1),
     "lens": lambda: A.OpticalDistortion(mode="fisheye", p=1),
     "resize": lambda: A.Resize(50, 80, p=1),
     "crop": lambda: A.RandomResizedCrop((64, 56), p=1),
-    "spline": lambda: A.ThinPlateSpline(p=1),
-    "pieces": lambda: A.PiecewiseAffine(p=1),
     "corners": lambda: A.Perspective(p=1),
     "grid": lambda: A.GridDistortion(p=1),
-    "aberration": lambda: A.ChromaticAberration(p=1),
 }
 MORE = {
     "equalize": lambda: A.Equalize(p=1),
     "clahe": lambda: A.CLAHE(p=1),
-    "contrast": lambda: A.AutoContrast(p=1),
     "posterize": lambda: A.Posterize((2, 5), p=1),
     "solarize": lambda: A.Solarize((0.1, 0.9), p=1),
     "gamma": lambda: A.RandomGamma((30, 60), p=1),
@@ -69,9 +63,7 @@ MILD = {
     "lightness": lambda: A.ToGray(method="from_lab", p=0.5),
     "flip": lambda: A.HorizontalFlip(p=0.5),
     "median": lambda: A.MedianBlur(p=1),
-    "sepia": lambda: A.ToSepia(p=0.5),
     "tint": lambda: A.PlanckianJitter(p=1),
-    "downscale": lambda: A.Downscale(p=1),
     "factor": lambda: A.MultiplicativeNoise((0.5, 1.5), p=1),
     "shift": lambda: A.RGBShift(p=1),
     "no hue": lambda: A.ColorJitter(hue=0, p=1),
@@ -127,7 +119,7 @@ def gap_and_most(compose, batch, dtype):
 
 @max_examples(60)
 @example(["hue", "equalize"], "all", BYTES)
-@example(["flip", "jitter", "contrast"], "shuffled", BYTES)
+@example(["flip", "jitter", "equalize"], "shuffled", BYTES)
 @example(["resize", "clahe"], "all", FLOATS)
 @example(["mild", "solarize"], "all", FLOATS)
 @given(
@@ -153,7 +145,7 @@ def places(*operations, dtype=BYTES):
 
 
 @each("more", [name for name in MORE if name not in ("gamma", "harsh")])
-@each("off", [name for name in OFF if name != "aberration"])
+@each("off", list(OFF))
 def test_what_is_off_and_then_amplified_is_computed_in_the_worker(off, more):
     off_by_itself = may_differ(OFF[off](), BYTES)
     for dtype in (BYTES, FLOATS) if off_by_itself else (FLOATS,):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import albumentations as A
 import numpy as np
 from augment.batches import in_worker, on_device, pipeline
-from augment.parity import extremes, parity, photographs
+from augment.parity import photographs
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.plan import analyse
 
-OWN = ("image", "image_per_channel", "min_max", "min_max_per_channel")
 DOUBLES = (np.float32(1) - np.float64(1)).dtype == (np.zeros(1, np.float32) - np.float64(1)).dtype
 """Whether a NumPy number decides about the dtype of a sum, as in NumPy 2: albucore makes float64 of
 uint8 images then."""
@@ -19,21 +18,6 @@ uint8 images then."""
 
 def own(kind):
     return A.Normalize(normalization=kind, p=1)
-
-
-@each("channels", [1, 3, 5])
-@each("kind", OWN)
-def test_images_normalized_by_themselves_equal_albumentations(kind, channels):
-    near = 1e-12 if DOUBLES else 1e-5
-    for images in (photographs(61, 74, channels), extremes(9, 7, channels)):
-        assert parity(own(kind), images, seeds=[0]).largest <= near
-
-
-@each("channels", [1, 3, 5])
-@each("kind", OWN)
-def test_float_images_normalized_by_themselves_agree(kind, channels):
-    images = photographs(61, 74, channels, np.float32)
-    assert parity(own(kind), images, seeds=[0]).largest <= 1e-4
 
 
 PIPELINES = {
@@ -72,5 +56,5 @@ def test_what_has_no_form_for_the_dtype_it_is_given_stays_in_the_worker_with_all
     assert places(A.ToFloat(), A.FromFloat("uint16")) == ["worker", "worker"]
     assert places(A.ToFloat(), A.FromFloat(), A.RandomGamma()) == ["device"] * 3
     blurred = places(own("min_max"), A.GaussianBlur())
-    assert blurred == (["worker", "worker"] if DOUBLES else ["device", "device"])
+    assert blurred == ["worker", "worker" if DOUBLES else "device"]
     assert places(A.Normalize(), A.GaussianBlur()) == ["device", "device"]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.augment.mixing import RandomErasing, mixed
+from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.transform import BatchTransform
@@ -227,7 +227,7 @@ def test_everything_runs_in_the_worker_where_no_device_takes_the_pixels():
 
 def test_mixing_comes_behind_a_crop_on_the_device():
     compose = A.Compose([CROP, H(), ToTensorV2()])
-    plain = mixed(compose, RandomErasing(1.0))
+    plain = mixed(compose, CutMix(), num_classes=2)
     samples = [{"image": one["image"], "label": 0} for one in dataset([USUAL, ODD[1], USUAL])]
     results = []
     for transform in (plain, plain.for_samples(samples[:1])):

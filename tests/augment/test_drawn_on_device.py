@@ -24,25 +24,11 @@ with warnings.catch_warnings():
         "grid": A.GridDistortion(p=1),
         "lens": A.OpticalDistortion((-0.4, 0.4), p=1),
         "fisheye": A.OpticalDistortion((-0.4, 0.4), mode="fisheye", p=1),
-        "spline": A.ThinPlateSpline(p=1),
-        "piecewise": A.PiecewiseAffine(p=1),
-        "tiles": A.RandomGridShuffle(p=1),
-        "constant": A.AdditiveNoise(p=1),
-        "specks": A.SaltAndPepper(p=1),
     }
 SAME_LAW = {
     "holes": A.CoarseDropout(hole_height_range=(0.3, 0.5), fill="random", p=1),
-    "factors": A.MultiplicativeNoise(elementwise=True, per_channel=True, p=1),
-    "factors, all channels alike": A.MultiplicativeNoise(elementwise=True, p=1),
     "gauss": A.GaussNoise(p=1),
     "gauss, coarse": A.GaussNoise(noise_scale_factor=0.4, p=1),
-    "uniform": A.AdditiveNoise("uniform", "per_pixel", p=1),
-    "normal": A.AdditiveNoise("gaussian", "shared", approximation=0.3, p=1),
-    "laplace": A.AdditiveNoise("laplace", "per_pixel", approximation=0.7, p=1),
-    "lost": A.PixelDropout(0.1, p=1),
-    "lost, values drawn": A.PixelDropout(0.1, True, None, 3, p=1),
-    "iso": A.ISONoise(p=1),
-    "shot": A.ShotNoise(p=1),
     "elastic": A.ElasticTransform(60, 4, p=1),
 }
 ALL = SAME_PIXELS | SAME_LAW
@@ -103,7 +89,7 @@ def test_a_sample_depends_on_its_key_alone(name):
 def test_in_a_mixed_batch_each_sample_takes_what_it_drew_and_nothing_else():
     transform = pipeline(
         A.OneOf([one for name, one in ALL.items() if name != "piecewise"], p=0.8),
-        A.SomeOf([A.GaussNoise(p=1), A.ThinPlateSpline(p=1), A.ElasticTransform(p=1)], 1, p=0.4),
+        A.SomeOf([A.GaussNoise(p=1), A.GridDistortion(p=1), A.ElasticTransform(p=1)], 1, p=0.4),
     )
     items = samples() * 16
     part = transform.in_worker(on_device=True)
@@ -122,7 +108,7 @@ def test_in_a_mixed_batch_each_sample_takes_what_it_drew_and_nothing_else():
             np.testing.assert_array_equal(batch["image"][index].numpy(), item["image"])
 
 
-@each("name", ["grid", "lens", "fisheye", "spline", "piecewise", "tiles"])
+@each("name", ["grid", "lens", "fisheye"])
 def test_boxes_and_keypoints_are_albumentations_own(name):
     transform = pipeline(SAME_PIXELS[name], A.HorizontalFlip(), **BOXES)
     items = [boxed(item, 32, 41) for item in samples()]
@@ -151,7 +137,7 @@ def test_two_images_of_a_sample_share_what_was_drawn(name):
     assert torch.equal(batch["image"], batch["other"])
 
 
-@each("name", ["grid", "lens", "piecewise", "elastic", "lost"])
+@each("name", ["grid", "lens", "elastic"])
 def test_lists_of_masks_are_moved_in_the_worker_as_their_image_is_on_the_device(name):
     transform = pipeline(A.RandomCrop(30, 33), ALL[name], A.HorizontalFlip())
     items = [item | {"masks": [item["mask"], item["mask"] // 2]} for item in samples()]
@@ -165,7 +151,7 @@ def test_lists_of_masks_are_moved_in_the_worker_as_their_image_is_on_the_device(
 def test_with_same_pixels_nothing_is_drawn_on_the_device():
     places = pipeline(*ALL.values(), same_pixels=True).plan.placements
     where = {place.name: place.where for place in places}
-    laws = {type(transform).__name__ for transform in SAME_LAW.values()} - {"AdditiveNoise"}
+    laws = {type(transform).__name__ for transform in SAME_LAW.values()}
     assert {name for name, place in where.items() if place == "worker"} >= laws
     assert "same distribution" in pipeline(A.GaussNoise(p=1), same_pixels=True).explain()
     for name, transform in SAME_LAW.items():
@@ -184,14 +170,14 @@ def test_the_plan_says_that_the_device_draws(name):
         assert why.endswith("draws numbers for every pixel there")
 
 
-@each("name", ["gauss", "iso"])
+@each("name", ["gauss"])
 def test_noise_behind_normalize_stays_in_the_worker(name):
     transform = pipeline(A.Normalize((0, 0, 0), (1, 1, 1)), ALL[name], A.ToTensorV2())
     # Its device form keeps to [0, 1], which other means and deviations leave.
     assert [place.where for place in transform.plan.placements][:2] == ["worker", "worker"]
 
 
-@each("name", ["lost", "elastic", "lens"])
+@each("name", ["elastic", "lens"])
 def test_operations_behind_normalize_take_floats(name):
     transform = pipeline(A.Normalize((0, 0, 0), (1, 1, 1)), ALL[name], A.ToTensorV2())
     assert all(place.where == "device" for place in transform.plan.placements)

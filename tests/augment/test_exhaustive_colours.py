@@ -101,7 +101,6 @@ def drawn(transform):
 
 
 OPERATIONS = {
-    "sepia": (A.ToSepia(p=1), 0, 0),
     "gray by lightness": (A.ToGray(method="from_lab", p=1), 0, 0),
     "planckian": (A.PlanckianJitter(p=1), 0, 0),
     "brightness and contrast": (A.RandomBrightnessContrast(p=1), 0, 0),

@@ -12,10 +12,8 @@ from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata import BatchTransform
-from lightning_fastdata.augment.collated_batches import ForeignBatches, replay_all
-from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.stage_transform import StageTransform
-from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
@@ -102,22 +100,6 @@ def test_images_and_masks_come_out_as_albumentations_makes_them(
     same(masks, expected["mask"])
 
 
-@max_examples(40)
-@given(st.sampled_from(HEADS), equal, st.sampled_from(TAILS), st.booleans(), st.integers(0, 2**40))
-def test_draws_without_pixels_carried_out_are_what_albumentations_makes(
-    head, middle, tail, first, seed
-) -> None:
-    compose = build(head, middle, tail)
-    aug = explicit(compose)
-    key = SampleKey(seed, 0, 7)
-    draws = pickle.loads(pickle.dumps(aug.draw(COUNT, size=(HEIGHT, WIDTH), key=key)))
-    images, masks = aug.replay(draws, chw(IMAGES) if first else IMAGES, MASKS)
-    expected = oracle(compose, key, image=IMAGES, mask=MASKS)
-    turned = first and not (tail and isinstance(tail[-1], A.ToTensorV2))
-    same(images, chw(expected["image"]) if turned else expected["image"])
-    same(masks, expected["mask"])
-
-
 PIPELINE = A.Compose(
     [
         A.RandomResizedCrop((16, 16), interpolation=0),
@@ -139,14 +121,13 @@ def test_a_batch_of_any_structure_gets_the_draws_at_its_place(form) -> None:
         "bare": (IMAGES, {}, None),
     }[form]
     aug = explicit(PIPELINE, **options)
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     expected = oracle(PIPELINE, image=IMAGES, mask=MASKS)
-    for done in (aug.apply(batch, draws), aug(batch, key=KEY)):
-        assert type(done) is type(batch)
-        same(done if place is None else done[place], expected["image"])
-        if isinstance(batch, dict):
-            same(done["m" if form == "named" else "mask"], expected["mask"])
-            assert (done["y" if form == "named" else "label"]) is labels
+    done = aug(batch, key=KEY)
+    assert type(done) is type(batch)
+    same(done if place is None else done[place], expected["image"])
+    if isinstance(batch, dict):
+        same(done["m" if form == "named" else "mask"], expected["mask"])
+        assert (done["y" if form == "named" else "label"]) is labels
 
 
 def test_additional_images_and_masks_of_a_dict_ride_along() -> None:
@@ -156,25 +137,22 @@ def test_additional_images_and_masks_of_a_dict_ride_along() -> None:
     )
     aug = explicit(compose)
     batch = {"image": IMAGES, "second": IMAGES.flip(0), "parts": MASKS, "label": 3}
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     arrays = {name: batch[name] for name in ("image", "second", "parts")}
     expected = oracle(compose, **arrays)
-    for done in (aug.apply(batch, draws), aug(batch, key=KEY)):
-        assert done.keys() == batch.keys()
-        for name in arrays:
-            same(done[name], expected[name])
+    done = aug(batch, key=KEY)
+    assert done.keys() == batch.keys()
+    for name in arrays:
+        same(done[name], expected[name])
 
 
 @each("masks", [DEPTH, DEPTH[..., None].repeat(1, 1, 1, 2), MASKS])
-def test_replay_gives_other_tensors_the_same_draws(masks) -> None:
+def test_the_same_key_gives_other_tensors_the_same_draws(masks) -> None:
     aug = explicit(PIPELINE)
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
-    student, teacher = aug.replay(draws, IMAGES), aug.replay(draws, 255 - IMAGES)
+    student, teacher = aug(IMAGES, key=KEY), aug(255 - IMAGES, key=KEY)
     same(student, oracle(PIPELINE, image=IMAGES)["image"])
     same(teacher, oracle(PIPELINE, image=255 - IMAGES)["image"])
-    moved = aug.replay(draws, masks=masks)
+    _, moved = aug(IMAGES, masks, key=KEY)
     same(moved, oracle(PIPELINE, image=IMAGES, mask=masks)["mask"])
-    same(aug.replay(draws, masks=masks), moved)
 
 
 @each("transpose", [False, True])
@@ -182,84 +160,26 @@ def test_masks_with_channels_keep_their_layout_unless_the_pipeline_turns_them(tr
     compose = A.Compose([A.VerticalFlip(p=0.5), A.ToTensorV2(transpose_mask=transpose)])
     masks = torch.stack([MASKS, MASKS * 2], -1)
     aug = explicit(compose)
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
     expected = oracle(compose, image=IMAGES, mask=masks)["mask"]
     for first in (False, True):
         given_masks = chw(masks) if first else masks
         turned = chw(expected) if first and not transpose else expected
         same(aug(IMAGES, given_masks, key=KEY)[1], turned)
-        same(aug.replay(draws, masks=given_masks), turned)
-
-
-@each("channels", [1, 4])
-@each("dtype", [torch.uint8, torch.float32])
-def test_draws_are_for_the_channels_and_dtype_that_were_asked_for(channels, dtype) -> None:
-    compose = A.Compose([A.HorizontalFlip(), A.InvertImg(p=0.5), A.RandomCrop(16, 16)])
-    images = IMAGES[..., :1].repeat(1, 1, 1, channels)
-    images = images if dtype == torch.uint8 else images.float() / 255
-    aug = explicit(compose)
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY, channels=channels, dtype=dtype)
-    same(aug.replay(draws, images), oracle(compose, image=images)["image"])
-    if channels == 1:
-        flat = images[..., 0].contiguous()
-        same(aug.replay(draws, flat), oracle(compose, image=flat)["image"])
 
 
 def test_without_a_key_each_sample_draws_once_from_torchs_seed() -> None:
     aug = explicit(PIPELINE)
     with torch.random.fork_rng():
         torch.manual_seed(2**35 + 1)
-        drawn = [aug(IMAGES[:2]), aug((IMAGES[2:3], 0))[0]]
-        drawn.append(aug.apply(IMAGES[3:], aug.draw(2, size=(HEIGHT, WIDTH))))
+        drawn = [aug(IMAGES[:2]), aug((IMAGES[2:3], 0))[0], aug(IMAGES[3:])]
     same(torch.cat(drawn), oracle(PIPELINE, SampleKey(2**35 + 1, 0, 0), image=IMAGES)["image"])
 
 
-BOXES = [
-    {
-        "bboxes": np.array([[1, 2, 12, 13], [row, 3, WIDTH, HEIGHT]], np.float32),
-        "labels": [4, 5 + row],
-        "keypoints": np.array([[2, 3], [14, row]], np.float32),
-    }
-    for row in range(COUNT)
-]
-
-
-@max_examples(20)
-@given(st.sampled_from(HEADS), equal, st.integers(0, 2**40))
-def test_boxes_labels_and_keypoints_come_beside_the_draws_as_albumentations_returns_them(
-    head, middle, seed
-) -> None:
-    compose = A.Compose(
-        [*head, A.Rotate(p=0.7), *middle],
-        bbox_params=A.BboxParams("pascal_voc", label_fields=["labels"], min_visibility=0.3),
-        keypoint_params=A.KeypointParams("xy"),
-    )
-    key = SampleKey(seed, 0, 0)
-    aug = explicit(compose)
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=key, targets=BOXES)
-    draws = pickle.loads(pickle.dumps(draws)).to("cpu")
-    for row, targets in enumerate(draws.targets):
-        reseed((compose,), key._replace(index=row))
-        real = compose(image=IMAGES[row].numpy(), **BOXES[row])
-        assert targets.keys() == BOXES[row].keys()
-        for name in targets:
-            assert np.array_equal(targets[name], real[name]), name
-
-
-def test_a_pipeline_with_boxes_says_how_it_wants_them() -> None:
+def test_a_pipeline_with_boxes_says_who_moves_them() -> None:
     params = A.BboxParams("pascal_voc", label_fields=["labels"])
     aug = explicit(A.Compose([A.HorizontalFlip()], bbox_params=params))
-    with pytest.raises(TransformError, match=r"bboxes.*draw\(\.\.\., targets="):
+    with pytest.raises(TransformError, match=r"bboxes.*let FastDataModule load the data"):
         aug(IMAGES)
-    with pytest.raises(BatchError, match=r"targets=\[\{'bboxes': \.\.\., 'labels': \.\.\.\}"):
-        aug.draw(2, size=(HEIGHT, WIDTH))
-    with pytest.raises(BatchError, match="2 samples, but got 1"):
-        aug.draw(2, size=(HEIGHT, WIDTH), targets=[{"bboxes": [], "labels": []}])
-    with pytest.raises(BatchError, match=r"sample 0 are \['bboxes'\]"):
-        aug.draw(1, size=(HEIGHT, WIDTH), targets=[{"bboxes": []}])
-    plain = explicit(PIPELINE)
-    with pytest.raises(BatchError, match="no bbox_params"):
-        plain.draw(1, size=(HEIGHT, WIDTH), targets=[{"bboxes": []}])
 
 
 class Custom(A.ImageOnlyTransform):
@@ -275,44 +195,15 @@ NEEDS_PIXELS = {
 
 
 @each("name", NEEDS_PIXELS)
-def test_what_needs_pixels_is_named_before_it_is_drawn_and_runs_on_images(name) -> None:
+def test_what_needs_pixels_runs_on_images(name) -> None:
     compose = A.Compose([A.HorizontalFlip(), NEEDS_PIXELS[name], A.VerticalFlip(p=0.5)])
-    with pytest.raises(TransformError, match=name):
-        explicit(compose, strict=True)
     aug = explicit(compose)
-    with pytest.raises(TransformError, match=rf"{name} .*call the transform on the images"):
-        aug.draw(COUNT, size=(HEIGHT, WIDTH))
     same(aug(IMAGES, key=KEY), oracle(compose, image=IMAGES)["image"])
 
 
-def test_strict_takes_what_runs_whole_on_a_device() -> None:
-    aug = explicit(PIPELINE, strict=True)
-    same(aug(IMAGES, key=KEY), oracle(PIPELINE, image=IMAGES)["image"])
-
-
-def test_strict_refuses_sizes_for_which_something_needs_the_cpu() -> None:
-    aug = explicit(A.Compose([A.RandomRotate90()]), strict=True)
-    square = IMAGES[:, :, :HEIGHT]
-    same(aug(square, key=KEY), oracle(aug.compose, image=square)["image"])
-    with pytest.raises(TransformError, match=r"RandomRotate90 \(its output size differs"):
-        aug(IMAGES)
-
-
-def test_what_only_a_draw_tells_to_need_the_cpu_is_named_too() -> None:
-    compose = A.Compose([A.VerticalFlip(), A.ColorJitter(p=1)])
-    gray = IMAGES[..., :1].contiguous()
-    aug = explicit(compose, strict=True)
-    with pytest.raises(TransformError, match="ColorJitter needs the pixels of sample 0"):
-        aug.draw(2, size=(HEIGHT, WIDTH), channels=1)
-    recorder = ForeignBatches(compose, DEVICE_OPS, None).recorder((HEIGHT, WIDTH))
-    with pytest.raises(TransformError, match="ColorJitter needs the pixels of sample 0"):
-        replay_all({"image": gray}, KEY, recorder, DEVICE_OPS, strict=True)
-
-
 def test_a_pipeline_of_nothing_returns_what_it_was_given() -> None:
-    aug = explicit(A.Compose([]), strict=True)
+    aug = explicit(A.Compose([]))
     same(aug(IMAGES), IMAGES)
-    same(aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), IMAGES), IMAGES)
 
 
 def test_images_that_come_out_of_different_sizes_are_an_error_that_says_what_helps() -> None:
@@ -321,65 +212,10 @@ def test_images_that_come_out_of_different_sizes_are_an_error_that_says_what_hel
         aug(IMAGES, key=KEY)
 
 
-def test_describe_lists_what_each_sample_drew_and_nothing_else() -> None:
-    compose = A.Compose([A.HorizontalFlip(p=0.5), A.RandomGamma(p=0.5), A.RandomCrop(16, 12)])
-    aug = explicit(compose)
-    draws = aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY)
-    done = aug.replay(draws, IMAGES)
-    listed, crops = set(), set()
-    for row in range(COUNT):
-        described = draws.describe(row)
-        assert pickle.loads(pickle.dumps(described)) == described
-        names, params = [name for name, _ in described], dict(described)
-        expected = IMAGES[row].flip(1) if "HorizontalFlip" in names else IMAGES[row]
-        if "RandomGamma" in names:
-            table = torch.tensor(params["RandomGamma"]["table"], dtype=torch.uint8)
-            expected = table[expected.long(), torch.arange(3) % table.shape[1]]
-        top, left = params["RandomCrop"]["corner"]
-        same(done[row], expected[top : top + 16, left : left + 12])
-        listed.add(tuple(names))
-        crops.add((top, left))
-    assert len(listed) > 1
-    assert len(crops) > 1
-    with pytest.raises(OptionsError, match="no 'image' of sample 5"):
-        draws.describe(COUNT)
-
-
-@each(
-    ("tensors", "message"),
-    [
-        ({"images": IMAGES[:3]}, "drawn for 5 samples of 20 x 28"),
-        ({"images": IMAGES[:, :10]}, "drawn for 5 samples of 20 x 28"),
-        ({"images": IMAGES.float() / 255}, "torch.uint8 with 3 channels"),
-        ({"images": IMAGES[..., :1]}, "torch.uint8 with 3 channels"),
-        ({"masks": MASKS[:, :10]}, "mask is tensor.*any dtype"),
-        ({}, "nothing to replay on"),
-    ],
-)
-def test_tensors_of_another_form_than_was_drawn_for_are_refused(tensors, message) -> None:
-    aug = explicit(PIPELINE)
-    with pytest.raises(BatchError, match=message):
-        aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), **tensors)
-
-
-@each("wrong", [{"n": 0}, {"size": (0, 4)}, {"channels": 0}, {"dtype": torch.int64}])
-def test_draws_for_no_images_are_refused(wrong) -> None:
-    aug = explicit(PIPELINE)
-    with pytest.raises(OptionsError, match=r"n is 0|size is|dtype is"):
-        aug.draw(**{"n": 2, "size": (HEIGHT, WIDTH), **wrong})
-
-
 @each("wrong", [torch.nn.Identity(), A.Compose, None])
 def test_what_is_no_pipeline_is_refused(wrong) -> None:
     with pytest.raises(TransformError, match="no albumentations pipeline"):
         explicit(wrong)
-
-
-def test_what_a_loader_drew_is_not_replayed_on_other_tensors() -> None:
-    aug = explicit(PIPELINE)
-    drawn = aug.in_worker(on_device=True).collate([{}])
-    with pytest.raises(BatchError, match=r"what draw\(\) returned, not Draws"):
-        aug.replay(drawn, IMAGES)
 
 
 def test_masks_beside_a_batch_are_refused() -> None:
@@ -392,7 +228,6 @@ def test_a_single_transform_and_a_transform_that_was_used_may_be_pickled() -> No
     aug = explicit(A.HorizontalFlip(p=0.5))
     assert isinstance(aug, StageTransform)
     before = aug(IMAGES, key=KEY)
-    aug.draw(2, size=(HEIGHT, WIDTH))
     same(pickle.loads(pickle.dumps(aug))(IMAGES, key=KEY), before)
 
 
@@ -406,7 +241,6 @@ def test_nothing_that_is_given_is_written_to() -> None:
     images, masks = IMAGES.clone(), MASKS.clone()
     aug = explicit(PIPELINE)
     aug(images, masks, key=KEY)
-    aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH), key=KEY), images, masks)
     assert torch.equal(images, IMAGES)
     assert torch.equal(masks, MASKS)
 
@@ -415,8 +249,8 @@ def test_tensors_made_in_inference_mode_can_be_trained_on() -> None:
     layer = torch.nn.Conv2d(3, 4, 1)
     aug = explicit(PIPELINE, out="float32", channels_last=True)
     with torch.inference_mode():
-        made = [aug(IMAGES), aug.replay(aug.draw(COUNT, size=(HEIGHT, WIDTH)), IMAGES)]
-    layer(torch.cat(made)).sum().backward()
+        made = aug(IMAGES)
+    layer(made).sum().backward()
     assert layer.weight.grad is not None
 
 

@@ -21,12 +21,7 @@ from lightning_fastdata.randomness.seeds import reseed
 
 SIZE = (53, 74)
 IGNORED = 255
-MOVES = [
-    case
-    for case in CASES
-    # Albumentations computes the field of PiecewiseAffine in a Python loop over the pixels.
-    if DEVICE_OPS[case.name].mask is not None and case.name != "PiecewiseAffine"
-]
+MOVES = [case for case in CASES if DEVICE_OPS[case.name].mask is not None]
 DTYPES = (
     *(np.uint8, np.uint16, np.int16, np.int32, np.int64, np.bool_),
     *(np.float32, np.float64),
@@ -52,7 +47,7 @@ def made_by_both(case, dtype, layout, **arguments):
     try:
         [(_, _, want, got)] = both(transform, photographs(*SIZE)[:1], [mask], seeds=[3])
     except cv2.error:
-        assert dtype == np.bool_ or case.name == "Morphological"
+        assert dtype == np.bool_
         return None
     assert got.shape == want.shape
     # OpenCV makes int32 of int64. Here a mask keeps its dtype, so that a batch has one.
@@ -73,7 +68,7 @@ def test_masks_of_any_dtype_and_number_of_channels_equal_albumentations(case, dt
             assert (got != want).sum() <= (1 - case.masks) * want.size, layout
             compared += 1
     assert compared == len(LAYOUTS) or not compared
-    assert compared or dtype == np.bool_ or case.name == "Morphological"
+    assert compared or dtype == np.bool_
 
 
 @each("fill", [7.0, 7, (7, 8, 9), (7.0,)])

@@ -1,4 +1,4 @@
-"""What mixing does to boxes, labels, masks, and to images of any dtype and memory format."""
+"""What mixing does to labels, masks, and to images of any dtype and memory format."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import pytest
 import torch
 from augment.parity import photographs
 from misses import each
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_fastdata.augment.mixing import (
     CutMix,
     MixUp,
-    Mosaic,
     OneOfMixes,
-    RandomErasing,
     mixed,
 )
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
@@ -27,65 +24,15 @@ COUNT, HEIGHT, WIDTH = 8, 40, 48
 KEY = SampleKey(3, 1, 0)
 
 
-def painted(seed=0):
-    """Return a batch in which the box of sample ``i`` is filled in channel ``i`` alone."""
-    rng = np.random.default_rng(seed)
-    image = torch.zeros(COUNT, COUNT, HEIGHT, WIDTH)
-    boxes = []
-    for row in range(COUNT):
-        x1, y1 = int(rng.integers(0, WIDTH - 12)), int(rng.integers(0, HEIGHT - 12))
-        x2, y2 = int(rng.integers(x1 + 4, WIDTH + 1)), int(rng.integers(y1 + 4, HEIGHT + 1))
-        image[row, row, y1:y2, x1:x2] = 1
-        boxes.append(torch.tensor([[x1, y1, x2, y2]], dtype=torch.float32))
-    return {"image": image, "boxes": boxes, "kinds": [torch.tensor([i]) for i in range(COUNT)]}
-
-
-def seen(image):
-    """Return the box around what is painted in each channel."""
-    found = {}
-    for channel, pixels in enumerate(image):
-        ys, xs = (one.numpy() for one in torch.nonzero(pixels, as_tuple=True))
-        if len(ys):
-            found[channel] = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
-    return found
-
-
-WAYS = {
-    "mosaic": Mosaic(min_visibility=0),
-    "mosaic of some": Mosaic(p=0.5, min_visibility=0),
-    "mixup": MixUp(1.5),
-    "mixup of some": MixUp(1.5, p=0.5),
-    "one of": OneOfMixes(Mosaic(min_visibility=0), MixUp(1.5), p=0.8),
-    "one of two": OneOfMixes(
-        Mosaic(min_visibility=0, middle=(0.5, 0.5)), Mosaic(min_visibility=0, middle=(0.1, 0.2))
-    ),
-}
-
-
-@each("name", WAYS)
-@each("seed", [0, 1])
-def test_boxes_are_around_what_is_painted_however_it_was_mixed(name, seed):
-    batch = painted(seed)
-    transform = mixed(WAYS[name], boxes="boxes", classes="kinds")
-    out = transform.apply_unprepared(batch, KEY._replace(seed=seed))
-    for row in range(COUNT):
-        told = dict(zip(out["kinds"][row].tolist(), out["boxes"][row].tolist(), strict=True))
-        assert len(told) == len(out["boxes"][row])
-        assert told == seen(out["image"][row])
-    changed = sum(len(one) != 1 for one in out["boxes"])
-    assert changed
-    assert changed < COUNT or "some" not in name
-
-
 FLIP = [A.HorizontalFlip()]
 BOXES = A.BboxParams("pascal_voc", label_fields=["kinds"])
 
 
-@each("step", [MixUp(), CutMix(), Mosaic(), OneOfMixes(CutMix())])
+@each("step", [MixUp(), CutMix(), OneOfMixes(CutMix())])
 @each(
     ("pipeline", "said"),
     [
-        (A.Compose(FLIP, bbox_params=BOXES), "mixed.*boxes="),
+        (A.Compose(FLIP, bbox_params=BOXES), "transforms boxes"),
         (A.Compose(FLIP, keypoint_params=A.KeypointParams("xy")), "transforms keypoints"),
         (A.Compose(FLIP, additional_targets={"second": "image"}), "additional targets second"),
     ],
@@ -94,75 +41,16 @@ def test_what_a_pipeline_moves_does_not_stay_behind_when_images_are_mixed(step, 
     with pytest.raises(TransformError, match=said):
         mixed(pipeline, step)
     # Nothing is moved here.
-    mixed(pipeline, RandomErasing(), repeats=2)
+    mixed(pipeline, repeats=2)
 
 
 @each("name", ["boxes", "bboxes"])
 def test_boxes_that_nobody_told_of_do_not_stay_behind(name):
-    batch = {"image": images(), name: painted()["boxes"]}
-    with pytest.raises(BatchError, match=f"boxes='{name}'"):
-        mixed(Mosaic()).apply_unprepared(batch, KEY)
-    out = mixed(RandomErasing(p=1)).apply_unprepared(batch, KEY)
+    batch = {"image": images(), name: [torch.zeros(1, 4)] * COUNT}
+    with pytest.raises(BatchError, match=rf"'{name}'.*stays=\['{name}'\]"):
+        mixed(CutMix()).apply_unprepared(batch, KEY)
+    out = mixed(CutMix(), stays=name).apply_unprepared(batch, KEY)
     assert out[name] is batch[name]
-
-
-def test_two_ways_to_mix_boxes_one_after_the_other():
-    transform = mixed(Mosaic(min_visibility=0), MixUp(1.5), boxes="boxes", classes="kinds")
-    out = transform.apply_unprepared(painted(), KEY)
-    for row in range(COUNT):
-        kinds = out["kinds"][row]
-        # A sample that came in twice has a box for each time, and one is painted over the other.
-        assert set(kinds.tolist()) == set(seen(out["image"][row]))
-
-
-@each("step", [Mosaic(min_visibility=0), MixUp(1.5)])
-@each("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
-def test_boxes_and_classes_keep_their_dtype_and_empty_ones_say_nothing(step, dtype):
-    batch = painted()
-    batch["boxes"] = [boxes.to(dtype) for boxes in batch["boxes"]]
-    batch["boxes"][0] = batch["boxes"][3] = torch.tensor([])
-    batch["kinds"][0] = batch["kinds"][3] = torch.tensor([])
-    out = mixed(step, boxes="boxes", classes="kinds").apply_unprepared(batch, KEY)
-    for row in range(COUNT):
-        kinds, boxes = out["kinds"][row], out["boxes"][row]
-        wanted = {k: v for k, v in seen(out["image"][row]).items() if k not in (0, 3)}
-        assert dict(zip(kinds.tolist(), boxes.tolist(), strict=True)) == wanted
-        if wanted:
-            assert (boxes.dtype, kinds.dtype) == (dtype, torch.int64)
-
-
-def test_a_mosaic_of_boxes_launches_as_much_for_many_samples_as_for_few():
-    def operations(times):
-        batch = painted()
-        batch["image"] = batch["image"].repeat(times, 1, 1, 1)
-        batch["boxes"], batch["kinds"] = batch["boxes"] * times, batch["kinds"] * times
-        transform = mixed(Mosaic(), boxes="boxes", classes="kinds")
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            transform.apply_unprepared(batch, KEY)
-        names = [event.name for event in profiler.events()]
-        # What an index by a condition asks the device for.
-        assert "aten::nonzero" not in names
-        # The boxes of each sample are a view of all, which launches nothing.
-        views = {"aten::as_strided", "aten::narrow", "aten::slice"}
-        return sum(name.startswith("aten::") and name not in views for name in names)
-
-    assert operations(1) == operations(8)
-
-
-@each("step", [Mosaic(), MixUp(1.5), OneOfMixes(Mosaic(), MixUp())])
-def test_a_batch_without_any_box_stays_so(step):
-    batch = {"image": images(), "boxes": [torch.zeros(0, 4)] * COUNT}
-    out = mixed(step, boxes="boxes").apply_unprepared(batch, KEY)
-    assert [tuple(boxes.shape) for boxes in out["boxes"]] == [(0, 4)] * COUNT
-    assert not torch.equal(out["image"], batch["image"])
-
-
-def test_who_is_alone_has_its_boxes_once():
-    image = torch.rand(1, 3, 8, 8)
-    boxes = [torch.tensor([[1.0, 2, 5, 6]])]
-    out = mixed(MixUp(1.5), boxes="boxes").apply_unprepared({"image": image, "boxes": boxes}, KEY)
-    assert torch.equal(out["boxes"][0], boxes[0])
-    assert torch.allclose(out["image"], image)
 
 
 INDICES = torch.tensor([0, 2, 1, 2, 0, 1, 1, 0])
@@ -174,7 +62,7 @@ LABELS = {
     "one-hot of booleans": torch.eye(3, dtype=torch.bool)[INDICES],
     "one-hot in half precision": torch.eye(3, dtype=torch.bfloat16)[INDICES],
 }
-STEPS = [MixUp(0.8), CutMix(), Mosaic(), OneOfMixes(MixUp(0.8), CutMix(), Mosaic())]
+STEPS = [MixUp(0.8), CutMix(), OneOfMixes(MixUp(0.8), CutMix())]
 
 
 def images(dtype=torch.float32):
@@ -244,7 +132,7 @@ def test_numbers_that_are_no_integers_are_told_by_their_dtype(dtype, num_classes
     assert not torch.equal(made, rows.float())
 
 
-@each("step", [CutMix(), Mosaic(), OneOfMixes(CutMix(), Mosaic())])
+@each("step", [CutMix(), OneOfMixes(CutMix())])
 @each("form", ["hw", "hwc", "chw", "float"])
 def test_masks_go_where_their_pixels_go_in_any_layout(step, form):
     image = images(torch.uint8)
@@ -269,12 +157,9 @@ def test_masks_go_where_their_pixels_go_in_any_layout(step, form):
     assert not torch.equal(out["image"], image)
 
 
-ALL = [*STEPS, RandomErasing(p=1), RandomErasing(p=1, value="random")]
-
-
-@each("step", ALL)
+@each("step", STEPS)
 @each("dtype", [torch.uint8, torch.float32, torch.float16, torch.bfloat16])
-@each("form", ["tuple", "dict", "alone"])
+@each("form", ["tuple", "dict"])
 def test_images_keep_their_dtype_and_memory_format(step, dtype, form):
     given = images(dtype)
     usual = one_image(step, given, form)
@@ -288,14 +173,12 @@ def test_images_keep_their_dtype_and_memory_format(step, dtype, form):
 
 
 def one_image(step, image, form):
-    if form == "alone" and step.sees_others:
-        form = "tuple"
-    batch = {"tuple": (image, INDICES), "dict": {"image": image, "label": INDICES}, "alone": image}
+    batch = {"tuple": (image, INDICES), "dict": {"image": image, "label": INDICES}}
     out = mixed(step, num_classes=3).apply_unprepared(batch[form], KEY)
-    return {"tuple": lambda: out[0], "dict": lambda: out["image"], "alone": lambda: out}[form]()
+    return out[0] if form == "tuple" else out["image"]
 
 
-@each("step", ALL)
+@each("step", STEPS)
 @each("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_mixed_as_full_precision_and_rounded_once(step, dtype):
     given = images(dtype)

@@ -11,7 +11,7 @@ from misses import each
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.augment.mixing import CutMix, Mosaic, RandomErasing, mixed
+from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -62,7 +62,7 @@ def test_repeats_read_a_sample_once():
 
 def test_repeats_of_batches_of_other_loaders_stand_side_by_side():
     image = torch.rand(2, 3, 20, 24)
-    transform = mixed(RandomErasing(p=1, value=2.0), repeats=2)
+    transform = mixed(A.Compose([A.Erasing(fill=2, p=1)]), repeats=2)
     out = transform.apply_unprepared({"image": image, "name": ["a", "b"]}, SampleKey(0, 0, 0))
     assert out["name"] == ["a", "a", "b", "b"]
     kept = out["image"] < 2
@@ -146,7 +146,7 @@ def test_boxes_and_points_of_each_augmentation_are_where_its_pixels_are(on_devic
 @each("executor", ["inline", "workers", "torch"])
 def test_a_collate_fn_gets_every_augmentation_as_a_sample(executor):
     pipeline = detection_pipeline(points=False)
-    transform = mixed(pipeline, Mosaic(), boxes="bboxes", classes="kinds", repeats=2)
+    transform = mixed(pipeline, repeats=2)
     workers = 0 if executor == "inline" else 1
     loader = FastDataLoader(
         Painted(),

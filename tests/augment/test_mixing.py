@@ -1,4 +1,4 @@
-"""MixUp, CutMix, Mosaic and RandomErasing: torchvision's arithmetic, keyed by sample."""
+"""MixUp and CutMix: torchvision's arithmetic, keyed by sample."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from scipy import stats
 from thoroughness import max_examples
 from torchvision.transforms import v2
 
-from lightning_fastdata.augment.mixing import CutMix, MixUp, Mosaic, OneOfMixes, RandomErasing
-from lightning_fastdata.augment.mixing.blend import cut_boxes, erased_boxes
-from lightning_fastdata.augment.mixing.mosaic import move_boxes
-from lightning_fastdata.augment.mixing.step import Parts, partners
-from lightning_fastdata.augment.mixing.transform import draw_numbers, stack_drawn
+from lightning_fastdata.augment.mixing import (
+    CutMix,
+    MixUp,
+    OneOfMixes,
+    Parts,
+    cut_boxes,
+    draw_numbers,
+    partners,
+    stack_drawn,
+)
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.types import SampleKey
 
@@ -50,17 +55,17 @@ def shares(count):
 
 
 @max_examples(40)
-@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=12, unique=True), st.integers(1, 3))
-def test_partners_form_one_ring_that_does_not_depend_on_the_order_of_the_batch(order, distance):
+@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=12, unique=True))
+def test_partners_form_one_ring_that_does_not_depend_on_the_order_of_the_batch(order):
     order = torch.tensor(order)
-    found = partners(order, distance)
+    found = partners(order)
     assert sorted(found.tolist()) == list(range(len(order)))
-    if len(order) > distance:
+    if len(order) > 1:
         assert (found != torch.arange(len(order))).all()
     shuffled = torch.randperm(len(order), generator=torch.Generator().manual_seed(1))
     met = dict(zip(order.tolist(), order[found].tolist(), strict=True))
     again = order[shuffled]
-    assert met == dict(zip(again.tolist(), again[partners(again, distance)].tolist(), strict=True))
+    assert met == dict(zip(again.tolist(), again[partners(again)].tolist(), strict=True))
 
 
 @each("dtype", [torch.float32, torch.uint8])
@@ -115,130 +120,6 @@ def test_cutmix_rectangles_have_torchvisions_distribution():
     assert stats.ks_2samp(kept, [one["lam_adjusted"] for one in theirs]).pvalue > 1e-3
 
 
-@pytest.mark.cases(2)
-@each("options", [{}, {"scale": (0.3, 0.9), "ratio": (0.1, 8.0)}, {"scale": (1.0, 1.0)}])
-def test_erased_rectangles_have_torchvisions_distribution(options):
-    torch.manual_seed(0)
-    reference = v2.RandomErasing(p=1, **options)
-    theirs = []
-    for _ in range(1500):
-        one = reference.make_params([pictures()[0]])
-        erased = one["v"] is not None
-        theirs.append([one["i"], one["j"], one["h"], one["w"]] if erased else [0, 0, 0, 0])
-    ours = torch.stack(erased_boxes(many(RandomErasing(p=1, **options)), HEIGHT, WIDTH), 1).numpy()
-    theirs = np.array(theirs)
-    share = [(one[:, 2] > 0).mean() for one in (ours, theirs)]
-    assert abs(share[0] - share[1]) < 0.05
-    for column in range(4):
-        both = [one[one[:, 2] > 0][:, column] for one in (ours, theirs)]
-        if len(both[0]) and len(both[1]):
-            assert stats.ks_2samp(*both).pvalue > 1e-3
-    assert (ours[:, 0] + ours[:, 2] <= HEIGHT).all()
-    assert (ours[:, 1] + ours[:, 3] <= WIDTH).all()
-
-
-@each("value", [0.0, (1.0, 2.0, 3.0), "random"])
-@each("dtype", [torch.float32, torch.uint8])
-def test_only_the_rectangle_is_painted_over(value, dtype):
-    images = pictures().to(dtype)
-    step = RandomErasing(p=0.7, value=value)
-    numbers, order = drawn(step, len(images))
-    labels = shares(len(images))
-    out = step.mix(Parts(image=images, labels=labels), numbers, order)
-    assert out.labels is labels
-    assert out.image.dtype == dtype
-    boxes = torch.stack(erased_boxes(numbers, HEIGHT, WIDTH, p=0.7), 1).tolist()
-    assert 0 < sum(box[2] > 0 for box in boxes) < len(boxes)
-    for row, (top, left, tall, wide) in enumerate(boxes):
-        inside = torch.zeros(HEIGHT, WIDTH, dtype=torch.bool)
-        inside[top : top + tall, left : left + wide] = True
-        assert torch.equal(out.image[row][:, ~inside], images[row][:, ~inside])
-        painted = out.image[row][:, inside].double()
-        if value == "random" and painted.numel():
-            middle, spread = (0, 1) if dtype == torch.float32 else (127.5, 73.9)
-            assert abs(painted.mean() - middle) < spread / 4
-            assert abs(painted.std() - spread) < spread / 4
-        elif painted.numel():
-            wanted = torch.tensor(value if isinstance(value, tuple) else [value] * 3)
-            assert (painted == wanted.double()[:, None]).all()
-
-
-def naive_mosaic(pixels, sources, y, x):
-    """Paint four arrays ``[H, W, ...]``, each with a corner at the point."""
-    height, width = pixels.shape[1:3]
-    out = np.empty_like(pixels[0])
-    out[:y, :x] = pixels[sources[0]][height - y :, width - x :]
-    out[:y, x:] = pixels[sources[1]][height - y :, : width - x]
-    out[y:, :x] = pixels[sources[2]][: height - y, width - x :]
-    out[y:, x:] = pixels[sources[3]][: height - y, : width - x]
-    return out
-
-
-@each("count", [1, 3, 6])
-@each("p", [1.0, 0.5])
-def test_mosaics_are_four_corners_around_a_point(count, p):
-    images, step = pictures()[:count], Mosaic(p=p)
-    numbers, order = drawn(step, count, seed=5)
-    mask = torch.arange(count)[:, None, None].expand(count, HEIGHT, WIDTH).contiguous()
-    parts = Parts(image=images, labels=torch.eye(count), mask=mask)
-    out = step.mix(parts, numbers, order)
-    arrays = images.permute(0, 2, 3, 1).numpy()
-    rings = [partners(order, distance).tolist() for distance in (1, 2, 3)]
-    for row, (whether, down, across) in enumerate(numbers.tolist()):
-        y, x = round(down * HEIGHT), round(across * WIDTH)
-        sources = [row, *(ring[row] for ring in rings)]
-        is_mosaic = whether < p
-        wanted = naive_mosaic(arrays, sources, y, x) if is_mosaic else arrays[row]
-        seen = naive_mosaic(mask.numpy(), sources, y, x) if is_mosaic else mask[row].numpy()
-        np.testing.assert_array_equal(out.image[row].permute(1, 2, 0).numpy(), wanted)
-        np.testing.assert_array_equal(out.mask[row].numpy(), seen)
-        # Labels in the shares of the area that each sample covers.
-        area = np.bincount(seen.ravel(), minlength=count) / seen.size
-        np.testing.assert_allclose(out.labels[row].numpy(), area, atol=1e-6)
-
-
-def test_boxes_go_where_their_pixels_go():
-    rng, count, step = np.random.default_rng(0), 6, Mosaic(min_visibility=0.2)
-    numbers, order = drawn(step, count, seed=2)
-    boxes, classes, painted = [], [], np.zeros((count, HEIGHT, WIDTH), np.int64)
-    for row in range(count):
-        x1, y1 = rng.integers(0, WIDTH - 12), rng.integers(0, HEIGHT - 12)
-        x2, y2 = rng.integers(x1 + 4, WIDTH + 1), rng.integers(y1 + 4, HEIGHT + 1)
-        painted[row, y1:y2, x1:x2] = row + 1
-        boxes.append(torch.tensor([[x1, y1, x2, y2]], dtype=torch.float32))
-        classes.append(torch.tensor([row + 1]))
-    parts = Parts(image=pictures(), boxes=tuple(boxes), classes=tuple(classes))
-    out = step.mix(parts, numbers, order)
-    rings = [partners(order, distance).tolist() for distance in (1, 2, 3)]
-    dropped = 0
-    for row, (_, down, across) in enumerate(numbers.tolist()):
-        sources = [row, *(ring[row] for ring in rings)]
-        seen = naive_mosaic(painted, sources, round(down * HEIGHT), round(across * WIDTH))
-        wanted = {}
-        for source in sources:
-            ys, xs = np.nonzero(seen == source + 1)
-            whole = (painted[source] > 0).sum()
-            if len(ys) and len(ys) >= 0.2 * whole:
-                wanted[source + 1] = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
-            else:
-                dropped += 1
-        assert dict(zip(out.classes[row].tolist(), out.boxes[row].tolist(), strict=True)) == wanted
-    assert dropped
-
-
-def test_a_sample_without_boxes_is_none_of_a_problem():
-    step = Mosaic()
-    numbers, order = drawn(step, 2)
-    empty, one = torch.zeros(0, 4), torch.tensor([[0.0, 0, WIDTH, HEIGHT]])
-    out = step.mix(Parts(image=pictures(2), boxes=(empty, empty)), numbers, order)
-    assert [tuple(box.shape) for box in out.boxes] == [(0, 4), (0, 4)]
-    out = step.mix(Parts(image=pictures(2), boxes=(one, empty)), numbers, order)
-    assert all(box.shape[1] == 4 for box in out.boxes)
-    cut, kept = move_boxes(one, torch.tensor([0]), torch.tensor([[20, 30]]), (HEIGHT, WIDTH))
-    assert cut.tolist() == [[0, 0, 30, 20]]
-    assert kept.item() == pytest.approx(20 * 30 / (HEIGHT * WIDTH))
-
-
 def test_each_sample_is_mixed_in_the_one_way_that_was_chosen_for_it():
     step = OneOfMixes(MixUp(1.0), CutMix(), weights=(1, 3), p=0.8)
     numbers, order = drawn(step, 6, seed=4)
@@ -258,7 +139,7 @@ def test_each_sample_is_mixed_in_the_one_way_that_was_chosen_for_it():
     np.testing.assert_allclose(share / share.sum(), [0.2, 0.6, 0.2], atol=0.04)
 
 
-STEPS = [MixUp(), CutMix(), Mosaic(), RandomErasing(), OneOfMixes(MixUp(), CutMix())]
+STEPS = [MixUp(), CutMix(), OneOfMixes(MixUp(), CutMix())]
 
 
 @each("step", STEPS)
@@ -269,7 +150,7 @@ def test_the_numbers_of_a_sample_belong_to_its_key_alone(step):
     for other in (SampleKey(0, 2, 3), SampleKey(1, 0, 3), SampleKey(1, 2, 4), SampleKey(-1, 2, 3)):
         assert draw_numbers((step,), other)[0] != first[0]
     # What comes later in the list changes nothing of what comes before.
-    longer, order = draw_numbers((step, RandomErasing()), SampleKey(1, 2, 3))
+    longer, order = draw_numbers((step, CutMix()), SampleKey(1, 2, 3))
     assert (longer[: step.count()], order[:1]) == first
 
 
@@ -312,11 +193,6 @@ def test_nothing_is_written_to_what_was_given(step):
         lambda: MixUp(0),
         lambda: MixUp(1.0, p=1.5),
         lambda: CutMix(-1),
-        lambda: Mosaic(middle=(0.8, 0.2)),
-        lambda: Mosaic(min_visibility=2),
-        lambda: RandomErasing(scale=(0.5, 0.2)),
-        lambda: RandomErasing(ratio=(0, 1)),
-        lambda: RandomErasing(value="noise"),
         OneOfMixes,
         lambda: OneOfMixes(MixUp(), weights=(1, 2)),
         lambda: OneOfMixes(MixUp(), weights=(0,)),
@@ -327,17 +203,8 @@ def test_impossible_values_are_refused_where_they_are_written(make):
         make()
 
 
-@each(
-    ("step", "field"),
-    [(MixUp(), "mask"), (CutMix(), "boxes"), (OneOfMixes(Mosaic(), CutMix()), "boxes")],
-)
-def test_what_cannot_be_mixed_is_not_mixed_silently(step, field):
-    value = torch.zeros(6, HEIGHT, WIDTH) if field == "mask" else (torch.zeros(0, 4),) * 6
-    with pytest.raises(BatchError):
-        step.mix(Parts(image=pictures(), **{field: value}), *drawn(step, 6))
-
-
-def test_as_many_values_as_channels():
-    step = RandomErasing(value=(1.0, 2.0))
-    with pytest.raises(BatchError, match="3 channels"):
-        step.mix(Parts(image=pictures()), *drawn(step, 6))
+@each("step", [MixUp(), OneOfMixes(CutMix(), MixUp())])
+def test_what_cannot_be_mixed_is_not_mixed_silently(step):
+    masks = torch.zeros(6, HEIGHT, WIDTH)
+    with pytest.raises(BatchError, match="masks of pixels"):
+        step.mix(Parts(image=pictures(), mask=masks), *drawn(step, 6))

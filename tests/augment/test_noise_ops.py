@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import albumentations as A
-import cv2
 import numpy as np
-import torch
-from augment.batches import BOXES, boxed, flat, in_worker, on_device, pipeline
-from augment.parity import both, parity, photographs
+from augment.batches import flat, in_worker, on_device, pipeline
+from augment.parity import both
 from misses import each
 from scipy import stats
-
-from lightning_fastdata.augment.ops.noise import poisson_below, poisson_counts
 
 # Weak enough that values are not cut off at a level of 128, or of 0.5.
 ADDED = {
@@ -17,19 +13,6 @@ ADDED = {
     "gauss, off center": A.GaussNoise((0.02, 0.05), (-0.2, 0.2), p=1),
     "gauss, all channels alike": A.GaussNoise((0.02, 0.09), per_channel=False, p=1),
     "gauss, coarse": A.GaussNoise((0.04, 0.09), noise_scale_factor=0.3, p=1),
-    "uniform": A.AdditiveNoise("uniform", "per_pixel", p=1),
-    "uniform, all channels alike": A.AdditiveNoise("uniform", "shared", p=1),
-    "normal": A.AdditiveNoise(
-        "gaussian", "per_pixel", {"mean_range": (-0.1, 0.1), "std_range": (0.02, 0.05)}, p=1
-    ),
-    "laplace": A.AdditiveNoise(
-        "laplace", "shared", {"mean_range": (0, 0), "scale_range": (0.01, 0.03)}, p=1
-    ),
-    "laplace, coarse": A.AdditiveNoise(
-        "laplace", "per_pixel", {"mean_range": (0, 0), "scale_range": (0.01, 0.03)}, 0.4, p=1
-    ),
-    "factors": A.MultiplicativeNoise((0.6, 1.2), elementwise=True, per_channel=True, p=1),
-    "factors, all channels alike": A.MultiplicativeNoise((0.6, 1.2), elementwise=True, p=1),
 }
 LEVEL = {np.uint8: 128, np.float32: 0.5}
 
@@ -87,138 +70,10 @@ def test_added_noise_goes_together_where_albumentations_noise_does(name):
 
 
 @each("channels", [1, 4])
-@each("name", ["gauss", "gauss, all channels alike", "gauss, coarse", "uniform"])
+@each("name", ["gauss", "gauss, all channels alike", "gauss, coarse"])
 def test_added_noise_takes_any_number_of_channels(name, channels):
     want, got = residuals(ADDED[name], channels=channels)
     np.testing.assert_allclose(spread(got), spread(want), rtol=0.2 if "coarse" in name else 0.1)
-
-
-@each("channels", [1, 3, 4])
-@each("kind", ["uniform", "gaussian", "laplace", "beta"])
-def test_noise_that_is_constant_in_space_is_albumentations_own(kind, channels):
-    ranges = {"uniform": {"ranges": [(-0.2, 0.2)] * channels}}
-    transform = A.AdditiveNoise(kind, "constant", ranges.get(kind), p=1)
-    assert parity(transform, photographs(31, 40, channels)).largest == 0
-    assert parity(transform, photographs(31, 40, channels, np.float32)).largest < 1e-6
-
-
-def test_no_specks_are_none():
-    _, got = residuals(A.SaltAndPepper((0, 0), p=1), 2)
-    assert not got.any()
-
-
-@each("value", [0, 7.0, (3, 200, 90), None])
-@each("per_channel", [False, True])
-def test_pixels_are_lost_with_their_probability_and_albumentations_value(per_channel, value):
-    transform = A.PixelDropout(0.2, per_channel, value, p=1)
-    want, got = residuals(transform, 8)
-    lost = [noise != 0 for noise in (want, got)]
-    shares = [one.mean((0, 1, 2)) for one in lost]
-    np.testing.assert_allclose(shares[1], 0.2, atol=0.012)
-    for one, two, a, b in zip(want, got, *lost, strict=True):
-        for channel in range(3):
-            values = [set(v[..., channel][w[..., channel]]) for v, w in ((one, a), (two, b))]
-            assert values[0] == values[1]
-            assert len(values[1]) == 1
-    alike = (lost[1] == lost[1][..., :1]).mean()
-    assert (alike == 1) is not per_channel
-    where = lost[1][..., 0].astype(float)
-    for axis in (0, 1, 2):
-        one, two = (where.take(range(a, 7 + a), axis).ravel() for a in (0, 1))
-        assert abs(stats.pearsonr(one, two)[0]) < 0.05
-
-
-def test_masks_lose_pixels_of_their_own_where_they_are_asked_to():
-    items = [item | {"mask": np.full((64, 64), 5, np.int32)} for item in flat(4, (64, 64))]
-    batch, _ = on_device(pipeline(A.PixelDropout(0.3, mask_drop_value=9, p=1)), items)
-    lost = batch["mask"] == 9
-    assert abs(lost.float().mean() - 0.3) < 0.02
-    assert 0.35 < (lost == (batch["image"][..., 0] == 0)).float().mean() < 0.65  # 0.58
-    batch, _ = on_device(pipeline(A.PixelDropout(0.3, p=1)), items)
-    assert (batch["mask"] == 5).all()
-
-
-@each("per_channel", [False, True])
-def test_boxes_are_filtered_by_the_very_pixels_that_are_lost(per_channel):
-    transform = pipeline(A.PixelDropout(0.4, per_channel, None, 7, p=1), **BOXES)
-    items = [boxed({"image": photo}, 41, 57) for photo in photographs(41, 57)]
-    items = [item | {"mask": item["image"][..., 0] // 16} for item in items]
-    batch, rest = on_device(transform, items)
-    for index, one in enumerate(in_worker(transform, items)):
-        np.testing.assert_array_equal(batch["image"][index].numpy(), one["image"])
-        np.testing.assert_array_equal(batch["mask"][index].numpy(), one["mask"])
-        np.testing.assert_array_equal(rest[index]["bboxes"], one["bboxes"])
-
-
-@each("mean", [0.0, 1e-4, 0.3, 3.0, 40.0])
-def test_poisson_probabilities_are_scipys(mean):
-    counts = poisson_counts(mean)
-    below = poisson_below(torch.tensor([mean]), counts)[0].double().numpy()
-    np.testing.assert_allclose(below, stats.poisson.cdf(np.arange(counts), mean), atol=1e-6)
-    assert stats.poisson.sf(counts - 1, mean) < 1e-8
-
-
-def test_without_grain_the_colors_survive_the_way_there_and_back():
-    colors = np.random.default_rng(3).integers(0, 256, (64, 65, 3), np.uint8)
-    colors[:8] //= 64
-    colors[8] = colors[8, :, :1]
-    transform = A.ISONoise(intensity=(0, 0), p=1)
-    assert parity(transform, [colors, *photographs(64, 65)], seeds=[0]).largest == 0
-
-
-def test_brighter_grain_of_albumentations_own_numbers_gives_its_colors():
-    """Without colour noise, and with every pixel one grain brighter, hues must not move."""
-    photo = photographs(64, 64, dtype=np.float32)[0]
-    hls = cv2.cvtColor(photo, cv2.COLOR_RGB2HLS)
-    (_, got, *_), *_ = both(A.ISONoise((0, 0), (2, 2), p=1), [photo], seeds=[4])
-    after = cv2.cvtColor(got, cv2.COLOR_RGB2HLS)
-    colored = (hls[..., 2] > 0.1) & (after[..., 2] > 0.1) & (after[..., 1] < 0.95)
-    turned = np.abs(after[..., 0] - hls[..., 0])
-    assert np.minimum(turned, 360 - turned)[colored].max() < 0.5
-    assert (after[..., 1] >= hls[..., 1] - 1e-5).all()
-
-
-@each("dtype", [np.uint8, np.float32])
-@each("intensity", [(0.1, 0.5), (1.5, 2.5)])
-def test_grain_has_the_law_and_the_strength_of_albumentations(intensity, dtype):
-    transform = A.ISONoise(intensity=intensity, p=1)
-    unit = 1 if dtype == np.uint8 else 255
-    figures, light = ([], []), ([], [])
-    for want, got, *_ in both(transform, photographs(131, 170, dtype=dtype), seeds=range(3)):
-        for way, image in enumerate((want, got)):
-            values = image.astype(np.float64) * unit
-            figures[way].append((values.mean(), values.std()))
-            light[way].append(cv2.cvtColor(image, cv2.COLOR_RGB2HLS)[::5, ::5, 1].ravel())
-    apart = np.array(figures[1]) - figures[0]
-    assert np.abs(apart).max() < 2.5
-    assert np.abs(apart.mean(0)).max() < 0.8
-    assert stats.ks_2samp(*map(np.concatenate, light)).pvalue > 1e-3
-
-
-@each("level", [0, 3, 60, 128, 255])
-@each("scale", [(0.1, 0.3), (0.02, 0.05)])
-def test_shot_noise_has_the_law_of_albumentations_at_every_level(scale, level):
-    want, got = residuals(A.ShotNoise(scale, p=1), 4, level=level)
-    assert stats.ks_2samp(want.ravel(), got.ravel()).pvalue > 1e-3
-    # The levels that can be reached are the same to the last one.
-    rare = [set(np.unique(noise)) for noise in (want, got)]
-    assert len(rare[0] ^ rare[1]) <= 0.2 * len(rare[0] | rare[1]) + 8
-
-
-@each(
-    "transform",
-    [
-        A.ISONoise(intensity=(0.1, 900), p=1),
-        A.ShotNoise((1e-4, 1e-3), p=1),
-        A.AdditiveNoise("beta", "per_pixel", p=1),
-    ],
-)
-def test_what_has_no_device_form_is_albumentations_own(transform):
-    items = [{"image": photo} for photo in photographs(40, 50)]
-    whole = pipeline(transform)
-    batch, _ = on_device(whole, items)
-    for image, one in zip(batch["image"], in_worker(whole, items), strict=True):
-        np.testing.assert_array_equal(image.numpy(), one["image"])
 
 
 @each("dtype", [np.uint8, np.float32])

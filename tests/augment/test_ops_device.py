@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 from augment.parity import parity, photographs
-from augment.test_ops_downscale import downscale
 from augment.test_ops_histogram import TRANSFORMS
 from augment.test_ops_parity import CLOSE, COLOUR_CLOSE, COLOUR_EXACT, EXACT
-from augment.test_ops_sharpen import CONVOLUTIONS, SHARPEN, UNSHARP
+from augment.test_ops_sharpen import CONVOLUTIONS
 from augment.test_ops_sharpen import EXACT as RANKS
 from misses import each
 
@@ -17,16 +16,7 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 CLOSE_ONES = {name: transform for name, (transform, _) in (CLOSE | COLOUR_CLOSE).items()}
 ALL = {
     **(EXACT | COLOUR_EXACT | CLOSE_ONES | TRANSFORMS | CONVOLUTIONS | RANKS),
-    **{f"gaussian, {name}": transform for name, transform in SHARPEN.items()},
-    **{f"unsharp, {name}": transform for name, transform in UNSHARP.items()},
-    **{
-        f"downscale {down} {up}": downscale((0.3, 0.3), down, up)
-        for down in (0, 1, 3)
-        for up in (0, 1)
-    },
-    "chromatic": A.ChromaticAberration(p=1),
     "cubic affine": A.Affine(rotate=(-40, 40), interpolation=2, p=1),
-    "own range": A.Normalize(normalization="min_max_per_channel", p=1),
     "gray by lightness": A.ToGray(method="from_lab", p=1),
 }
 

@@ -27,16 +27,9 @@ TRANSFORMS = {
     "equalize, luma": A.Equalize(by_channels=False, p=1),
     "equalize, pil": A.Equalize(mode="pil", p=1),
     "equalize, pil, luma": A.Equalize(mode="pil", by_channels=False, p=1),
-    "auto contrast": A.AutoContrast(p=1),
-    "auto contrast, cut": A.AutoContrast(cutoff=3, p=1),
-    "auto contrast, pil": A.AutoContrast(method="pil", p=1),
-    "auto contrast, pil, cut": A.AutoContrast(cutoff=7, method="pil", p=1),
 }
 if counts_under_boolean_masks():
-    TRANSFORMS |= {
-        "auto contrast, but for 2": A.AutoContrast(ignore=2, p=1),
-        "auto contrast, but for 100": A.AutoContrast(ignore=100, cutoff=1, method="pil", p=1),
-    }
+    TRANSFORMS |= {}
 
 
 @pytest.mark.cases(25)
@@ -57,11 +50,6 @@ def test_histogram_operations_equal_albumentations_on_extreme_images(name, chann
     assert parity(TRANSFORMS[name], extremes(*size, channels), seeds=[0]).largest == 0
 
 
-@each("channels", [2, 4, 7])
-def test_auto_contrast_takes_any_number_of_channels(channels):
-    assert parity(TRANSFORMS["auto contrast"], photographs(131, 170, channels)).largest == 0
-
-
 @max_examples(25)
 @given(
     clip=st.floats(1, 40),
@@ -76,20 +64,6 @@ def test_clahe_equals_albumentations_for_any_limit_and_tiles(clip, tiles, size, 
     # A blend of four tables may lie between two levels.
     assert found.largest <= 1
     assert found.exact >= 0.999
-
-
-@max_examples(25)
-@given(
-    cutoff=st.floats(0, 60),
-    method=st.sampled_from(["cdf", "pil"]),
-    ignore=st.none() | st.integers(0, 255) if counts_under_boolean_masks() else st.none(),
-    size=st.tuples(st.integers(1, 50), st.integers(1, 50)),
-    seed=st.integers(0, 99),
-)
-def test_auto_contrast_equals_albumentations_for_any_cutoff(cutoff, method, ignore, size, seed):
-    transform = A.AutoContrast(cutoff, ignore, method, p=1)
-    images = [*photographs(*size), *extremes(*size, seed=seed)]
-    assert parity(transform, images, seeds=[0]).largest == 0
 
 
 @each(

@@ -56,7 +56,6 @@ EXACT = {
 }
 COLOUR_EXACT = {
     "rgb shift": A.RGBShift(p=1),
-    "sepia": A.ToSepia(p=1),
     "planckian": A.PlanckianJitter(p=1),
     "planckian, cied": A.PlanckianJitter(mode="cied", sampling_method="gaussian", p=1),
     "shuffle": A.ChannelShuffle(p=1),

@@ -25,8 +25,7 @@ from lightning_fastdata.augment.ops.positions.cells import on_cells
 from lightning_fastdata.augment.pipeline.bounds import Bound, bound_of, opencv_major, warps
 
 DRAWN_THERE = {
-    *("AdditiveNoise", "ElasticTransform", "FancyPCA", "GaussNoise", "ISONoise", "PixelDropout"),
-    "ShotNoise",
+    *("ElasticTransform", "GaussNoise"),
 }
 """Have laws instead of pixels: see test_noise_ops.py, test_elastic_op.py, test_ops_principal.py."""
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import parity as parity_page
 from benchmarks.parity import OperationParity, PixelParity, operation_parity
+from demo.photos import open_photograph
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.demo.photos import open_photograph
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 

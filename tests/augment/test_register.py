@@ -24,7 +24,7 @@ from augment.own_transforms import (
 from misses import each
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata import BatchTransform, FastDataLoader
+from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment import register
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
@@ -119,8 +119,6 @@ def test_a_sampler_that_looks_at_no_pixels_spares_the_cpu(registered) -> None:
     behind = as_batch_transform(A.Compose([A.HorizontalFlip(), RollRows(p=0.6), A.Normalize()]))
     assert set(places(behind).values()) == {"device"}
     assert_both_ways_agree(behind)
-    draws = BatchTransform.from_albumentations(behind.compose, strict=True).draw(2, size=(20, 28))
-    assert draws.samples == 2
 
 
 def test_a_form_belongs_to_one_class_whatever_others_are_called(registered) -> None:

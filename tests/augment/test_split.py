@@ -185,7 +185,7 @@ def test_a_pipeline_made_to_replay_runs_in_the_worker():
 
 
 def test_a_deterministic_pipeline_writes_down_what_albumentations_writes_down():
-    compose = A.Compose([A.D4(p=1), A.ThinPlateSpline(p=1), A.RandomGamma(p=0.5)])
+    compose = A.Compose([A.D4(p=1), A.OpticalDistortion(p=1), A.RandomGamma(p=0.5)])
     compose.set_deterministic(True, save_key="notes")
     plan = analyse(compose, DEVICE_OPS, size=(SIDE, SIDE))
     recorder = Recorder(compose, plan, DEVICE_OPS)

@@ -273,8 +273,8 @@ def test_each_sample_gets_the_filters_that_it_drew_and_no_others() -> None:
     compose = A.Compose(
         [
             A.RandomCrop(16, 16),
-            A.OneOf([A.CLAHE(), A.Equalize(), A.AutoContrast(cutoff=2)], p=0.7),
-            A.SomeOf([A.MedianBlur(), A.Morphological(), A.Downscale((0.3, 0.9))], n=2, p=0.7),
+            A.OneOf([A.CLAHE(), A.Equalize()], p=0.7),
+            A.SomeOf([A.MedianBlur(), A.GridDropout(), A.Solarize()], n=2, p=0.7),
             A.OneOf([A.Sharpen(method="gaussian"), A.PlanckianJitter()], p=0.7),
         ]
     )
@@ -282,8 +282,6 @@ def test_each_sample_gets_the_filters_that_it_drew_and_no_others() -> None:
     assert isinstance(transform, BatchTransform)
     assert [place.where for place in transform.plan.placements].count("worker") == 1
     items = samples(40)
-    for item in items:
-        item["mask"] = item["mask"].astype(np.float32)  # OpenCV does not dilate int32
     assert_same(*both_ways(transform, items))
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
-from lightning_fastdata.augment.mixing import RandomErasing, mixed
+from lightning_fastdata.augment.mixing import mixed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,7 +150,7 @@ CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
     ),
     "mixed, and sorted": (
         PAIRS,
-        mixed(A.Compose(FLIPS), RandomErasing(1.0, value=0), repeats=2),
+        mixed(A.Compose([*FLIPS, A.Erasing(fill=0, p=1)]), repeats=2),
         sorted_by_level,
     ),
 }

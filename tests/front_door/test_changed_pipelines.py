@@ -96,7 +96,6 @@ def test_so_does_one_that_is_called_with_the_next_call(change, on_cpu) -> None:
     assert torch.equal(aug(images), 255 - right)
     change(compose)
     assert torch.equal(aug(images), right)
-    assert torch.equal(aug.replay(aug.draw(2, size=(4, 4)), images), right)
 
 
 def test_another_pipeline_is_refused_while_the_training_runs_and_taken_before() -> None:

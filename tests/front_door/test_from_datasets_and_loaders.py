@@ -415,7 +415,7 @@ def test_the_guard_gets_batches_as_the_loaders_make_them() -> None:
     }
     data = FastDataModule.from_loaders(loaders, num_workers=0)
     assert guard_rows(data.train_dataset()) == 20
-    batch = guard_batch(data, "train", 2)
+    batch = guard_batch(data, 2)
     assert plain(batch) == {"few": [0, 10], "many": [0, 20, 40, 60]}
     assert guard_rows(FastDataModule.from_loaders(LOADERS["buckets"]()).train_dataset()) is None
 

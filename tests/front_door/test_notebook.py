@@ -52,11 +52,6 @@ CELLS = {
     "fit": "fit('one', callback)",
     "report": "callback.report",
     "two ranks": "fit('two', DataThroughputCallback(), strategy='ddp_notebook', devices=2)",
-    "compare": """
-from lightning_fastdata.insight.report.compare import compare_files
-
-compare_files("one/report.json", "two/report.json")
-""",
 }
 
 
@@ -131,9 +126,3 @@ def test_a_report_is_its_summary_and_the_page_folded_below(outputs):
 
 def test_processes_that_the_kernel_does_not_hear_print_their_summary(outputs):
     assert "fastdata · train · 8 steps in" in printed(outputs["two ranks"])
-
-
-def test_a_comparison_is_a_table(outputs):
-    page, _ = page_of(outputs["compare"])
-    assert " a  one/report.json\n b  two/report.json\n" in page
-    assert "step_ms" in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
 import re
 import stat
@@ -17,7 +16,6 @@ import torch
 from conformance.pieces import make_trainer
 from lightning.pytorch import Callback, LightningModule
 from programs import run_program
-from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import (
@@ -29,8 +27,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.live.page import as_rich, live_page
-from lightning_fastdata.insight.live.status import read_all
+from lightning_fastdata.insight.live.status import page_text, read_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing is told there")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers need Linux")
@@ -71,10 +68,8 @@ def until(live, holds):
 
 def page(live, run=None):
     """Return the page of what is told, as a terminal shows it."""
-    out = io.StringIO()
     found, now_s = told(live)
-    Console(file=out, width=300, highlight=False).print(as_rich(live_page(found, run, now_s)))
-    return out.getvalue()
+    return page_text(found, run, now_s)
 
 
 @pytest.fixture
@@ -214,7 +209,7 @@ def test_a_hung_step_is_shown_with_the_rank_and_the_line_that_it_hangs_in(
         assert "2 of 2 ranks" in text
         assert "wait_for_ever" in text
         assert "backward" in text
-        assert re.search(r"rank [01]: no step for 31 s: computing a step", text)
+        assert re.search(r"rank [01] \(pid \d+\): no step for 31 s: computing a step", text)
         assert text == listed  # there is no other training
 
     callback = DataThroughputCallback(summary=False, report=False)

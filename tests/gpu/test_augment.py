@@ -88,7 +88,6 @@ OTHERS = [
         for case in CASES
         if case.name not in _TRIED
     ),
-    A.FancyPCA(p=1),
 ]
 DRAWN_THERE = {type(one).__name__ for one in DRAWN.values()}
 """Compared with the CPU in ``tests/augment/test_drawn_on_device.py``."""

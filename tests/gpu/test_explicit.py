@@ -6,10 +6,9 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from gpu.device import CUDA, needs_cuda, no_waiting
+from gpu.device import CUDA, needs_cuda
 
 from lightning_fastdata import BatchTransform
-from lightning_fastdata.errors import TransformError
 from lightning_fastdata.types import SampleKey
 
 pytestmark = needs_cuda
@@ -32,29 +31,6 @@ def test_it_gives_what_the_cpu_gives_also_with_samples_that_visit_it(middle):
     assert torch.equal(masks.cpu(), expected[1])
 
 
-@pytest.mark.parametrize("out", ["float32", "float16", "bfloat16"])
-def test_draws_are_carried_out_there_in_the_form_that_was_asked_for_without_waiting(out):
-    compose = A.Compose([*HEAD, *TAIL])
-    aug = BatchTransform.from_albumentations(compose, out=out, channels_last=True, strict=True)
-    draws = aug.draw(6, size=(40, 48), key=KEY)
-    expected = aug.replay(draws, IMAGES)
-    given = IMAGES.to(CUDA)
-    aug.replay(draws.to(CUDA), given)  # compiles
-    moved = draws.pin_memory().to(CUDA, non_blocking=True)
-    with no_waiting():
-        images = aug.replay(moved, given)
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    assert images.dtype == expected.dtype
-    assert torch.equal(images.cpu(), expected)
-    assert torch.equal(aug.apply({"image": given}, draws)["image"].cpu(), expected)
-
-
-def test_strict_refuses_a_visit_to_the_cpu_that_only_a_draw_tells():
-    aug = BatchTransform.from_albumentations(A.ColorJitter(p=1), strict=True)
-    with pytest.raises(TransformError, match="ColorJitter needs the pixels of sample 0"):
-        aug(IMAGES[..., :1].to(CUDA))
-
-
 @pytest.mark.parametrize("images", [IMAGES[..., 0].contiguous(), IMAGES[..., 0].float() / 255])
 def test_gray_images_without_a_dimension_for_channels_come_out_as_on_the_cpu(images):
     aug = BatchTransform.from_albumentations(A.Compose([*HEAD, A.MedianBlur(p=0.5)]))
@@ -63,7 +39,9 @@ def test_gray_images_without_a_dimension_for_channels_come_out_as_on_the_cpu(ima
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_pixels_do_not_depend_on_the_precision_of_matrix_products(precision):
-    aug = BatchTransform.from_albumentations(A.Compose([A.FancyPCA(p=1), A.ElasticTransform(p=1)]))
+    aug = BatchTransform.from_albumentations(
+        A.Compose([A.GaussNoise(p=1), A.ElasticTransform(p=1)])
+    )
     given, before = IMAGES.to(CUDA), torch.get_float32_matmul_precision()
     wanted = aug(given, key=KEY)
     try:

@@ -257,7 +257,7 @@ def test_an_orientation_is_applied_when_asked(folder, china, encode):
     torch.testing.assert_close(plain[0][0], stored, rtol=0, atol=0)
 
 
-@each("name", ["simplejpeg", "opencv", "pillow"])
+@each("name", ["simplejpeg", "pillow"])
 def test_every_decoder_gives_the_same_samples(folder, name):
     wanted = everything(FastImageFolder(folder, size=32))
     dataset = FastImageFolder(folder, size=32, decoder=name)

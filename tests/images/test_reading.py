@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import struct
 
@@ -15,9 +14,7 @@ from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.reading import exif_orientation, open_image
 
-NAMES = ["simplejpeg", "opencv", "pillow"]
-if importlib.util.find_spec("torchcodec"):
-    NAMES.append("torchcodec")
+NAMES = ["simplejpeg", "pillow"]
 
 
 DECODERS = [choose_decoder(name) for name in NAMES]

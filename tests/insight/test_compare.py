@@ -12,8 +12,8 @@ from misses import each
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.report.compare import compare, compare_files
-from lightning_fastdata.insight.report.recorded import METRICS, parse_condition, report_metrics
+from lightning_fastdata.insight.report.compare import compare, compare_files, parse_condition
+from lightning_fastdata.insight.report.recorded import METRICS, report_metrics
 from lightning_fastdata.insight.report.run_report import RunReport
 
 PLAIN = st.floats(min_value=0.01, max_value=1e5, allow_nan=False)

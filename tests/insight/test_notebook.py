@@ -12,7 +12,6 @@ from thoroughness import max_examples
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.report import summary_text
-from lightning_fastdata.insight.report.compare import compare
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import (
     BADGES,
@@ -67,14 +66,13 @@ def test_every_text_is_shown_as_it_is_and_never_obeyed(lines):
 
 def test_every_style_of_a_summary_has_its_looks():
     kinds = [*summary_text._KIND_COLORS.values(), summary_text._PAUSE_COLOR]
-    for style in (*kinds, *summary_text._PHASE_COLORS.values(), "bold red", "green"):
+    for style in (*kinds, *summary_text._PHASE_COLORS.values(), "bold red"):
         assert style_css(style)
 
 
 @pytest.mark.parametrize("name", ["<b>.jpg", "a&b", "\x1b[2J"])
 def test_names_of_runs_and_plans_are_escaped(name):
     pages = [
-        compare({"stages": {}}, {"stages": {}}, names=(name, "b"))._repr_html_(),
         Explanation(f"{name}\nvalue")._repr_html_(),
         RunReport(stages=(), notes=(name,))._repr_html_().partition("<details>")[0],
     ]

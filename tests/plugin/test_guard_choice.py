@@ -156,7 +156,6 @@ def test_the_smallest_size_that_trains_as_many_rows_a_second_is_trained_with(tmp
     assert "would fit" in decision.reason
     assert data.batch_size == 32  # as before, for another fit
     assert data.notes[0] == decision.reason
-    assert data.notes[1].startswith("The training took 1.25 GiB of GPU memory at 64 rows; 1.25 GiB")
 
 
 def test_of_what_does_not_fit_nothing_is_chosen(tmp_path):
@@ -225,41 +224,6 @@ def test_a_saved_hyperparameter_and_from_datasets_say_so_as_well(tmp_path):
 
 
 # --- a validation step is tried, too -----------------------------------------------------------
-
-
-def test_a_validation_that_takes_more_memory_decides(tmp_path):
-    device = Device(per_row=100 * MIB)
-    model = Model(device, validation=2.0)
-    data = RowsModule(32, length=320, guard="reduce", options=QUIET)
-    _, decision = fit(tmp_path, data, model)
-    assert decision.action == "reduce"
-    assert decision.batch_size == 17  # (4 GiB - 512 MiB) / 200 MiB
-    assert 17 in device.validated
-
-
-@pytest.mark.parametrize("how", [{"limit_val_batches": 0}, {}])
-def test_without_validation_none_is_tried(tmp_path, how):
-    class NoValidation(RowsModule):
-        def val_dataset(self):
-            return None if not how else super().val_dataset()
-
-    device = Device()
-    fit(tmp_path, NoValidation(8, length=64, guard="warn", options=QUIET), Model(device), **how)
-    assert device.validated == []
-
-
-def test_a_validation_step_that_needs_its_start_stops_nothing(tmp_path):
-    class NeedsStart(Model):
-        def on_validation_epoch_start(self):
-            self.outputs = []
-
-        def validation_step(self, batch, batch_idx):
-            self.outputs.append(len(batch[0]))
-
-    data = RowsModule(8, length=64, guard="warn", options=QUIET)
-    _, decision = fit(tmp_path, data, NeedsStart(Device()))
-    assert decision.action == "keep"
-    assert "No validation step could be tried (AttributeError" in decision.reason
 
 
 # --- samples of unequal length -----------------------------------------------------------------
@@ -337,7 +301,7 @@ def test_nothing_is_written_and_the_loader_of_the_training_is_made_once(tmp_path
         "MPS backend out of memory (MPS allocated: 8 GB)",
     ],
 )
-@pytest.mark.parametrize("where", ["training_step", "validation_step", "on_before_batch_transfer"])
+@pytest.mark.parametrize("where", ["training_step", "on_before_batch_transfer"])
 def test_it_knows_the_words_of_every_backend_wherever_they_are_raised(tmp_path, text, where):
     def taking(self, rows):
         if rows > 8:
@@ -348,10 +312,6 @@ def test_it_knows_the_words_of_every_backend_wherever_they_are_raised(tmp_path, 
             if where == "training_step":
                 taking(self, len(batch[0]))
             return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            if where == "validation_step":
-                taking(self, len(batch[0]))
 
         def on_before_batch_transfer(self, batch, dataloader_idx):
             if where == "on_before_batch_transfer":

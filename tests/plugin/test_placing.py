@@ -473,7 +473,7 @@ class CostlyPipeline:
     def __init__(self, wall, cpu, device):
         self.inner = as_batch_transform(pipeline())
         self.defers, self.redrawn = self.inner.defers, self.inner.redrawn
-        self.for_samples, self.kernels = self.inner.for_samples, self.inner.kernels
+        self.for_samples = self.inner.for_samples
         self.wall, self.cpu, self.device = wall, cpu, device
 
     def check_sample(self, sample):
@@ -485,7 +485,7 @@ class CostlyPipeline:
         class Part:
             needs_batches = False
             repeats = 1
-            collate, finish, words = part.collate, part.finish, part.words
+            collate, finish = part.collate, part.finish
             stacks, finish_each = part.stacks, part.finish_each
 
             def __call__(_, sample, key):

@@ -21,7 +21,7 @@ from lightning_fastdata import (
     FastDataWarning,
     as_batch_transform,
 )
-from lightning_fastdata.augment.mixing import RandomErasing, mixed
+from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.plugin.placing.shared_draws import draws_once, told_of_shared_draws
 
 torch.set_num_threads(1)
@@ -191,7 +191,7 @@ def test_it_is_said_once_with_what_to_do(front_door, tmp_path):
 
 
 @each("front_door", ["module", "callback"])
-@each("transform", [BY_SAMPLE["each by itself"], mixed(RandomErasing(p=1))])
+@each("transform", [BY_SAMPLE["each by itself"], mixed(CutMix(), num_classes=99)])
 def test_nothing_is_said_of_others(front_door, transform, tmp_path):
     assert train(tmp_path, front_door, transform)[1] == []
 

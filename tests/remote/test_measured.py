@@ -249,25 +249,11 @@ def test_a_training_with_actors_is_explained_and_tuned_as_any_other(tmp_path, ca
         assert f"num_workers {move.before} -> {move.after} at batch {move.batch}" in told
 
 
-def test_the_doctor_tells_what_a_cluster_offers(capsys, tmp_path, monkeypatch) -> None:
-    (tmp_path / "own.py").write_text(
-        "import torch\n"
-        "from torch.utils.data import TensorDataset\n"
-        "from lightning_fastdata import FastDataModule\n"
-        "class Zeros(TensorDataset):\n"
-        "    def __getitem__(self, index):\n"
-        "        return torch.zeros(100)\n"
-        "def Data():\n"
-        "    return FastDataModule.from_datasets(Zeros(torch.zeros(400, 2)), batch_size=4)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    main(["doctor", "--ray", "--datamodule", "own.py:Data", "--step_ms", "5"])
+def test_the_doctor_tells_what_a_cluster_offers(capsys) -> None:
+    main(["doctor", "--ray"])
     told = capsys.readouterr().out
     assert f"Ray {ray.__version__}; 3 nodes, 5 CPUs" in told
     assert told.count("(this one)") == 1
-    assert "own.py:Data, Zeros" in told
-    assert "ms a step" in told
-    assert "actors" in told.splitlines()[-1]
 
 
 def test_the_doctor_without_a_cluster_or_ray_says_what_to_do(tmp_path, monkeypatch) -> None:
@@ -284,5 +270,3 @@ def test_the_doctor_without_a_cluster_or_ray_says_what_to_do(tmp_path, monkeypat
     assert done.returncode == 1
     assert "No Ray cluster can be reached: " in done.stderr
     assert "ray start --head" in done.stderr
-    with pytest.raises(SystemExit, match="are for --ray"):
-        main(["doctor", "--step_ms", "5"])

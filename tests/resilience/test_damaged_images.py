@@ -24,7 +24,7 @@ from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.images.reading import open_image
 
-DECODERS = ["simplejpeg", "opencv", "pillow"]
+DECODERS = ["simplejpeg", "pillow"]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_claims_of_size_are_refused_before_memory_is_taken(damaged, files):
         "from lightning_fastdata.images.reading import open_image\n"
         "import cv2, simplejpeg, numpy, PIL.Image\n"
         "PIL.Image.init()\n"
-        "decoders = [choose_decoder(one) for one in ('simplejpeg', 'opencv', 'pillow')]\n"
+        "decoders = [choose_decoder(one) for one in ('simplejpeg', 'pillow')]\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         "limit = pages * resource.getpagesize() + (256 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

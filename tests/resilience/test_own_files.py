@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.demo.photos import Cut, cut_photographs
+from demo.photos import Cut, cut_photographs
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.system_calls import cache_folder, write_atomically
 from lightning_fastdata.insight.report.compare import compare_files

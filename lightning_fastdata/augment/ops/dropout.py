@@ -1,11 +1,11 @@
-"""What loses pixels: rectangles of a constant, a random colour or noise, and single pixels."""
+"""What loses pixels: rectangles of a constant, a random colour or noise."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,19 +20,16 @@ from lightning_fastdata.augment.ops.operation import (
     Shape,
     Transform,
     Values,
-    always,
     as_channels_last,
     channels,
 )
-from lightning_fastdata.augment.ops.splitmix import peek_seed, skip_doubles, uniform
-from lightning_fastdata.augment.ops.table import unpack_bits
+from lightning_fastdata.augment.ops.splitmix import uniform
 from lightning_fastdata.augment.replay import instructions
 
 _GRAIN = 4
 """The number of rectangles is rounded up to a multiple of this, so that samples share launches."""
 _MOST_COLOURS = 64
 """More holes, each with a colour, would take a pass over the images each."""
-_MASK_STREAM = 1
 _STREAM = 0x401E5
 """Tells the random numbers of holes from those of noise."""
 
@@ -116,64 +113,6 @@ def _fill(name: str) -> Run:
     return run
 
 
-def _draw_lost(transform: Transform, params: Values, data: Values) -> Values | None:
-    from albumentations.augmentations.pixel import functional
-
-    image, mask = data["image"], functional.get_mask_array(data)
-    if image.dtype not in (np.uint8, np.float32):
-        return None
-    generator = transform.random_generator
-    drawn: dict[str, Any] = {"lost_seed": peek_seed(generator)}
-    targets = [("lost", image, transform.drop_value)]
-    if transform.mask_drop_value is not None and mask is not None:
-        targets.append(("lost_mask", mask, transform.mask_drop_value))
-    for name, array, value in targets:
-        count = channels(array.shape)
-        skip_doubles(generator, array.size if transform.per_channel else array.size // count)
-        pixel = np.empty((1, 1, count), array.dtype)
-        drawn[name] = functional.prepare_drop_values(pixel, value, generator).reshape(-1)
-    return drawn
-
-
-def _encode_lost(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if "lost" not in params or params["lost"].size not in (1, channels(shape)):
-        return None
-    arrays = {"value": params["lost"], "seed": params["lost_seed"]}
-    if "lost_mask" in params:
-        arrays["mask_value"] = params["lost_mask"]
-    if "drop_mask" in params:
-        # Boxes are filtered by the pixels that were lost, so those travel.
-        del arrays["seed"]
-        for name, key in (("lost", "drop_mask"), ("lost_mask", "mask_drop_mask")):
-            where = params[key]
-            if where is not None:
-                alike = where.ndim == 3 and not transform.per_channel
-                arrays[name] = np.packbits(where[..., :1] if alike else where)
-    static = (("each", bool(transform.per_channel)), ("share", float(transform.dropout_prob)))
-    return Encoded(static, arrays)
-
-
-def _lose(value: str, lost: str, stream: int) -> Run:
-    def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-        if value not in arrays:
-            return batch
-        images = as_channels_last(batch)
-        n, height, width, count = images.shape
-        layers = count if static["each"] else 1
-        total = height * width * layers
-        if lost in arrays:
-            chosen = unpack_bits(arrays[lost], total)
-        else:
-            chosen = uniform(arrays["seed"], total, stream) < static["share"]
-        chosen = chosen.view(n, height, width, layers)
-        out = torch.where(chosen, arrays[value].to(batch.dtype)[:, None, None, :], images)
-        return out.reshape(batch.shape)
-
-    return run
-
-
 _HOLES: Final = (
     *("CoarseDropout", "Erasing", "FrequencyMasking", "GridDropout", "TimeMasking", "XYMasking"),
 )
@@ -185,16 +124,5 @@ _with_holes = partial(
     draws_pixels=lambda transform: transform.fill == "random",
     fused=instructions.holes,
 )
-OPS = (
-    *(_with_holes(name) for name in _HOLES),
-    DeviceOp(
-        "PixelDropout",
-        _encode_lost,
-        image=_lose("value", "lost", 0),
-        mask=_lose("mask_value", "lost_mask", _MASK_STREAM),
-        draw=_draw_lost,
-        draws_pixels=always,
-    ),
-)
-"""Exact, but for noise and lost pixels, which the device draws; PixelDropout is exact where there
-are boxes."""
+OPS = tuple(_with_holes(name) for name in _HOLES)
+"""Exact, but for noise, which the device draws."""

@@ -1,10 +1,9 @@
-"""Noise: sums, factors and the grain of a sensor, which the device draws, and specks."""
+"""Noise that the device draws."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_fastdata.augment.ops import splitmix
-from lightning_fastdata.augment.ops.colors.spaces import hls_floats, rgb_from_hls
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
@@ -23,21 +21,9 @@ from lightning_fastdata.augment.ops.operation import (
     Transform,
     Values,
     always,
-    channels,
 )
-from lightning_fastdata.augment.ops.table import (
-    change_value,
-    encode_value,
-    look_up,
-    ramp_table,
-    unpack_bits,
-)
-from lightning_fastdata.augment.replay import instructions
 
 _DTYPES: Final = (np.dtype(np.uint8), np.dtype(np.float32))
-_COLOR_STREAM: Final = 1
-_MOST_COUNTS: Final = 256
-"""Larger counts of photons are deferred to Albumentations, as their tables would not fit."""
 
 
 def _limit(dtype: DType | torch.dtype) -> int:
@@ -51,14 +37,6 @@ def _encode_drawn(
     return encoded
 
 
-def _summand(
-    seed: np.ndarray, numbers: tuple[float, float], dtype: DType, **settings: object
-) -> Values:
-    """Return noise of a location and a scale, for images from 0 to 1, as it is encoded."""
-    arrays = {"seed": seed, "numbers": np.array(numbers, np.float32) * _limit(dtype)}
-    return {"drawn": Encoded(tuple(settings.items()), arrays)}
-
-
 def _draw_gauss(transform: Transform, params: Values, data: Values) -> Values | None:
     dtype = data["image"].dtype
     if dtype not in _DTYPES:
@@ -68,69 +46,20 @@ def _draw_gauss(transform: Transform, params: Values, data: Values) -> Values | 
     seed = splitmix.peek_seed(transform.random_generator)
     transform.random_generator.integers(0, 2**16)  # Albumentations seeds OpenCV with it
     shared, part = not transform.per_channel, float(transform.noise_scale_factor)
-    return _summand(seed, (location, scale), dtype, kind="gaussian", shared=shared, part=part)
-
-
-def _draw_additive(transform: Transform, params: Values, data: Values) -> Values | None:
-    kind, spatial, settings = transform.noise_type, transform.spatial_mode, transform.noise_params
-    dtype, shape = data["image"].dtype, data["image"].shape
-    if spatial == "constant" or kind == "beta" or not settings or dtype not in _DTYPES:
-        return None
-    generator = transform.random_generator
-    seed = splitmix.peek_seed(generator)
-    generator.integers(0, 2**16)
-    if kind == "uniform":
-        location, high = settings["ranges"][0]
-        scale = high - location
-    else:
-        spread = "std_range" if kind == "gaussian" else "scale_range"
-        location, scale = (
-            low if kind == "gaussian" and low == high else generator.uniform(low, high)
-            for low, high in (settings["mean_range"], settings[spread])
-        )
-    part, shared = float(transform.approximation), spatial == "shared"
-    if kind != "gaussian":  # that one comes from OpenCV's generator
-        layers = 1 if shared else channels(shape)
-        splitmix.skip_doubles(generator, math.prod(_reduced(shape, part)) * layers)
-    return _summand(seed, (location, scale), dtype, kind=kind, shared=shared, part=part)
+    # Of images from 0 to 1.
+    arrays = {"seed": seed, "numbers": np.array((location, scale), np.float32) * _limit(dtype)}
+    return {"drawn": Encoded((("shared", shared), ("part", part)), arrays)}
 
 
 def _reduced(size: tuple[int, ...], part: float) -> tuple[int, int]:
     return max(1, int(size[0] * part)), max(1, int(size[1] * part))
 
 
-def _encode_sum(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    if "drawn" in params:
-        return _encode_drawn(transform, params, shape, dtype)
-    noise = np.asarray(params["noise_map"])
-    if dtype not in _DTYPES or noise.ndim != 1 or noise.size != channels(shape):
-        return None
-    if dtype == np.uint8:
-        table = ramp_table(transform, params, channels(shape))
-        return Encoded((("kind", "table"),), {"table": table})
-    return Encoded((("kind", "constant"),), {"numbers": noise.astype(np.float32)})
-
-
-def _standard(kind: str, seed: Tensor, count: int) -> Tensor:
-    """Return numbers of a distribution with location 0 and scale 1, float32 ``[n, count]``."""
-    numbers = (splitmix.normal if kind == "gaussian" else splitmix.uniform)(seed, count)
-    if kind != "laplace":
-        return numbers
-    # Laplace: the logarithm of a number in (0, 1), with either sign.
-    signed = numbers * 2 - (1 - 2.0**-24)
-    return torch.copysign(torch.log1p(-signed.abs()), signed)
-
-
 def _add(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    kind = static["kind"]
-    if kind == "table":
-        return look_up(images, arrays["table"])
-    if kind == "constant":
-        return (images + arrays["numbers"][:, None, None, :]).clamp(0, 1)
     n, height, width, count = images.shape
     size = _reduced((height, width), static["part"])
     layers = 1 if static["shared"] else count
-    noise = _standard(kind, arrays["seed"], size[0] * size[1] * layers)
+    noise = splitmix.normal(arrays["seed"], size[0] * size[1] * layers)
     location, scale = arrays["numbers"][:, :, None].unbind(1)
     noise = (noise * scale + location).view(n, *size, layers)
     if size != (height, width):
@@ -141,155 +70,5 @@ def _add(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return (images.float() + noise).clamp(0, _limit(images.dtype)).to(images.dtype)
 
 
-def _draw_factors(transform: Transform, params: Values, data: Values) -> Values | None:
-    image = data["image"]
-    if not transform.elementwise or image.dtype not in _DTYPES:
-        return None
-    seed = splitmix.peek_seed(transform.random_generator)
-    layers = channels(image.shape) if transform.per_channel else 1
-    splitmix.skip_doubles(transform.random_generator, image.shape[0] * image.shape[1] * layers)
-    arrays = {"seed": seed, "limits": np.array(transform.multiplier, np.float32)}
-    return {"drawn": Encoded((("form", "each"), ("layers", layers)), arrays)}
-
-
-def _encode_gain(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    encode = _encode_drawn if transform.elementwise else encode_value
-    return encode(transform, params, shape, dtype)
-
-
-def _multiply(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    if static["form"] != "each":
-        return change_value(images, static, arrays)
-    n, height, width, _ = images.shape
-    drawn = splitmix.uniform(arrays["seed"], height * width * static["layers"])
-    low, high = arrays["limits"][:, :, None].unbind(1)
-    factors = (low + (high - low) * drawn).view(n, height, width, static["layers"])
-    return (images.float() * factors).clamp(0, _limit(images.dtype)).to(images.dtype)
-
-
-def _encode_specks(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if dtype not in _DTYPES:
-        return None
-    # Albumentations chooses among all pixels, by as many random numbers as it happens to need. So
-    # its choice is what travels: two bits for each pixel.
-    names = ("salt", "pepper")
-    return Encoded((), {name: np.packbits(params[f"{name}_mask"]) for name in names})
-
-
-def _specks(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    n, height, width, _ = images.shape
-    salt, pepper = (
-        unpack_bits(arrays[name], height * width).view(n, height, width, 1)
-        for name in ("salt", "pepper")
-    )
-    return torch.where(salt, _limit(images.dtype), torch.where(pepper, 0, images))
-
-
-def _encode_photons(params: Values, counts: int, **arrays: np.ndarray) -> Encoded:
-    # Albumentations draws 32 bits for a generator of its own.
-    seed = np.array([int(params["random_seed"]), 0x5EED], np.int64)
-    return Encoded((("counts", counts),), {**arrays, "seed": seed})
-
-
-def poisson_counts(mean: float) -> int:
-    """Return a power of two that a Poisson number reaches less than once in 1e8 draws."""
-    return max(4, 1 << math.ceil(math.log2(mean + 7 * math.sqrt(mean) + 12)))
-
-
-def poisson_below(mean: Tensor, counts: int) -> Tensor:
-    """Return the probability of at most 0, 1, ... ``counts - 1``: float32 ``[..., counts]``."""
-    whole = torch.arange(1, counts + 1, device=mean.device, dtype=torch.float64)
-    below: Tensor = torch.special.gammaincc(whole, mean.double().unsqueeze(-1))
-    return below.float()
-
-
-def _encode_iso(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    # The brightness of an image within [0, 1] deviates by at most a half.
-    counts = poisson_counts(transform.intensity[1] / 2)
-    if channels(shape) != 3 or counts > _MOST_COUNTS or dtype not in _DTYPES:
-        return None
-    numbers = np.array([params["color_shift"], params["intensity"]], np.float64)
-    return _encode_photons(params, counts, numbers=numbers)
-
-
-def _iso(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    n, height, width, _ = images.shape
-    count, whole = height * width, images.dtype == torch.uint8
-    values = images / torch.full((), 255.0, device=images.device) if whole else images
-    hue, lightness, saturation = hls_floats(values)
-    shift, intensity = arrays["numbers"][:, :, None].unbind(1)
-    deviation = lightness.double().reshape(n, -1).std(1, correction=0, keepdim=True)
-    below = poisson_below(deviation * intensity, static["counts"])
-    drawn = splitmix.uniform(arrays["seed"], count)
-    grains = torch.zeros_like(drawn)
-    for step in below[:, 0].unbind(1):
-        grains += drawn >= step[:, None]
-    grains = (grains * intensity.float()).view_as(lightness)
-    lightness = (lightness + grains * (1 - lightness)).clamp(0, 1)
-    colors = splitmix.normal(arrays["seed"], count, _COLOR_STREAM) * (shift * intensity).float()
-    out = rgb_from_hls(hue + colors.view_as(hue), lightness, saturation).clamp(0, 1)
-    return (out * 255).round().to(torch.uint8) if whole else out
-
-
-def _encode_shot(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if dtype != np.uint8 or transform.scale_range[0] <= 0:
-        return None
-    counts = poisson_counts(1 / transform.scale_range[0])
-    if counts > _MOST_COUNTS:
-        return None
-    scale = float(params["scale"])
-    # The levels after each count of photons, and the mean count before, at each level.
-    ramp = np.arange(256, dtype=np.float32) / 255
-    means = ((ramp**2.2 + scale * 1e-6) / scale).astype(np.float32)
-    photons = np.clip(np.arange(counts, dtype=np.float32) * np.float32(scale), 0, 1)
-    levels = np.rint(photons ** np.float32(1 / 2.2) * 255).astype(np.uint8)
-    return _encode_photons(params, counts, means=means, levels=levels)
-
-
-def _shot(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    counts, n = static["counts"], len(images)
-    values = images.reshape(n, -1)
-    below = poisson_below(arrays["means"], counts).view(-1)
-    sample = torch.arange(n, device=images.device)[:, None]
-    first = (sample * 256 + values) * counts
-    drawn = splitmix.uniform(arrays["seed"], values.shape[1])
-    # How many probabilities are reached, by bisection in the row of the pixel's level.
-    found = torch.zeros_like(first)
-    step = counts // 2
-    while step:
-        reached = drawn >= below.index_select(0, (first + found + step - 1).view(-1)).view(n, -1)
-        found += reached * step
-        step //= 2
-    out = arrays["levels"].view(-1).index_select(0, (sample * counts + found).view(-1))
-    return out.view(images.shape)
-
-
-OPS = (
-    DeviceOp("GaussNoise", _encode_sum, _add, draw=_draw_gauss, draws_pixels=always),
-    DeviceOp(
-        "AdditiveNoise",
-        _encode_sum,
-        _add,
-        draw=_draw_additive,
-        draws_pixels=lambda transform: transform.spatial_mode != "constant",
-    ),
-    DeviceOp(
-        "MultiplicativeNoise",
-        _encode_gain,
-        _multiply,
-        draw=_draw_factors,
-        draws_pixels=lambda transform: transform.elementwise,
-        fused=instructions.table,
-    ),
-    DeviceOp("SaltAndPepper", _encode_specks, _specks),
-    DeviceOp("ISONoise", _encode_iso, _iso, draws_pixels=always),
-    DeviceOp("ShotNoise", _encode_shot, _shot, draws_pixels=always),
-)
-"""The distribution of Albumentations' noise, with its drawn strength. Exact for SaltAndPepper, for
-AdditiveNoise that is constant in space, and for MultiplicativeNoise that is not elementwise."""
+OPS = (DeviceOp("GaussNoise", _encode_drawn, _add, draw=_draw_gauss, draws_pixels=always),)
+"""The distribution of Albumentations' noise, with its drawn strength."""

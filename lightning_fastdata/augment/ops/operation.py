@@ -108,8 +108,6 @@ class DeviceOp:
     the distribution of Albumentations' result, not its pixels."""
     fused: Fused | None = None
     """What it is within a run of operations on images that one kernel computes."""
-    freedom: str = "draws numbers for every pixel there"
-    """Where ``draws_pixels`` is true: what the device does in its own way, for people."""
     owner: type | None = None
     """The class that it was registered for, and no other; None: Albumentations' class ``name``. It
     keeps the shape and dtype of images and masks."""

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.ops.colors.statistics import channel_histograms
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
@@ -23,7 +22,6 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
     channels,
 )
-from lightning_fastdata.augment.ops.table import look_up
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.errors import OptionsError, TransformError
 
@@ -81,10 +79,9 @@ def convert_output(images: Tensor, form: OutputForm) -> Tensor:
 def _encode_normalize(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    if dtype not in (np.uint8, np.float32):
+    # By the image's own mean or range Albumentations normalizes it.
+    if dtype not in (np.uint8, np.float32) or transform.normalization != "standard":
         return None
-    if transform.normalization != "standard":
-        return _encode_own(transform, shape, dtype)
     mean, gain = (
         np.asarray(values, np.float32).tobytes()
         for values in (transform.mean_np, transform.denominator)
@@ -104,15 +101,8 @@ def _rows(mean: bytes, gain: bytes, count: int) -> Encoded:
 
 
 def _normalize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    if static:
-        return _normalize_own(images, static)
     mean, gain = (arrays[name][:, None, None, :] for name in ("mean", "gain"))
     return (images.float() - mean) * gain
-
-
-def _normalized_dtype(transform: Transform, dtype: DType) -> DType:
-    standard = transform.normalization == "standard"
-    return np.dtype(np.float32) if standard else _dtype_of(transform, dtype)
 
 
 def _encode_to_float(
@@ -164,70 +154,8 @@ def _float_dtype(transform: Transform, dtype: DType) -> DType:
     return np.dtype(np.float32)
 
 
-_TINY: Final = 1e-4
-"""albucore adds it to what it divides by, with exceptions for float images."""
-_LIMIT: Final = 20
-
-
-def _dtype_of(transform: Transform, dtype: DType) -> DType:
-    """Return the dtype of what such a Normalize makes; NumPy 2 gives float64 of uint8."""
-    found: np.dtype[Any] = transform.apply(np.zeros((2, 2, 3), dtype)).dtype
-    return found
-
-
-def _encode_own(transform: Transform, shape: Shape, dtype: DType) -> Encoded:
-    """Return the settings of a Normalize whose ``normalization`` is not ``standard``."""
-    by_range = transform.normalization.startswith("min_max")
-    each = transform.normalization.endswith("per_channel") and channels(shape) > 1
-    # float images: added nowhere but here.
-    adds = dtype == np.uint8 or by_range == each
-    how = (("by_range", by_range), ("each", each), ("tiny", _TINY if adds else 0.0))
-    return Encoded((*how, ("double", _dtype_of(transform, dtype) == np.float64)), {})
-
-
-def _normalize_own(images: Tensor, static: Values) -> Tensor:
-    """Return uint8 or float32 images with mean 0 and deviation 1, or from 0 to 1."""
-    kind = torch.float64 if static["double"] else torch.float32
-    if images.dtype != torch.uint8:
-        shift, scale = _own_numbers(images, static)
-        out = (images - shift.float()) / scale.float()
-        if static["by_range"]:
-            out = torch.where(scale > 0, out, 0.0)
-        return out.clamp(-_LIMIT, _LIMIT).to(kind)
-    # What stands at each level, by the numbers of pixels at each level: whole numbers, which are
-    # the same in whatever order they are added up.
-    counts = channel_histograms(images)
-    counts = counts if static["each"] else counts.sum(1, keepdim=True)
-    level = torch.arange(256, device=images.device, dtype=torch.float64)
-    if static["by_range"]:
-        low = torch.where(counts > 0, level, 256.0).amin(-1, keepdim=True)
-        high = torch.where(counts > 0, level, -1.0).amax(-1, keepdim=True)
-        shift, scale = low, high - low + static["tiny"]
-    else:
-        many = counts.sum(-1, keepdim=True).double()
-        shift = (counts * level).sum(-1, keepdim=True) / many
-        spread = (counts * (level - shift).square()).sum(-1, keepdim=True) / many
-        scale = spread.sqrt() + static["tiny"]
-    table = ((level - shift) / scale).clamp(-_LIMIT, _LIMIT)
-    return look_up(images, table.to(kind).mT)
-
-
-def _own_numbers(images: Tensor, static: Values) -> tuple[Tensor, Tensor]:
-    """Return what float images are shifted and divided by."""
-    axes = (1, 2) if static["each"] else (1, 2, 3)
-    if static["by_range"]:
-        low, high = images.amin(axes, keepdim=True), images.amax(axes, keepdim=True)
-        return low, high - low + static["tiny"]
-    values = images.double()
-    mean = values.mean(axes, keepdim=True)
-    spread = (values - mean).square().mean(axes, keepdim=True).sqrt()
-    return mean, spread + static["tiny"]
-
-
 OPS = (
-    DeviceOp(
-        "Normalize", _encode_normalize, _normalize, out_dtype=_normalized_dtype, fused="normalize"
-    ),
+    DeviceOp("Normalize", _encode_normalize, _normalize, out_dtype=_float_dtype, fused="normalize"),
     DeviceOp("ToFloat", _encode_to_float, _to_float, out_dtype=_float_dtype, fused="to float"),
     DeviceOp(
         "FromFloat",

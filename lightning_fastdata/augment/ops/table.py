@@ -38,12 +38,6 @@ def look_up(images: Tensor, table: Tensor) -> Tensor:
     return table.reshape(-1).index_select(0, index.reshape(-1)).view(images.shape)
 
 
-def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Return ``count`` bits of each row that ``np.packbits`` made, as bool ``[n, count]``."""
-    place = torch.arange(7, -1, -1, device=packed.device, dtype=torch.uint8)
-    return (packed[:, :, None] >> place & 1).view(len(packed), -1)[:, :count] > 0
-
-
 def to_bytes(images: Tensor) -> Tensor:
     """Return float32 images in [0, 1] as uint8, rounded as Albumentations' ``from_float`` does."""
     return (images * 255).round().clamp(0, 255).to(torch.uint8)
@@ -152,8 +146,8 @@ def change_value(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
 
 
 _NAMES: Final = (
-    *("InvertImg", "PlanckianJitter", "Posterize", "RGBShift", "RandomBrightnessContrast"),
-    *("RandomGamma", "RandomToneCurve", "Solarize"),
+    *("InvertImg", "MultiplicativeNoise", "PlanckianJitter", "Posterize", "RGBShift"),
+    *("RandomBrightnessContrast", "RandomGamma", "RandomToneCurve", "Solarize"),
 )
 OPS = tuple(DeviceOp(name, encode_value, change_value, fused=instructions.table) for name in _NAMES)
 """Exact on uint8, since the table is made by Albumentations; on float32 to 1e-5."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_fastdata.augment.ops.positions.warp import blends_alike
-from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
+from lightning_fastdata.augment.pipeline.tree import is_albumentations
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ EQUAL: Final = Bound(0, 1, 1e-3)
 RESIZE: Final = Bound(1, 0.998, 0.01)
 SUMS: Final = Bound(1, 0.99, 0.05)
 """Sums of many terms, in whatever order."""
-FEW_ELSEWHERE: Final = Bound(255, 0.999, 255)
-"""Nearest pixels at positions that differ in the last bit: few are another one's."""
 
 
 def opencv_major(version: str | None = None) -> int:
@@ -82,18 +80,13 @@ def fields(version: str | None = None) -> Bound:
     return Bound(8, 0.99, 8, mean=0.01) if opencv_major(version) < 5 else warps(version)
 
 
-SPLINES: Final = frozenset({"PiecewiseAffine", "ThinPlateSpline"})
-"""With nearest pixels, one in a million is another one's."""
 _WARPS: Final = frozenset({"Affine", "Rotate", "SafeRotate", "ShiftScaleRotate"})
-_FIELDS: Final = SPLINES | {
-    *("ChromaticAberration", "GridDistortion", "OpticalDistortion", "Perspective"),
-}
+_FIELDS: Final = frozenset({"GridDistortion", "OpticalDistortion", "Perspective"})
 _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
     **dict.fromkeys(("AdvancedBlur", "Blur", "Defocus", "Emboss", "GaussianBlur"), SUMS),
-    **dict.fromkeys(("MotionBlur", "RingingOvershoot"), SUMS),
+    **dict.fromkeys(("MotionBlur", "RingingOvershoot", "Sharpen"), SUMS),
     "HueSaturationValue": Bound(1, 0.999, 1),  # float32 images are made uint8 first
-    "UnsharpMask": Bound(8, 0.99, 8),  # rounding decides what is below its threshold
 }
 
 
@@ -101,19 +94,15 @@ def bound_of(transform: Node) -> Bound:
     """Return the bound for images behind a transform of Albumentations; masks are equal."""
     name = type(transform).__name__
     if held(transform, "interpolation") == 0:
-        return FEW_ELSEWHERE if name in SPLINES else EQUAL
+        return EQUAL
     if name in _WARPS:
         return warps()
     if name in _FIELDS:
         return fields()
     if name in _RESIZES:
         return RESIZE
-    if name == "Downscale":
-        return EQUAL if set(transform.interpolation_pair.values()) == {0} else RESIZE
     if name == "ColorJitter":
         return Bound(3, 0.999, 0.05) if any(transform.hue) else Bound(0, 1, 0.05)
-    if name == "Sharpen":
-        return EQUAL if transform.method == "gaussian" else SUMS
     return _NAMED.get(name, EQUAL)
 
 
@@ -121,12 +110,12 @@ _LINEAR: Final = _WARPS | {"GridDistortion", "Perspective"}
 """Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
 _SAME_FLOATS: Final = frozenset(
     {
-        *("AdditiveNoise", "AutoContrast", "CLAHE", "CenterCrop", "ChannelDropout"),
-        *("ChannelShuffle", "ChromaticAberration", "CoarseDropout", "Crop", "D4", "Downscale"),
+        *("CLAHE", "CenterCrop", "ChannelDropout"),
+        *("ChannelShuffle", "CoarseDropout", "Crop", "D4"),
         *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
-        *("MedianBlur", "Morphological", "MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
-        *("Posterize", "RGBShift", "RandomCrop", "RandomGridShuffle", "RandomRotate90"),
-        *("RandomToneCurve", "SaltAndPepper", "Solarize", "SquareSymmetry", "TimeMasking"),
+        *("MedianBlur", "MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
+        *("Posterize", "RGBShift", "RandomCrop", "RandomRotate90"),
+        *("RandomToneCurve", "Solarize", "SquareSymmetry", "TimeMasking"),
         *("TimeReverse", "ToFloat", "ToRGB", "ToTensorV2", "Transpose", "VerticalFlip"),
         "XYMasking",
     }
@@ -137,8 +126,8 @@ _JUMPS: Final = "has a threshold"
 _OF_HUE: Final = "turns a level into many of hue"
 _OF_NEIGHBOURS: Final = "enlarges the differences of neighbours"
 _AMPLIFIES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("AutoContrast", "CLAHE", "Equalize"), _STRETCHES),
-    **dict.fromkeys(("Posterize", "UnsharpMask"), _JUMPS),
+    **dict.fromkeys(("CLAHE", "Equalize"), _STRETCHES),
+    "Posterize": _JUMPS,
     "HueSaturationValue": _OF_HUE,
 }
 """What makes many levels of one, and of a float that is off in its last bit; and why."""
@@ -147,9 +136,7 @@ _AMPLIFIES_BYTES: Final[Mapping[str, str]] = {
     "ColorJitter": _OF_HUE,
 }
 """What makes many levels of one, but not much of a float that is off in its last bit."""
-_ROUNDS: Final = frozenset(
-    {"ChromaticAberration", "Downscale", "FromFloat", "MedianBlur", "RandomToneCurve"}
-)
+_ROUNDS: Final = frozenset({"FromFloat", "MedianBlur", "RandomToneCurve"})
 """What makes float32 images bytes first: one level of a float that is off in its last bit."""
 MOST_PER_LEVEL: Final = 3
 """So many levels may become of one that is off: contrast and gamma of usual strengths."""
@@ -165,7 +152,7 @@ def may_differ(transform: Node, dtype: np.dtype[Any]) -> bool:
     if not is_albumentations(transform):
         return False
     if dtype != np.uint8:
-        return name not in _SAME_FLOATS and (kind != 0 or bound is FEW_ELSEWHERE)
+        return name not in _SAME_FLOATS and kind != 0
     if name in _LINEAR and kind == 1:
         return not blends_alike()
     return bound.largest > 0
@@ -179,8 +166,6 @@ def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
     name = type(transform).__name__
     if not is_albumentations(transform):
         return None
-    if name == "Normalize" and transform.normalization.startswith("min_max"):
-        return _STRETCHES
     if name == "Solarize":  # in the middle, what is below becomes what is above
         jump = max(abs(255 - 510 * threshold) for threshold in transform.threshold_range)
         return _JUMPS if jump > MOST_PER_LEVEL else None
@@ -207,20 +192,3 @@ def _levels_of_one(transform: Node) -> float:
     if name == "RandomGamma":  # in the dark it is steepest
         return float(round(255 * (1 / 255) ** (min(transform.gamma_limit) / 100)))
     return 1.0
-
-
-def levels_per_unit(compose: Node, dtype: np.dtype[Any]) -> float | np.ndarray:
-    """Return how many of 255 levels a difference of 1 in the output of a pipeline is.
-
-    A number, or an array that can be multiplied with an output image.
-    """
-    unit: float | np.ndarray = 1.0 if dtype == np.uint8 else 255.0
-    first = False
-    for transform in (leaf.transform for leaf in list_leaves(compose)):
-        name = type(transform).__name__
-        first |= name == "ToTensorV2"
-        if name == "Normalize" and transform.normalization == "standard":
-            unit = 255.0 * np.asarray(transform.std, np.float64)
-        else:
-            unit = {"ToFloat": 255.0, "FromFloat": 1.0}.get(name, unit)
-    return unit[:, None, None] if first and isinstance(unit, np.ndarray) and unit.ndim else unit

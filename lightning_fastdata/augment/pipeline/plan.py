@@ -113,6 +113,9 @@ class Plan:
         return any(placement.where != "worker" for placement in self.placements)
 
 
+_DRAWS: Final = "; draws numbers for every pixel there"
+
+
 def analyse(
     compose: Node,
     ops: Mapping[str, DeviceOp],
@@ -185,7 +188,7 @@ def analyse(
                 why_worker = "no device form for its settings, or for the images it is given"
         turns = why_worker is None and _depends_on_shape(leaf, op, sizes.before[index])
         where, why = _where(name, why_worker, barrier_after, turns=turns, sees=sees[index])
-        why += f"; {op.freedom}" if op is not None and draws and where != "worker" else ""
+        why += _DRAWS if op is not None and draws and where != "worker" else ""
         placed.append(OpPlacement(name=name, where=where, why=why))
         sees[index] |= where == "worker"
         conditional[index] |= turns

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-import numpy as np
-
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
     from albumentations import BaseCompose, BasicTransform
 
@@ -20,10 +18,6 @@ SEQUENCES: Final = frozenset({"Compose", "ReplayCompose", "Sequential"})
 """Containers that call all their children in the order written."""
 GROUPS: Final = frozenset({"OneOf", "SomeOf", "RandomOrder", "OneOrOther"})
 """Containers that choose or reorder their children for each sample."""
-_OF_THE_IMAGE: Final = frozenset({"shape", "rows", "cols"})
-"""What Albumentations puts beside the numbers that a transform draws."""
-_MOST_NUMBERS: Final = 9
-"""Of a drawn value that is shown whole."""
 
 
 class Leaf(NamedTuple):
@@ -105,34 +99,6 @@ def followers(compose: Node) -> list[frozenset[int]]:
 
     walk(compose)
     return list(map(frozenset, after))
-
-
-def drawn_words(composes: Iterable[Node], run: Callable[[], object]) -> tuple[str, ...]:
-    """Return which transforms of pipelines a call runs, and what they draw, in words.
-
-    ``run`` makes that call, once for each pipeline at most.
-    """
-    transforms = [leaf.transform for compose in composes for leaf in list_leaves(compose)]
-    for transform in transforms:
-        transform.params = {}  # one that is not chosen would keep those of the sample before
-    run()
-    return tuple(_words(one) for one in transforms if one.get_applied_params())
-
-
-def _words(transform: BasicTransform) -> str:
-    drawn = transform.get_applied_params().items()
-    told = (f"{name}={_word(value)}" for name, value in drawn if name not in _OF_THE_IMAGE)
-    return f"{type(transform).__name__}({', '.join(told)})"
-
-
-def _word(value: object) -> str:
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist() if value.size <= _MOST_NUMBERS else f"array {value.shape}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list | tuple) and len(value) <= _MOST_NUMBERS:
-        return f"({', '.join(map(_word, value))})"
-    return value if isinstance(value, str) else f"{value!r:.60}"
 
 
 def keeps_params(compose: Node) -> bool:

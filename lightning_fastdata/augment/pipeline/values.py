@@ -45,8 +45,8 @@ _OF_ANY_DTYPE: Final = frozenset(
 """Transforms whose device forms move values, and never look at them."""
 _OF_UNIT_RANGE: Final = frozenset(
     {
-        *("AdditiveNoise", "ColorJitter", "FancyPCA", "GaussNoise", "ISONoise"),
-        *("MultiplicativeNoise", "RandomGamma", "SaltAndPepper", "ShotNoise", "UnsharpMask"),
+        *("ColorJitter", "GaussNoise"),
+        *("MultiplicativeNoise", "RandomGamma"),
     }
 )
 """Transforms whose device forms are right for floats in [0, 1] alone."""

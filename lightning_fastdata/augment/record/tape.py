@@ -84,8 +84,6 @@ class Recorder:
         self._small: dict[int, _Values] = {}
         """What device forms drew for the transforms whose own sampler ran, too."""
         self._keeps_params = keeps_params(compose)
-        self.reading = ""
-        """Class name of the transform that asked for real pixels last."""
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -116,7 +114,7 @@ class Recorder:
     def _hook(self, index: int, transform: BasicTransform, ops: Mapping[str, DeviceOp]) -> None:
         original = transform.apply_with_params
         op = None if self._plan.placements[index].where == "worker" else device_form(transform, ops)
-        run = functools.partial(self._run, transform, original)
+        run = functools.partial(self._run, original)
         hooked = None
         if op is not None:
             keys = [key for key in self._images_first if key in function_by_key(transform)]
@@ -130,7 +128,7 @@ class Recorder:
             own = () if is_albumentations(transform) else ("update_transform_params",)
             for name in (*own, "get_params_dependent_on_data"):
                 drawn_by = getattr(transform, name)
-                draw = functools.partial(self._draw_on_pixels, transform, drawn_by)
+                draw = functools.partial(self._draw_on_pixels, drawn_by)
                 setattr(transform, name, draw)
         elif hooked is not None and hooked.op.draw is not None:
             sampler = transform.get_params_dependent_on_data
@@ -148,8 +146,7 @@ class Recorder:
     def _is_pixels(self, key: str, value: object) -> bool:
         return key in self._roles and value is not None
 
-    def _real(self, data: Mapping[str, Any], reader: BasicTransform) -> _Values:
-        self.reading = type(reader).__name__
+    def _real(self, data: Mapping[str, Any]) -> _Values:
         return {
             key: self._target(key, value).flush() if self._is_pixels(key, value) else value
             for key, value in data.items()
@@ -157,13 +154,12 @@ class Recorder:
 
     def _draw_on_pixels(
         self,
-        transform: BasicTransform,
         original: Callable[..., _Values],
         params: _Values,
         data: _Values,
     ) -> _Values:
         # `data` itself keeps the phantoms: the call that follows recognises its targets by them.
-        return original(params=params, data=self._real(data, transform))
+        return original(params=params, data=self._real(data))
 
     def _draw_small(
         self, original: Callable[..., _Values], hooked: _Hooked, params: _Values, data: _Values
@@ -189,13 +185,12 @@ class Recorder:
 
     def _run(
         self,
-        transform: BasicTransform,
         original: Callable[..., _Values],
         params: _Values,
         /,
         **data: Any,
     ) -> _Values:
-        result = original(params, **self._real(data, transform))
+        result = original(params, **self._real(data))
         for key, before in data.items():
             if self._is_pixels(key, before) and key in result:
                 value = contiguous(result[key])
@@ -210,7 +205,7 @@ class Recorder:
         noted = self._encode(hooked, drawn, data)
         if noted is None:
             self._refuse_late_pixels(op.name, data)
-            return self._run(hooked.transform, hooked.original, params, **data)
+            return self._run(hooked.original, params, **data)
         if len(noted) < len(data):
             others = {key: value for key, value in data.items() if key not in self._roles}
             data |= hooked.original(params, **others) if others else {}

@@ -41,7 +41,6 @@ from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
 from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
     Size,
-    drawn_words,
     follow_sizes,
     list_leaves,
     size_after,
@@ -245,10 +244,6 @@ class ComposeWorker:
         # What a pipeline adds (`replay`, `applied_transforms`) has a place where fields have names.
         added = result.keys() - data.keys() if isinstance(sample, Mapping) else ()
         return put_fields(given, {name: result[name] for name in added}) if added else given, tape
-
-    def words(self, sample: Batch, key: SampleKey) -> list[tuple[str, ...]]:
-        """Return what is drawn for a sample, in words, of a part that does everything here."""
-        return [drawn_words([self._own(None)[0]], lambda: self(sample, key))]
 
     def form_of(self, sample: Batch) -> SampleForm | None:
         """Return what the images and masks of a sample look like; None: it has volumes alone.

@@ -200,8 +200,8 @@ def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instructio
 
     Zeros around the kernel, which let samples share steps, are left out: they add nothing.
     """
-    static, kernel = dict(encoded.static), encoded.arrays["kernel"]
-    if static.get("method", "kernel") != "kernel" or any(size % 2 == 0 for size in kernel.shape):
+    kernel = encoded.arrays["kernel"]
+    if any(size % 2 == 0 for size in kernel.shape):
         return None
     margins = [_margin(kernel, axis) for axis in range(kernel.ndim)]
     sizes = [size - 2 * margin for size, margin in zip(kernel.shape, margins, strict=True)]

@@ -1,1 +1,1 @@
-"""Trainings that run now: what each tells of itself, and the page that shows it."""
+"""Trainings that run now: what each tells of itself, and how that is shown."""

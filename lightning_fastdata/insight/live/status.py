@@ -1,7 +1,7 @@
-"""What a training process tells of itself while it runs: small files that its user alone can read.
+"""What trainings tell of themselves while they run, and the page that `fastdata top` makes of it.
 
-Each process writes its own file once a second. The file goes away with the run; one of a process
-that was killed is removed by whoever looks next.
+Each process writes a small file of its own once a second, which its user alone can read. The file
+goes away with the run; one of a process that was killed is removed by whoever looks next.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import private_folder
+from lightning_fastdata.insight.model.finding import duration_text
 
 EVERY_S: Final = 1.0
 """A status is written so often."""
@@ -38,6 +39,30 @@ _SILENT_S: Final = 5.0
 _LONG_S: Final = 10.0
 _LONG_STEPS: Final = 10.0
 """No step for so long, and for so many times a usual one, is worth an alarm."""
+_MOST_WORKERS: Final = 24
+NOTHING_RUNS: Final = """\
+No training of this user runs on this machine with a DataThroughputCallback.
+Start one with Trainer(callbacks=[DataThroughputCallback()]), and this in another terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What whoever runs it knows of a run."""
+
+    rank: int
+    world_size: int
+    log_dir: str
+    method: str
+    """``fit``, ``validate``, ``test`` or ``predict``; of a loop of the user's its stage."""
+    activity: str
+    """What the process does now, in words."""
+    activity_s: float
+    """For how many seconds it has."""
+    epoch: int
+    step: int
+    """The optimizer's steps so far; batches of a run that is no fit."""
+    found: str | None = None
+    """What limits the run, as judged last, and what to try; None: nothing yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +84,8 @@ class WorkerStatus:
     """Where in the code it is, innermost first; known of workers that get nowhere."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+@dataclass(frozen=True, kw_only=True)
+class Status(RunFacts):
     """What one process of a training tells. None: not known, or not yet."""
 
     pid: int
@@ -70,46 +95,24 @@ class Status:
     """When this was written, seconds since 1970."""
     group: str
     """The same for all processes of one training."""
-    rank: int
-    world_size: int
     script: str
-    log_dir: str
     started_s: float
     """When the run began, seconds since 1970."""
-    method: str
-    """``fit``, ``validate``, ``test`` or ``predict``."""
-    activity: str
-    """What the process does now, in words."""
-    activity_s: float
-    """For how many seconds it has."""
     quiet_s: float
     """Seconds since the last step ended, of whatever stage; since the run began before the first
     one."""
-    epoch: int
-    step: int
-    """The optimizer's steps so far; batches of a run that is no fit."""
     steps_per_s: float | None = None
-    """Of the last ten seconds, as are the next three."""
+    """Of the last ten seconds, as are the next two."""
     step_ms: float | None = None
     stall_share: float | None = None
     """Part of the step in which the device waited for data, 0 to 1."""
-    waits: Mapping[str, float] = field(default_factory=dict)
-    """Why batches were late: a part of the wait, as `WaitParts` calls it -> its share, 0 to 1."""
     readers: tuple[str, ...] = ()
-    """What reads the data, a loader each: ``FastDataLoader of Photos: 4 workers``."""
+    """What reads the data, a loader each: ``Photos: 4 workers, executor 'workers'``."""
     workers: tuple[WorkerStatus, ...] = ()
     batches_ready: int | None = None
     """Batches that are made and not taken yet."""
     batches_under_way: int | None = None
     """Batches that are being made."""
-    verdict: str | None = None
-    """What limits the run, as judged last."""
-    remedy: str | None = None
-    """What to try first, and what that would gain."""
-    move: str | None = None
-    """What the tuner changed last."""
-    memory_bytes: int | None = None
-    """Memory of this process that it shares with no other, without its workers."""
     stack: tuple[str, ...] = ()
     """Where in the code the training is, innermost first; known where it gets nowhere."""
 
@@ -118,14 +121,6 @@ class Status:
         """Whether no step has ended for much longer than steps take."""
         step_s = max((self.step_ms or 0.0) / 1e3, 1 / self.steps_per_s if self.steps_per_s else 0.0)
         return self.quiet_s > max(_LONG_S, _LONG_STEPS * step_s)
-
-    def silent_s(self, now_s: float) -> float:
-        """Return for how many seconds nothing was heard of the process; 0: it tells regularly.
-
-        It is stopped, or code in C keeps the interpreter's lock.
-        """
-        since_s = now_s - self.written_s
-        return since_s if since_s > _SILENT_S else 0.0
 
     def as_json(self) -> str:
         """Return it as JSON."""
@@ -194,7 +189,8 @@ def read_all(folder: Path, now_s: float) -> list[Status]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            status = Status.from_json(_read(path))
+            with path.open("rb") as file:
+                status = Status.from_json(file.read(_MOST_BYTES))
             alive = _runs(int(path.name.partition("-")[0]), status)
             if not alive and now_s - path.stat().st_mtime > _STALE_S:
                 path.unlink()
@@ -227,28 +223,22 @@ def _runs(pid: int, status: Status | None) -> bool:
     return abs(started_s - status.process_started_s) < _SAME_START_S
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES)
-
-
 class Publisher:
     """Writes a status once a second, in a thread of its own, until it is closed.
 
     Args:
         look: Returns the status as it is now; None: nothing runs, and nothing is told. What it
             raises is passed over: a training ends for nothing that is told of it.
-        folder: Where status is kept. Default: :func:`live_folder`.
 
     Raises:
-        OptionsError: The folder belongs to another user.
+        OptionsError: The folder belongs to another user, or this is Windows.
         OSError: It cannot be made.
     """
 
-    def __init__(self, look: Callable[[], Status | None], folder: Path | None = None) -> None:
+    def __init__(self, look: Callable[[], Status | None]) -> None:
         self._look = look
         self._owner = os.getpid()
-        folder = live_folder() if folder is None else folder
+        folder = live_folder()
         private_folder(folder)
         read_all(folder, clock.unix_s())  # removes what killed processes have left
         self._path = folder / f"{self._owner}-{next(_numbers)}.json"
@@ -277,3 +267,92 @@ class Publisher:
                 else:
                     write_status(self._path, status)
             self._ended.wait(EVERY_S)
+
+
+def chosen(statuses: Sequence[Status], run: str | None) -> list[Status]:
+    """Return all ranks of those trainings that a text means.
+
+    Args:
+        statuses: Of all processes.
+        run: The number of a process, or a part of a script or of a log folder; None: all.
+    """
+    if run is None:
+        return list(statuses)
+    meant = {each.group for each in statuses if run == str(each.pid)} or {
+        each.group for each in statuses if run in each.log_dir or run in each.script
+    }
+    return [each for each in statuses if each.group in meant]
+
+
+def page_text(statuses: Sequence[Status], run: str | None, now_s: float) -> str:
+    """Return trainings as text, one below the other; what files are called gives no orders in it.
+
+    Args:
+        statuses: Of all processes.
+        run: As of :func:`chosen`.
+        now_s: Seconds since 1970.
+    """
+    groups: dict[str, list[Status]] = {}
+    for each in chosen(statuses, run):
+        groups.setdefault(each.group, []).append(each)
+    if groups:
+        lines = [line for ranks in groups.values() for line in (*_training(ranks, now_s), "")]
+        return "\n".join(printable(line, keep="") for line in lines[:-1])
+    if not statuses:
+        return NOTHING_RUNS
+    names = {each.group: f"{each.pid}: {each.script}, {each.log_dir}" for each in statuses}
+    told = [f"No training is {run!r}. There are:", *names.values()]
+    return "\n".join(printable(line, keep="") for line in told)
+
+
+def _training(ranks: Sequence[Status], now_s: float) -> Iterator[str]:
+    first = ranks[0]
+    of_ranks = f" · {len(ranks)} of {first.world_size} ranks" if first.world_size > 1 else ""
+    lasted = duration_text(max(0.0, now_s - first.started_s))
+    script = Path(first.script).name or "python"
+    yield f"{script} · {first.method} · pid {first.pid}{of_ranks} · {lasted}"
+    for each in ranks:
+        who = f"rank {each.rank} (pid {each.pid}): " if len(ranks) > 1 else ""
+        yield from (f" ! {line}" for line in _alarms(each, now_s, who))
+        yield f" {who}{each.activity}{_pace(each)}"
+    workers = [(each, worker) for each in ranks for worker in each.workers]
+    # Those that have been at one thing longest come first.
+    workers.sort(key=lambda pair: (pair[1].state == "idle", -pair[1].for_s))
+    for each, worker in workers[:_MOST_WORKERS]:
+        doing = worker.state if worker.index is None else f"sample {worker.index}"
+        doing += f" ({worker.path})" if worker.path else ""
+        at = f", at {' < '.join(worker.lines)}" if worker.lines else ""
+        rank = f"rank {each.rank}, " if len(ranks) > 1 else ""
+        told = f"{rank}worker {worker.worker} (pid {worker.pid}): {doing}"
+        yield f"   {told} for {duration_text(worker.for_s)}{at}"
+    if len(workers) > _MOST_WORKERS:
+        yield f"   and {len(workers) - _MOST_WORKERS} workers that have less to do"
+    yield from (f" data   {reader}" for reader in first.readers)
+    if first.found:
+        yield f" found  {first.found}"
+    yield f" logs   {first.log_dir}"
+
+
+def _pace(status: Status) -> str:
+    told = [f"; epoch {status.epoch}, step {status.step}"]
+    if status.steps_per_s is not None:
+        told.append(f"{status.steps_per_s:.3g} steps/s")
+    if status.step_ms is not None:
+        told.append(f"{status.step_ms:.3g} ms a step")
+    if status.stall_share is not None:
+        told.append(f"{status.stall_share:.0%} of it waiting for data")
+    if status.batches_ready is not None:
+        made = f"{status.batches_ready} batches ready, {status.batches_under_way} being made"
+        told.append(made)
+    return ", ".join(told)
+
+
+def _alarms(status: Status, now_s: float, who: str) -> list[str]:
+    silent_s = now_s - status.written_s
+    if silent_s > _SILENT_S:
+        silent = f"nothing heard for {duration_text(silent_s)}, last it was {status.activity}"
+        return [f"{who}{silent}: the process is stopped, or code in C keeps Python's lock"]
+    if not status.hangs:
+        return []
+    head = f"{who}no step for {duration_text(status.quiet_s)}: {status.activity}"
+    return [head, *(f"  at {line}" for line in status.stack)]

@@ -7,30 +7,26 @@ import os
 import re
 import sys
 import threading
-import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.usage import read_own_bytes
 from lightning_fastdata.insight.live.status import (
     EVERY_S,
     Publisher,
+    RunFacts,
     Status,
     WorkerStatus,
     process_started_s,
 )
 from lightning_fastdata.insight.measure.stage_stamps import sample_path
 from lightning_fastdata.insight.model.finding import gain_text
-from lightning_fastdata.insight.waits.attribution import PARTS
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.line_names import stack_lines
 
@@ -52,7 +48,8 @@ _STACKS_AT_ONCE: Final = 4
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _OUTERMOST: Final = "child_main"
 """The function that a worker process runs."""
-Owner = TypeVar("Owner")
+Told: TypeAlias = "tuple[RunFacts, Sequence[FastDataLoader]]"
+"""What is known of a run, and the loaders that it reads now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +59,6 @@ class Pace:
     steps_per_s: float | None = None
     step_ms: float | None = None
     stall_share: float | None = None
-    waits: Mapping[str, float] = field(default_factory=dict)
-    """Part of the wait by its name in `WaitParts` -> its share, 0 to 1; below 1 % left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    at_s: float
-    steps: int
-    waited_for: object
-    """The loader that is waited for most, as its totals."""
-    waited_ns: list[float]
 
 
 class PaceMeter:
@@ -85,7 +71,8 @@ class PaceMeter:
         self.steps = 0
         self._due_s = 0.0
         self._meter: StageMeter | None = None
-        self._notes: deque[_Note] = deque(maxlen=_RECENT)
+        self._notes: deque[tuple[float, int]] = deque(maxlen=_RECENT)
+        """When each note was made, and the steps until then."""
 
     def step_ended(self, meter: StageMeter) -> None:
         """Note that a step of a stage has ended; to be called by the thread that measures it."""
@@ -97,36 +84,19 @@ class PaceMeter:
         if meter is not self._meter:
             self._meter = meter
             self._notes.clear()
-        totals = meter.stamps.slowest()
-        waited_ns = [] if totals is None else totals.waited_so_far_ns()
-        self._notes.append(_Note(now_s, meter.timeline.history.steps, totals, waited_ns))
-        self.pace = self._read(meter)
-
-    def _read(self, meter: StageMeter) -> Pace:
-        first, last = self._notes[0], self._notes[-1]
-        steps, seconds = last.steps - first.steps, last.at_s - first.at_s
-        columns = meter.timeline.history.newest(min(_MOST_STEPS, steps or 1))
+        history = meter.timeline.history
+        self._notes.append((now_s, history.steps))
+        (began_s, before), steps = self._notes[0], history.steps
+        steps, seconds = steps - before, now_s - began_s
+        columns = history.newest(min(_MOST_STEPS, steps or 1))
         step, stall = columns["step_ms"], columns["stall_ms"]
         timed = ~(np.isnan(step) | np.isnan(stall))
         total_ms = float(step[timed].sum())
-        return Pace(
+        self.pace = Pace(
             steps_per_s=steps / seconds if steps and seconds > 0 else None,
             step_ms=total_ms / int(timed.sum()) if total_ms else None,
             stall_share=float(stall[timed].sum()) / total_ms if total_ms else None,
-            waits=_shares(first, last),
         )
-
-
-def _shares(first: _Note, last: _Note) -> dict[str, float]:
-    if first.waited_for is not last.waited_for:  # another of several loaders has become slow
-        return {}
-    pairs = zip(first.waited_ns, last.waited_ns, strict=True)
-    spent_ns = [now_ns - before_ns for before_ns, now_ns in pairs]
-    total_ns = sum(spent_ns)
-    if total_ns <= 0:
-        return {}
-    parts = zip(PARTS, spent_ns, strict=False)
-    return {name: ns / total_ns for name, ns in parts if ns >= 0.01 * total_ns}
 
 
 class WorkerWatch:
@@ -219,40 +189,21 @@ def stack_of_thread(ident: int) -> tuple[str, ...]:
     return stack_lines(frames)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """What is known of a run by whoever runs it; the fields are those of :class:`.Status`."""
-
-    rank: int
-    world_size: int
-    log_dir: str
-    method: str
-    activity: str
-    activity_s: float
-    epoch: int
-    step: int
-    loaders: tuple[FastDataLoader, ...] = field(default=())
-    """That are read now."""
-    verdict: Verdict | None = None
-    """The newest one."""
-    move: str | None = None
-
-
 class WatchedRun:
     """Publishes the status of one run of this process, from now on until it is closed.
 
     It is made in the thread that runs it.
 
     Args:
-        facts: Returns what is known now; None: nothing runs, and nothing is shown. It is called in
-            a thread of its own, and changes nothing.
+        facts: Returns what is known now, and the loaders that are read; None: nothing runs, and
+            nothing is shown. It is called in a thread of its own, and changes nothing.
 
     Raises:
         OptionsError: The folder of running trainings belongs to another user, or this is Windows.
         OSError: It cannot be made.
     """
 
-    def __init__(self, facts: Callable[[], RunFacts | None]) -> None:
+    def __init__(self, facts: Callable[[], Told | None]) -> None:
         self.pace = PaceMeter()
         """To be told of each step that ends."""
         self._facts, self._workers = facts, WorkerWatch()
@@ -262,77 +213,37 @@ class WatchedRun:
         self.close = Publisher(self._status).close
 
     def _status(self) -> Status | None:
-        facts, pace = self._facts(), self.pace.pace
-        if facts is None:
+        told = self._facts()
+        if told is None:
             return None
-        verdict, remedy = _judged(facts.verdict)
+        facts, loaders = told
+        log_dir = facts.log_dir
         status = Status(
+            **asdict(facts)
+            | {"log_dir": log_dir if "://" in log_dir else str(Path(log_dir).absolute())},
+            **asdict(self.pace.pace),
             pid=os.getpid(),
             process_started_s=self._process_started_s,
             written_s=clock.unix_s(),
             group=_group(facts.world_size),
-            rank=facts.rank,
-            world_size=facts.world_size,
             script=sys.argv[0] if sys.argv else "",
-            log_dir=_whole(facts.log_dir),
             started_s=self._started_s,
-            method=facts.method,
-            activity=facts.activity,
-            activity_s=facts.activity_s,
             quiet_s=clock.monotonic() - self.pace.step_ended_s,
-            epoch=facts.epoch,
-            step=facts.step,
-            steps_per_s=pace.steps_per_s,
-            step_ms=pace.step_ms,
-            stall_share=pace.stall_share,
-            waits=pace.waits,
-            verdict=verdict,
-            remedy=remedy,
-            move=facts.move,
-            memory_bytes=read_own_bytes(os.getpid()),
         )
         hangs = status.hangs
         with suppress(RuntimeError):  # what it goes through has changed meanwhile
-            status = replace(status, **self._workers.look(facts.loaders, hangs=hangs))
+            status = replace(status, **self._workers.look(loaders, hangs=hangs))
         return replace(status, stack=stack_of_thread(self._thread)) if hangs else status
 
 
-def watch(owner: Owner, facts: Callable[[Owner], RunFacts | None]) -> WatchedRun | None:
-    """Publish the status of what an object runs for as long as the object lives.
-
-    Returns:
-        None where that is not possible, which is warned of. On Windows it never is, without a word.
-    """
-    if sys.platform == "win32":
-        return None
-    known = weakref.ref(owner)
-
-    def facts_now() -> RunFacts | None:
-        owner = known()
-        return None if owner is None else facts(owner)
-
-    try:
-        watched = WatchedRun(facts_now)
-    except (OptionsError, OSError) as error:
-        text = f"`fastdata top` does not show this loop: {error}"
-        warnings.warn(text, FastDataWarning, stacklevel=3)
-        return None
-    weakref.finalize(owner, watched.close)
-    return watched
-
-
-def _judged(verdict: Verdict | None) -> tuple[str | None, str | None]:
-    """Return a verdict and its remedy in words."""
+def found_text(verdict: Verdict | None) -> str | None:
+    """Return a verdict in words, with what to try first."""
     if verdict is None:
-        return None, None
+        return None
     first = verdict.findings[0]
     gain = "" if first.gain is None else f": {gain_text(first.gain)}"
-    remedy = f"{first.remedy}{gain}" if first.remedy else None
-    return f"{verdict.kind}, {verdict.sentence} [{verdict.code}]", remedy
-
-
-def _whole(log_dir: str) -> str:
-    return log_dir if "://" in log_dir else str(Path(log_dir).absolute())
+    remedy = f". Try: {first.remedy}{gain}" if first.remedy else ""
+    return f"{verdict.kind}, {verdict.sentence} [{verdict.code}]{remedy}"
 
 
 def _group(world_size: int) -> str:

@@ -1,49 +1,74 @@
-"""Two runs compared: what became slower or faster, and whether it may."""
+"""Two or more runs compared: what became slower or faster, and whether it may."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import operator
 import os
-import string
-import textwrap
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Literal
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.report import recorded
-from lightning_fastdata.insight.report.summary_text import WIDTH, lines_html
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 _SHOWN: Final = (
-    "run_samples_per_s",
-    "samples_per_s",
-    "samples_per_s_if_data_were_free",
-    "stall_percent",
-    "step_ms",
-    "step_p95_ms",
-    "stall_ms",
-    "stall_p95_ms",
-    "wait_ms",
-    "transfer_ms",
-    "augment_ms",
-    "compute_ms",
-    "gap_ms",
-    "cold_wait_ms",
+    *("run_samples_per_s", "samples_per_s", "samples_per_s_if_data_were_free", "stall_percent"),
+    *("step_ms", "step_p95_ms", "stall_ms", "stall_p95_ms", "wait_ms", "transfer_ms"),
+    *("augment_ms", "compute_ms", "gap_ms", "cold_wait_ms"),
     *recorded.WAIT_METRICS,
     *recorded.RUN_METRICS[1:],
 )
 _SHOWN_OF_OTHERS: Final = ("samples_per_s", "stall_percent", "step_ms")
-_HIGHER_IS_BETTER: Final = frozenset(
-    ("samples_per_s", "samples_per_s_if_data_were_free", "run_samples_per_s")
+_OPERATORS: Final[Mapping[str, Callable[[float, float], bool]]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+_CONDITION: Final = re.compile(
+    r"\s*(?P<metric>[A-Za-z_][\w.]*)\s*(?P<operator>>=|<=|>|<)\s*"
+    r"(?P<sign>[+-]?)\s*(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<percent>%?)\s*"
 )
-_NEITHER_IS_BETTER: Final = frozenset(("steps", "samples", "speedup_possible"))
-_OUTCOME_STYLE: Final = {True: "bold red", False: "green"}
-_VISIBLE_CHANGE: Final = 0.02
-"""Smaller relative changes get no colour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """What must not be."""
+
+    text: str
+    """As it was written."""
+    metric: str
+    """Its name, with the stage before it if that is not training."""
+    operator: str
+    limit: float
+    """Signed; in percent where ``of`` is ``"percent"``."""
+    of: Literal["value", "difference", "percent"]
+    """What is compared with the limit: b, b - a, or (b - a) / a in percent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A condition, looked up in two runs."""
+
+    condition: Condition
+    found: float
+    """What was compared with the limit. Infinite: a change in percent of what was 0."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether what must not be is."""
+        return _OPERATORS[self.condition.operator](self.found, self.condition.limit)
+
+    @property
+    def found_text(self) -> str:
+        """``found`` in words, e.g. ``+12.3%``."""
+        if self.condition.of == "value":
+            return number_text(self.found)
+        return signed_text(self.found, "%" if self.condition.of == "percent" else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +95,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two runs, their metrics, and the conditions that were asked for.
-
-    ``print(comparison.text())`` gives plain text; rich consoles and notebooks show it in colours.
-    """
+    """Two runs, their metrics, and the conditions that were asked for."""
 
     a: str
     """Name of the run that the other is compared with."""
     b: str
     rows: tuple[Row, ...]
     """Every metric that either run measured."""
-    outcomes: tuple[recorded.Outcome, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
     """One for each condition, in their order."""
     notes: tuple[str, ...] = ()
     """What else differs and may be the reason: machine, versions, verdict."""
@@ -92,70 +114,45 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON types; infinite changes are None."""
-        return {
-            "a": self.a,
-            "b": self.b,
-            "failed": self.failed,
-            "metrics": {
-                row.metric: {
-                    "a": row.a,
-                    "b": row.b,
-                    "difference": row.difference,
-                    "change_percent": _finite(row.change_percent),
-                }
-                for row in self.rows
-            },
-            "conditions": [
-                {"text": one.condition.text, "found": _finite(one.found), "holds": one.holds}
-                for one in self.outcomes
-            ],
-            "notes": list(self.notes),
+        metrics = {
+            row.metric: {
+                "a": row.a,
+                "b": row.b,
+                "difference": row.difference,
+                "change_percent": _finite(row.change_percent),
+            }
+            for row in self.rows
         }
+        conditions = [
+            {"text": one.condition.text, "found": _finite(one.found), "holds": one.holds}
+            for one in self.outcomes
+        ]
+        told = {"a": self.a, "b": self.b, "failed": self.failed, "notes": list(self.notes)}
+        return {**told, "metrics": metrics, "conditions": conditions}
 
-    def text(self, width: int = 80) -> str:
-        """Return the comparison as plain ASCII text, but for what names and paths hold.
-
-        Notes are wrapped at ``width`` columns; the table takes 80 and is never cut.
-        """
-        return "\n".join(text.rstrip() for text, _ in self._lines(width))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
-        for text, style in self._lines(options.max_width):
-            yield Text(text, style=style, no_wrap=True, overflow="ignore")
-
-    def _repr_html_(self) -> str:
-        return lines_html([piece] for piece in self._lines(WIDTH))
-
-    def _lines(self, width: int) -> Iterable[tuple[str, str]]:
-        """Yield each line with its rich style."""
-        yield f" a  {printable(self.a, keep='')}", ""
-        yield f" b  {printable(self.b, keep='')}", ""
-        yield "", ""
+    def text(self) -> str:
+        """Return the comparison as plain ASCII text, but for what names and paths hold."""
         asked = {one.condition.metric for one in self.outcomes}
         shown = [row for row in self.rows if _is_shown(row) or row.metric in asked]
         names = max((len(row.metric) for row in shown), default=6)
-        yield f" {'metric':<{names}}  {'a':>9}  {'b':>9}  {'b - a':>9}  {'change':>8}", "bold"
+        lines = [f" a  {printable(self.a, keep='')}", f" b  {printable(self.b, keep='')}", ""]
+        lines += [f" {'metric':<{names}}  {'a':>9}  {'b':>9}  {'b - a':>9}  {'change':>8}"]
         for row in shown:
-            a, b = recorded.number_text(row.a), recorded.number_text(row.b)
-            difference = recorded.signed_text(row.difference)
-            change = recorded.signed_text(row.change_percent, "%")
-            numbers = f"{a:>9}  {b:>9}  {difference:>9}  {change:>8}"
-            yield f" {row.metric:<{names}}  {numbers}", _style(row)
-        if self.outcomes:
-            yield "", ""
+            numbers = f"{number_text(row.a):>9}  {number_text(row.b):>9}"
+            difference, change = signed_text(row.difference), signed_text(row.change_percent, "%")
+            lines.append(f" {row.metric:<{names}}  {numbers}  {difference:>9}  {change:>8}")
         texts = max((len(one.condition.text) for one in self.outcomes), default=0)
-        for one in self.outcomes:
-            words = f"{one.condition.text:<{texts}}  it is {one.found_text}"
-            yield f" {'FAIL' if one.holds else 'ok':<4}  {words}", _OUTCOME_STYLE[one.holds]
-        if self.notes:
-            yield "", ""
-        wrapper = textwrap.TextWrapper(
-            max(40, width), initial_indent=" note  ", subsequent_indent=" " * 7
-        )
-        for note in self.notes:
-            yield from ((line, "dim") for line in wrapper.wrap(printable(note)))
+        outcomes = [
+            f" {'FAIL' if one.holds else 'ok':<4}  {one.condition.text:<{texts}}  "
+            f"it is {one.found_text}"
+            for one in self.outcomes
+        ]
+        notes = [f" note  {printable(note)}" for note in self.notes]
+        return "\n".join([*lines, *_behind_a_gap(outcomes), *_behind_a_gap(notes)])
+
+
+def _behind_a_gap(lines: list[str]) -> list[str]:
+    return ["", *lines] if lines else []
 
 
 def compare_files(
@@ -163,51 +160,23 @@ def compare_files(
 ) -> Comparison:
     """Return the comparison of two files that `RunReport.write_json` wrote; a comes before b.
 
-    ``fail_if`` are conditions in the grammar of `lightning_fastdata.insight.report.recorded`.
+    ``fail_if`` are conditions as :func:`parse_condition` reads them.
 
     Raises:
         OptionsError: A file cannot be read or is no such report; a condition cannot be read, names
             an unknown metric, or one that was not measured in both runs.
     """
-    conditions = [recorded.parse_condition(text) for text in fail_if]
+    conditions = [parse_condition(text) for text in fail_if]
     names = str(a), str(b)
     return compare(
         recorded.read_report(Path(a)), recorded.read_report(Path(b)), conditions, names=names
     )
 
 
-def side_by_side(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table of the metrics of several reports, as plain ASCII text but for their names.
-
-    Args:
-        reports: By name, as `read_report` returns them; behind the numbers of the later ones stands
-            the change against the first one in percent.
-    """
-    letters = [string.ascii_lowercase[i % 26] + str(i // 26 or "") for i in range(len(reports))]
-    pairs = zip(letters, reports, strict=True)
-    lines = [f" {letter:<2} {printable(name, keep='')}" for letter, name in pairs]
-    metrics = [recorded.report_metrics(report) for report in reports.values()]
-    rows = [
-        [Row(metric=name, a=metrics[0].get(name), b=each.get(name)) for each in metrics]
-        for name in dict.fromkeys(name for each in metrics for name in each)
-    ]
-    shown = [row for row in rows if any(_is_shown(each) for each in row)]
-    names = max((len(row[0].metric) for row in shown), default=6)
-    lines += ["", f" {'metric':<{names}}" + "".join(f"  {letter:>17}" for letter in letters)]
-    for row in shown:
-        cells = [recorded.number_text(row[0].a)]
-        for each in row[1:]:
-            change = recorded.signed_text(each.change_percent, "%")
-            cells.append(f"{recorded.number_text(each.b)} {f'({change})':>10}")
-        lines.append(f" {row[0].metric:<{names}}" + "".join(f"  {cell:>17}" for cell in cells))
-    kinds = [f"{a}: {_verdict(r)}" for a, r in zip(letters, reports.values(), strict=True)]
-    return "\n".join([*lines, "", f" verdict  {'; '.join(kinds)}"])
-
-
 def compare(
     a: Mapping[str, Any],
     b: Mapping[str, Any],
-    conditions: Iterable[recorded.Condition] = (),
+    conditions: Iterable[Condition] = (),
     *,
     names: tuple[str, str] = ("a", "b"),
 ) -> Comparison:
@@ -229,9 +198,7 @@ def compare(
     )
 
 
-def _outcome(
-    condition: recorded.Condition, rows: Mapping[str, Row], names: tuple[str, str]
-) -> recorded.Outcome:
+def _outcome(condition: Condition, rows: Mapping[str, Row], names: tuple[str, str]) -> Outcome:
     row = rows.get(condition.metric, Row(metric=condition.metric, a=None, b=None))
     missing = [name for name, value in zip(names, (row.a, row.b), strict=True) if value is None]
     if missing:
@@ -241,10 +208,10 @@ def _outcome(
             "so that they measure it."
         )
     found = {"value": row.b, "difference": row.difference, "percent": row.change_percent}
-    return recorded.Outcome(condition=condition, found=found[condition.of] or 0.0)
+    return Outcome(condition=condition, found=found[condition.of] or 0.0)
 
 
-def _other_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[str]:
+def _other_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yield what else differs and may be the reason, or what the reader wants to know."""
     kinds = [_verdict(report) for report in (a, b)]
     if kinds[0] != kinds[1]:
@@ -268,13 +235,57 @@ def _is_shown(row: Row) -> bool:
     return name in (_SHOWN_OF_OTHERS if stage else _SHOWN)
 
 
-def _style(row: Row) -> str:
-    """Return red for a visible change for the worse, green for the better."""
-    name, change = row.metric.rpartition(".")[2], row.change_percent
-    if name in _NEITHER_IS_BETTER or change is None or abs(change) < 100 * _VISIBLE_CHANGE:
-        return ""
-    return "green" if (change > 0) == (name in _HIGHER_IS_BETTER) else "red"
-
-
 def _finite(value: float | None) -> float | None:
     return None if value is None or math.isinf(value) else value
+
+
+def parse_condition(text: str) -> Condition:
+    """Return the condition that a text in the grammar of this module says.
+
+    Raises:
+        OptionsError: It is not in the grammar, or its metric is unknown.
+    """
+    found = _CONDITION.fullmatch(text)
+    if found is None:
+        raise OptionsError(
+            f"The condition {text!r} cannot be read. Write METRIC OP LIMIT with one of >, >=, <, "
+            "<=: 'step_ms > +10%' (change in percent), 'stall_share > +0.02' (change) or "
+            "'stall_percent > 5' (value)."
+        )
+    if found["percent"] and not found["sign"]:
+        raise OptionsError(
+            f"The condition {text!r} has a percentage without a sign. A change is written with "
+            f"one: +{found['number']}% or -{found['number']}%."
+        )
+    metric = found["metric"].removeprefix(f"{recorded.MAIN_STAGE}.")
+    name = metric.rpartition(".")[2]
+    if name not in recorded.METRICS:
+        near = difflib.get_close_matches(name, recorded.METRICS, n=3)
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise OptionsError(
+            f"The condition {text!r} names an unknown metric, {name!r}.{meant} "
+            f"Known are: {', '.join(recorded.METRICS)}; with 'val.' those of validation."
+        )
+    return Condition(
+        text=text.strip(),
+        metric=metric,
+        operator=found["operator"],
+        limit=float(found["sign"] + found["number"]),
+        of="percent" if found["percent"] else "difference" if found["sign"] else "value",
+    )
+
+
+def number_text(value: float | None) -> str:
+    """Return four digits, or all before the point; ``-`` for None."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def signed_text(value: float | None, unit: str = "") -> str:
+    """Return the number with its sign, to a tenth where it is in percent; ``-`` for None."""
+    if value is None:
+        return "-"
+    if unit or abs(value) >= 1000:
+        return f"{value:+.{1 if unit else 0}f}{unit}"
+    return f"{value:+.4g}"

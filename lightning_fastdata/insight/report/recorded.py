@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import operator
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.insight.measure.metrics import StageSummary
@@ -227,103 +224,3 @@ def _run_metrics(wall: Mapping[str, Any]) -> dict[str, float | None]:
     if wall:  # what is not in it took 0 s
         found |= {name: parts.get(part, 0.0) for name, part in _RUN_PARTS.items()}
     return {name: found.get(name) for name in RUN_METRICS}
-
-
-_OPERATORS: Final[Mapping[str, Callable[[float, float], bool]]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
-_CONDITION: Final = re.compile(
-    r"\s*(?P<metric>[A-Za-z_][\w.]*)\s*(?P<operator>>=|<=|>|<)\s*"
-    r"(?P<sign>[+-]?)\s*(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<percent>%?)\s*"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """What must not be."""
-
-    text: str
-    """As it was written."""
-    metric: str
-    """Its name, with the stage before it if that is not training."""
-    operator: str
-    limit: float
-    """Signed; in percent where ``of`` is ``"percent"``."""
-    of: Literal["value", "difference", "percent"]
-    """What is compared with the limit: b, b - a, or (b - a) / a in percent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A condition, looked up in two runs."""
-
-    condition: Condition
-    found: float
-    """What was compared with the limit. Infinite: a change in percent of what was 0."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether what must not be is."""
-        return _OPERATORS[self.condition.operator](self.found, self.condition.limit)
-
-    @property
-    def found_text(self) -> str:
-        """``found`` in words, e.g. ``+12.3%``."""
-        if self.condition.of == "value":
-            return number_text(self.found)
-        return signed_text(self.found, "%" if self.condition.of == "percent" else "")
-
-
-def parse_condition(text: str) -> Condition:
-    """Return the condition that a text in the grammar of this module says.
-
-    Raises:
-        OptionsError: It is not in the grammar, or its metric is unknown.
-    """
-    found = _CONDITION.fullmatch(text)
-    if found is None:
-        raise OptionsError(
-            f"The condition {text!r} cannot be read. Write METRIC OP LIMIT with one of >, >=, <, "
-            "<=: 'step_ms > +10%' (change in percent), 'stall_share > +0.02' (change) or "
-            "'stall_percent > 5' (value)."
-        )
-    if found["percent"] and not found["sign"]:
-        raise OptionsError(
-            f"The condition {text!r} has a percentage without a sign. A change is written with "
-            f"one: +{found['number']}% or -{found['number']}%."
-        )
-    metric = found["metric"].removeprefix(f"{MAIN_STAGE}.")
-    name = metric.rpartition(".")[2]
-    if name not in METRICS:
-        near = difflib.get_close_matches(name, METRICS, n=3)
-        meant = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise OptionsError(
-            f"The condition {text!r} names an unknown metric, {name!r}.{meant} "
-            f"Known are: {', '.join(METRICS)}; with 'val.' before them, those of validation."
-        )
-    return Condition(
-        text=text.strip(),
-        metric=metric,
-        operator=found["operator"],
-        limit=float(found["sign"] + found["number"]),
-        of="percent" if found["percent"] else "difference" if found["sign"] else "value",
-    )
-
-
-def number_text(value: float | None) -> str:
-    """Return four digits, or all before the point; ``-`` for None."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def signed_text(value: float | None, unit: str = "") -> str:
-    """Return the number with its sign, to a tenth where it is in percent; ``-`` for None."""
-    if value is None:
-        return "-"
-    if unit or abs(value) >= 1000:
-        return f"{value:+.{1 if unit else 0}f}{unit}"
-    return f"{value:+.4g}"

@@ -171,10 +171,6 @@ class CauseTotals:
     def _slowest(self, most: int) -> list[tuple[tuple[int, object], SlowSample]]:
         return sorted(self._slow.items(), key=lambda item: -item[1].ms)[:most]
 
-    def waited_so_far_ns(self) -> list[float]:
-        """Return the waits that were cut so far, added up, in the order of ``PARTS``."""
-        return [*map(add, self._before.ns, self._window.ns)]
-
     def window(self) -> dict[str, float]:
         """Return the mean parts of the waits since the last call, by their names for loggers."""
         self._cut_held()

@@ -175,8 +175,6 @@ class ModuleLoaders:
         settings |= module.placing.settings(
             of, transform, self._transforms, settings=settings, plan=plan
         )
-        if settings["on_device"] and transform is not None and trainer is not None:
-            self._transforms.warm_up(transform, facts.sample, trainer.strategy.root_device)
         loader = build_loader(
             dataset,
             stage=stage,

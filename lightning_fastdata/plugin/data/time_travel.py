@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from lightning_fastdata.batches.keyed import DrawnWords, fetches_in_batches
 from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.batches.staged import as_plain, move, row_words
 from lightning_fastdata.device.prefetch import drawn_under
@@ -38,7 +37,6 @@ from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.seams.loaders import flattened
 from lightning_fastdata.plugin.seams.trainer import trainer_of_class, training_place
 from lightning_fastdata.randomness.global_generators import kept_random_state
-from lightning_fastdata.randomness.search import find_composes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -71,19 +69,18 @@ class ReplayedBatch:
     """The file of each sample; None where the dataset shows none."""
     batch: Batch
     """As the model gets it, on the CPU."""
-    draws: tuple[tuple[str, ...], ...]
-    """For each row of the batch, what Albumentations pipelines and mixing drew, in words."""
+    rows: int
+    """Of the batch: several for a sample that is augmented several times."""
 
     def text(self) -> str:
-        """Return which batch it is, and for each row its sample, its draws and its numbers."""
-        rows = len(self.draws)
+        """Return which batch it is, and for each row its sample and its numbers."""
         place = f"epoch {self.epoch}, batch {self.number} ({self.step} of the run)"
         lines = [f"{place}, rank {self.rank}: {len(self.indices)} samples"]
-        for row, drawn in enumerate(self.draws):
-            at = row * len(self.indices) // rows
+        for row in range(self.rows):
+            at = row * len(self.indices) // self.rows
             file = "" if self.files is None else f"  {printable(self.files[at], keep='')}"
             lines.append(f"row {row}: sample {self.indices[at]}{file}")
-            lines += [f"    {words}" for words in (*drawn, *row_words(self.batch, row, rows))]
+            lines += [f"    {words}" for words in row_words(self.batch, row, self.rows)]
         return "\n".join(lines)
 
     def saved(self) -> dict[str, Any]:
@@ -195,10 +192,10 @@ class _Replay:
                 staged=self.loader.staged,
             )
             batch = self._through_hooks(batch, epoch, (rank, number))
-            draws = self._draws(dataset, indices, epoch)
         finally:
             if self.trainer is not None:
                 tell_epoch(dataset, training_place(self.trainer).epoch)
+        transform = self.loader.transform
         return ReplayedBatch(
             step=step,
             epoch=epoch,
@@ -207,7 +204,7 @@ class _Replay:
             indices=tuple(indices),
             files=files_of(dataset, indices),
             batch=batch,
-            draws=draws,
+            rows=len(indices) * (1 if transform is None else transform.repeats),
         )
 
     def _read(
@@ -249,18 +246,6 @@ class _Replay:
         batch = twin.transfer_batch_to_device(batch, device, 0)
         batch = twin.on_after_batch_transfer(batch, 0)
         return move(batch, torch.device("cpu"))
-
-    def _draws(
-        self, dataset: Dataset[Any], indices: list[int], epoch: int
-    ) -> tuple[tuple[str, ...], ...]:
-        transform, composes = self.loader.transform, find_composes(dataset)
-        part = None if transform is None else transform.in_worker(on_device=False)
-        # One call for a whole batch draws for it under one key; what for which sample is not seen.
-        if (part is None and not composes) or fetches_in_batches(dataset):
-            return tuple(() for _ in indices)
-        words = DrawnWords(dataset, part, self.run.seed, epoch)
-        rows = self._read(words, indices, epoch, collate_fn=list)
-        return tuple(row for each in rows for row in each)
 
 
 def _apart(module: Any, run: RunRecord | None) -> Any:

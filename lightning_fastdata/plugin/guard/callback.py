@@ -8,22 +8,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.errors import BatchSizeError, DatasetError, FastDataWarning
+from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import (
     CudaMemoryReader,
     is_out_of_memory,
-    size_text,
 )
-from lightning_fastdata.plugin.data.datasets import datasets_of, named
+from lightning_fastdata.plugin.data.datasets import datasets_of
 from lightning_fastdata.plugin.guard.prediction import (
-    predict_peak_bytes,
     skipped,
 )
-from lightning_fastdata.plugin.guard.replay import RunsInParts, samples_of, why_not_in_parts
+from lightning_fastdata.plugin.guard.replay import RunsInParts, why_not_in_parts
 from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
 from lightning_fastdata.plugin.guard.tried_steps import collates, guard_batch, guard_rows
-from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule
 
@@ -34,8 +31,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.host.memory import MemoryReader
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.plugin.guard.prediction import GuardDecision, GuardPolicy
-    from lightning_fastdata.types import Batch
+    from lightning_fastdata.plugin.guard.prediction import GuardDecision
 
 
 log = logging.getLogger(__name__)
@@ -43,10 +39,6 @@ log = logging.getLogger(__name__)
 _STEPS = 10  # a rank takes in an epoch at least, where the batch size is chosen
 _FEW_ROWS = 8  # that batches of any size are made of
 _MORE_ROWS = 64  # where they may be of unequal length, which is then that of the longest
-_IN_PARTS = (
-    "{2}. The loader goes on giving batches of {0} rows; they are trained on in parts of {1}, with "
-    "the same optimizer steps."
-)
 _PADDED = (
     "What collate_fn pads was as long as the longest of {} samples from all over the dataset; "
     "longer ones take more."
@@ -84,8 +76,6 @@ class GuardHooks:
         """What takes batches in parts that do not fit; None: they cannot be, or not yet."""
         self._resumed: dict[str, int] | None = None
         self._undo: Callable[[], None] | None = None
-        self._watched: MemoryReader | None = None
-        """Reads the memory of the run; None: nothing is watched."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the sizes that were changed, so that a resumed run trains with the same."""
@@ -104,7 +94,6 @@ class GuardHooks:
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Try training steps of growing batches, decide, and apply the decision."""
         datamodule, device = own_datamodule(trainer), trainer.strategy.root_device
-        self._watched = None
         if datamodule is None or datamodule.guard == "off":
             return
         if why_not_in_parts(trainer, pl_module) is None:
@@ -119,7 +108,6 @@ class GuardHooks:
                 return
             reader = CudaMemoryReader(device)
         self._undo = _sizes_as_now(trainer, datamodule)
-        self._watched = reader
         self.decision = self._decided(trainer, pl_module, datamodule, reader)
         datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
         reader.reset_peak()
@@ -136,9 +124,6 @@ class GuardHooks:
             return _as_before(self._resumed, trainer, datamodule)
         rows = guard_rows(datasets_of(datamodule, "train"))
         if rows is None:
-            if self.parts is not None:
-                look = partial(self._look_at, trainer, pl_module, datamodule, reader)
-                self.parts.first_look = look
             return skipped(
                 asked,
                 accumulate,
@@ -150,12 +135,11 @@ class GuardHooks:
             decision = run_guard(
                 trainer,
                 pl_module,
-                batch_of=partial(guard_batch, datamodule, "train"),
+                batch_of=partial(guard_batch, datamodule),
                 batch_size=max(1, rows // (_STEPS * trainer.world_size)) if auto else asked,
                 policy=datamodule.guard,
                 reader=reader,
                 dataset_rows=rows,
-                validation_batch_of=_validation_of(trainer, pl_module, datamodule),
                 clock=self.clock if auto else None,
                 read_rows=_MORE_ROWS if collates(datamodule) else _FEW_ROWS,
             )
@@ -163,58 +147,6 @@ class GuardHooks:
             why = f"no batch could be made of the first samples: {error}"
             return skipped(asked, accumulate, why)
         return _with_notes(decision, datamodule)
-
-    def _look_at(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        datamodule: DataModule,
-        reader: MemoryReader,
-        batch: Batch,
-        rows: int,
-    ) -> int | None:
-        """Try steps on parts of the first batch, where no other can be made; return what fits.
-
-        None: all of it does, or it is not known.
-
-        Raises:
-            BatchSizeError: It does not fit, and ``guard="raise"`` was set.
-        """
-        policy: GuardPolicy = "reduce" if datamodule.guard == "accumulate" else datamodule.guard
-        decision = run_guard(
-            trainer,
-            pl_module,
-            batch_of=lambda few: samples_of(batch, range(few), rows),
-            batch_size=rows,
-            policy=policy,
-            reader=reader,
-            moves=False,
-        )
-        if decision.action == "reduce":
-            reason = _IN_PARTS.format(rows, decision.batch_size, decision.reason.partition(":")[0])
-            decision = replace(decision, reason=reason)
-        self.decision = decision
-        datamodule.notes[:] = [decision.reason]
-        if decision.action == "raise":
-            raise BatchSizeError(decision.reason)
-        if decision.action == "warn":
-            warnings.warn(decision.reason, FastDataWarning, stacklevel=2)
-        log.info(decision.reason)
-        return decision.batch_size if decision.action == "reduce" else None
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Say what memory the training took, beside what was predicted."""
-        datamodule, decision = own_datamodule(trainer), self.decision
-        if self._watched is None or datamodule is None or decision is None:
-            return
-        rows = (self.parts and self.parts.largest) or datamodule.batch_size
-        rows = min(rows, guard_rows(datasets_of(datamodule, "train")) or rows)
-        took_bytes = self._watched.peak_bytes()
-        predicted = predict_peak_bytes(decision.probes, rows)
-        note = f"The training took {size_text(took_bytes)} of GPU memory at {rows} rows"
-        note += "." if predicted is None else f"; {size_text(predicted)} were predicted."
-        datamodule.notes.append(note)
-        log.info(note)
 
     def on_before_backward(
         self,
@@ -255,17 +187,6 @@ class GuardHooks:
         undo, self._undo, self._resumed = self._undo, None, None
         if undo is not None:
             undo()
-
-
-def _validation_of(
-    trainer: Trainer, pl_module: LightningModule, datamodule: DataModule
-) -> Callable[[int], Batch] | None:
-    """Return what gives validation batches of any size; None: a step of them cannot be tried."""
-    datasets = datamodule.val_dataset()
-    written = overridden_hook(pl_module, "validation_step") is not None
-    if len(named(datasets, "")) != 1 or not written or not trainer.limit_val_batches:
-        return None
-    return partial(guard_batch, datamodule, "val") if guard_rows(datasets) else None
 
 
 def _sizes_as_now(trainer: Trainer, datamodule: DataModule) -> Callable[[], None]:

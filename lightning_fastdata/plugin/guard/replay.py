@@ -98,8 +98,6 @@ class RunsInParts:
         self, trainer: Trainer, pl_module: LightningModule, run: Run, *, policy: str
     ) -> None:
         self.trainer, self.pl_module, self.run, self.policy = trainer, pl_module, run, policy
-        self.first_look: Callable[[Batch, int], int | None] | None = None
-        """Called with the first batch and its rows; returns how many fit at once, None: all."""
         self.largest: int | None = None
         """Samples that fit, of batches that did not; None: all did."""
         self.is_stepping = False
@@ -119,9 +117,6 @@ class RunsInParts:
         rows, numbers = rows_of(batch), _numbers_of(batch)
         if rows is None:
             return self.run(optimizer, batch_idx, kwargs)
-        if self.first_look is not None:
-            look, self.first_look = self.first_look, None
-            self.largest = look(batch, rows)
         size = rows if self.largest is None else min(rows, self.largest)
         first = not batch_idx % self.trainer.accumulate_grad_batches
         # A batch no larger than one before may still fail, if others take memory, too. To remember

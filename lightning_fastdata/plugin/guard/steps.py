@@ -59,16 +59,14 @@ def run_guard(
     policy: GuardPolicy,
     reader: MemoryReader,
     dataset_rows: int | None = None,
-    validation_batch_of: Callable[[int], Batch] | None = None,
     clock: Callable[[], float] | None = None,
     read_rows: int = 8,
-    moves: bool = True,
 ) -> GuardDecision:
     """Return what to do about the batch size, from steps on batches of growing sizes.
 
     Sizes are doubled while the next one is predicted to fit, until the chosen one has been run;
     ranks agree on each. Each is tried in two real training steps: precision plugin, transfer hooks,
-    ``training_step``, backward, gradient clipping, optimizer step; and in a validation step.
+    ``training_step``, backward, gradient clipping, optimizer step.
     Callbacks, loggers and the profiler do not see them, ``self.log`` does nothing, and modules are
     in the train or eval mode in which training will find them. Afterwards all is as it was:
     parameters, buffers, metric states, modes, plain attributes and containers of the modules,
@@ -88,11 +86,9 @@ def run_guard(
         policy: What to do if they do not fit.
         reader: Of the device that the module is on.
         dataset_rows: Rows of the training dataset, if known: no batch has more.
-        validation_batch_of: As ``batch_of``, of validation; None: no validation step is tried.
         clock: Seconds from any start. With it the size is chosen: the smallest one up to
             ``batch_size`` that trains nearly as many rows a second as any that fits.
         read_rows: Samples that are read, of which larger batches are made.
-        moves: Batches go through the hooks of a transfer; False: they are on the device.
     """
     asked = batch_size or 0
     accumulate_now = trainer.accumulate_grad_batches
@@ -108,16 +104,13 @@ def run_guard(
                 *(config.scheduler for config in trainer.lr_scheduler_configs),
                 loss_scaler(trainer),
             )
-            few = min(read_rows, largest)
             tried = TriedSteps(
                 trainer,
                 pl_module,
-                batch_of=Repeated(batch_of, few),
-                validation_batch_of=validation_batch_of and Repeated(validation_batch_of, few),
+                batch_of=Repeated(batch_of, min(read_rows, largest)),
                 reader=reader,
                 restore=restore,
                 clock=clock,
-                moves=moves,
             )
             gc.collect()
             reader.reset_peak()
@@ -156,9 +149,6 @@ def run_guard(
         )
     ):
         notes.append(f"Batch normalisation now averages over {decision.batch_size} rows.")
-    if tried.not_validated is not None:
-        error = tried.not_validated
-        notes.append(f"No validation step could be tried ({type(error).__name__}: {error}).")
     return replace(decision, probes=probes, reason=" ".join(notes))
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import Batch
 
 _TRAINED: Final = 2
 """Training steps of each size: the second one has the optimizer's state and the gradients of the
@@ -69,14 +69,14 @@ def guard_rows(datasets: object) -> int | None:
     return None if None in lengths else max((n for n in lengths if n is not None), default=None)
 
 
-def guard_batch(datamodule: DataModule, stage: Stage, rows: int) -> Batch:
-    """Return a batch of training (``"train"``) or of the one validation dataset (``"val"``)."""
-    datasets = datasets_of(datamodule, stage)
-    batches = [_first_rows(datamodule, each, rows, stage) for _, each in named(datasets, "")]
-    return in_form_of(datasets, batches) if stage == "train" else batches[0]
+def guard_batch(datamodule: DataModule, rows: int) -> Batch:
+    """Return a batch of training."""
+    datasets = datasets_of(datamodule, "train")
+    batches = [_first_rows(datamodule, each, rows) for _, each in named(datasets, "")]
+    return in_form_of(datasets, batches)
 
 
-def _first_rows(datamodule: DataModule, dataset: Any, rows: int, stage: Stage) -> Batch:
+def _first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
     """Return one batch with that many rows, from all over the dataset.
 
     Short datasets repeat. The loader is the real one, with its transforms. One worker reads, so
@@ -90,7 +90,7 @@ def _first_rows(datamodule: DataModule, dataset: Any, rows: int, stage: Stage) -
         warnings.simplefilter("ignore", FastDataWarning)
         loader = datamodule.make_loader(
             dataset,
-            stage=stage,
+            stage="train",
             batch_size=rows,
             collate_fn=known.get("collate_fn", datamodule.collate_fn),
             sampler=[i * length // rows if rows < length else i % length for i in range(rows)],
@@ -135,11 +135,9 @@ class TriedSteps:
         trainer: It has set up its strategy for a fit; nobody sees its steps.
         pl_module: The module it trains.
         batch_of: Gives a training batch with that many rows, on the CPU, as the loader does.
-        validation_batch_of: The same of validation; None: there is none.
         reader: Of the device that the module is on.
         restore: Undoes what a step does.
         clock: Seconds from any start; None: the time of steps does not count.
-        moves: Batches go through the hooks of a transfer; False: they have.
     """
 
     def __init__(
@@ -148,17 +146,12 @@ class TriedSteps:
         pl_module: LightningModule,
         *,
         batch_of: Callable[[int], Batch],
-        validation_batch_of: Callable[[int], Batch] | None,
         reader: MemoryReader,
         restore: Undo,
         clock: Callable[[], float] | None,
-        moves: bool = True,
     ) -> None:
         self.trainer, self.pl_module = trainer, pl_module
-        self.batch_of, self.validation_batch_of = batch_of, validation_batch_of
-        self.reader, self.restore, self.clock, self.moves = reader, restore, clock, moves
-        self.not_validated: Exception | None = None
-        """Why no validation step could be tried."""
+        self.batch_of, self.reader, self.restore, self.clock = batch_of, reader, restore, clock
 
     def __call__(self, rows: int) -> Probe:
         """Return what steps on that many rows took; everything is restored and freed.
@@ -173,7 +166,6 @@ class TriedSteps:
             for _ in range(_TRAINED if self.clock is None else _TIMED):
                 times_s.append(self._trained_s(batch))
             batch = None
-            self._validate(rows)
             step_s = None if self.clock is None else min(times_s[1:])
             return Probe(rows, self.reader.peak_bytes(), step_s)
         except Exception as error:
@@ -190,8 +182,6 @@ class TriedSteps:
             self.reader.reset_peak()
 
     def _moved(self, batch: Batch) -> Batch:
-        if not self.moves:
-            return batch
         trainer, pl_module = self.trainer, self.pl_module
         datamodule: Any = attributes_of(trainer).datamodule
         owned = overridden_hook(datamodule, "on_before_batch_transfer") is not None
@@ -243,26 +233,6 @@ class TriedSteps:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return self.clock()
-
-    def _validate(self, rows: int) -> None:
-        """Do a validation step, with the optimizer's state in memory, as the fit will."""
-        if self.validation_batch_of is None or self.not_validated is not None:
-            return
-        trainer, pl_module = self.trainer, self.pl_module
-        stage = trainer.state.stage
-        pl_module.eval()
-        try:
-            trainer.validating = True  # the hooks of a transfer ask for it
-            batch = self._moved(self.validation_batch_of(rows))
-            with torch.no_grad(), trainer.precision_plugin.val_step_context():
-                pl_module.validation_step(*_arguments(pl_module.validation_step, batch))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            # It may rest on what hooks of the validation's start prepare.
-            self.not_validated = error
-        finally:
-            trainer.state.stage = stage
 
 
 def _arguments(step: Callable[..., Any], batch: Batch) -> tuple[Any, ...]:

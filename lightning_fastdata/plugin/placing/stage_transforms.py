@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.planning.loader_plan import LoaderSpec
     from lightning_fastdata.types import Batch, PixelPlace
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,6 @@ class StageTransforms:
         self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
         self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
         """Of each stage, what was registered, and what it was last made to suit a dataset."""
-        self._warm: set[tuple[object, ...]] = set()
         """Forms of the kernels that were compiled."""
         self._told = False
         self.assign(augment)
@@ -86,20 +82,6 @@ class StageTransforms:
         suited = part.for_samples(samples)
         self._explained[stage] = part, suited
         return suited
-
-    def warm_up(self, transform: StageTransform, sample: object, device: torch.device) -> None:
-        """Have the kernels that a transform may need compiled now, on a CUDA device.
-
-        Once for each form. Triton keeps them on disk, so that the next run finds them there.
-        ``sample`` is one of the dataset; None if none could be read.
-        """
-        try:
-            for variant in transform.kernels(device, sample):
-                if variant.form not in self._warm:
-                    self._warm.add(variant.form)
-                    variant.launch(device)
-        except Exception as error:  # they are compiled when a batch needs them
-            _LOG.info("Kernels were not compiled beforehand: %s: %s", type(error).__name__, error)
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
         """Return whether anything of a stage runs on the device; ``pipeline``: Albumentations'."""

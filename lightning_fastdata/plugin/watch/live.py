@@ -6,9 +6,10 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.live.watched_run import RunFacts, WatchedRun
+from lightning_fastdata.insight.live.status import RunFacts
+from lightning_fastdata.insight.live.watched_run import Told, WatchedRun, found_text
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.plugin.seams.loaders import flattened, tuned_loaders
+from lightning_fastdata.plugin.seams.loaders import flattened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,11 +66,11 @@ class LiveRun:
         if self._watched is not None:
             self._watched.pace.step_ended(self._recording.main)
 
-    def _facts(self) -> RunFacts:
+    def _facts(self) -> Told:
         trainer, recording = self._trainer, self._recording
         activity, activity_s = recording.wall.clock.under_way
         steps = 0 if self._watched is None else self._watched.pace.steps
-        return RunFacts(
+        facts = RunFacts(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             log_dir=self.log_dir,
@@ -78,10 +79,9 @@ class LiveRun:
             activity_s=activity_s,
             epoch=trainer.current_epoch,
             step=trainer.global_step if recording.fits else steps,
-            loaders=self._loaders(),
-            verdict=self.verdict,
-            move=self._newest_move(),
+            found=found_text(self.verdict),
         )
+        return facts, self._loaders()
 
     def _loaders(self) -> tuple[FastDataLoader, ...]:
         loaders = self._recording.loaders()
@@ -90,9 +90,3 @@ class LiveRun:
         with suppress(RuntimeError):  # what holds them has changed meanwhile
             return tuple(each for each in flattened(loaders) if isinstance(each, FastDataLoader))
         return ()
-
-    def _newest_move(self) -> str | None:
-        with suppress(RuntimeError):
-            moves = [m for _, each in tuned_loaders(self._recording.loaders()) for m in each.moves]
-            return str(moves[-1]) if moves else None
-        return None

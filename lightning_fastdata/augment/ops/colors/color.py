@@ -205,32 +205,6 @@ def _rgb_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return shape if count == 1 else (*shape[:2], count)
 
 
-def _encode_sepia(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if channels(shape) == 1:
-        return Encoded((("matrix", None),), {})
-    if channels(shape) != 3 or dtype not in (np.uint8, np.float32):
-        return None
-    matrix = tuple(tuple(map(float, row)) for row in transform.sepia_transformation_matrix)
-    return Encoded((("matrix", matrix),), {})
-
-
-def _run_sepia(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    if static["matrix"] is None:
-        return images
-    rows = static["matrix"]
-    if images.dtype != torch.uint8:
-        red, green, blue = images.unbind(-1)
-        mixed = [red * r + green * g + blue * b for r, g, b in rows]
-        return torch.stack(mixed, -1).clamp(0, 1)
-    # OpenCV mixes bytes in integers, with weights of ten bits.
-    red, green, blue = images.int().unbind(-1)
-    weights = [[round(1024 * weight) for weight in row] for row in rows]
-    mixed = [(red * r + green * g + blue * b + 512) >> 10 for r, g, b in weights]
-    return torch.stack(mixed, -1).clamp(0, 255).to(torch.uint8)
-
-
 def _encode_shuffle(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
     order = params["channels_shuffled"]
     return Encoded((), {"order": np.array([0] if order is None else order, np.int64)})
@@ -257,7 +231,6 @@ OPS = (
     DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
     DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape, fused=instructions.gray),
     DeviceOp("ToRGB", _encode_rgb, _run_rgb, out_shape=_rgb_shape),
-    DeviceOp("ToSepia", _encode_sepia, _run_sepia),
     DeviceOp("ChannelShuffle", _encode_shuffle, _run_shuffle, fused=instructions.shuffle),
     DeviceOp(
         "ChannelDropout", _encode_channel_dropout, _run_channel_dropout, fused=instructions.drop

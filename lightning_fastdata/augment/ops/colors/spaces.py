@@ -97,29 +97,6 @@ def shift_hue_floats(images: Tensor, turn: Tensor) -> Tensor:
     return _sector_colours(hue / 60, spread / (value.abs() + tiny), value)
 
 
-def hls_floats(rgb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hue in degrees, lightness and saturation of floats ``[..., 3]``, as OpenCV does."""
-    high, low = rgb.amax(-1), rgb.amin(-1)
-    span, total = high - low, high + low
-    lightness = total * 0.5
-    colored = span > torch.finfo(torch.float32).eps
-    saturation = span / torch.where(lightness < 0.5, total, 2 - total)
-    hue = _hue(rgb, high, torch.full_like(span, 60) / span)
-    return torch.where(colored, hue, 0.0), lightness, torch.where(colored, saturation, 0.0)
-
-
-def rgb_from_hls(hue: Tensor, lightness: Tensor, saturation: Tensor) -> Tensor:
-    """Return the reverse of `hls_floats`; the hue may lie outside of 0 to 360."""
-    bright = lightness + saturation - lightness * saturation
-    top = torch.where(lightness <= 0.5, lightness * (1 + saturation), bright)
-    bottom = 2 * lightness - top
-    sextant = hue * (6 / 360)
-    # A channel rises over one sextant, stays for two, falls over one, and stays for two.
-    turns = torch.stack([sextant + 2, sextant, sextant - 2], -1).remainder(6)
-    share = torch.minimum(turns, 4 - turns).clamp(0, 1)
-    return bottom.unsqueeze(-1) + (top - bottom).unsqueeze(-1) * share
-
-
 _TO_XYZ: Final = np.array(
     [
         [0.412453, 0.357580, 0.180423],

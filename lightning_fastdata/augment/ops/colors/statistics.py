@@ -1,14 +1,9 @@
-"""Operations that follow from the colours of each image: its histograms, its principal axes.
-
-FancyPCA is by Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional
-neural networks" (NeurIPS 2012), in the form that Albumentations gives it.
-"""
+"""Operations that follow from the histograms of each image."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import Final
 
 import numpy as np
@@ -24,7 +19,6 @@ from lightning_fastdata.augment.ops.operation import (
     Shape,
     Transform,
     Values,
-    always,
     channels,
 )
 from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
@@ -91,69 +85,6 @@ def _equalize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     luma = luma.to(torch.uint8).unsqueeze(-1)
     tables = _equalizing(channel_histograms(luma), static["mode"])
     return spaces.rgb_from_ycrcb(look_up(luma, tables.mT).squeeze(-1).int(), red, blue)
-
-
-def _encode_stretch(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    ignore = transform.ignore
-    if shape[0] * shape[1] >= _COUNTS_IN_FLOAT32 or not (ignore is None or 0 <= ignore <= 255):
-        return None
-    # Albumentations skips the channel of that number, too.
-    skip = ignore if ignore is not None and ignore < channels(shape) else None
-    how = (("cutoff", float(transform.cutoff)), ("method", transform.method))
-    return Encoded((*how, ("ignore", ignore), ("skip", skip)), {})
-
-
-def _bounds(counts: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
-    """Return the darkest and the brightest value that count, ``[..., 1]``."""
-    below = counts.cumsum(-1)
-    total = below[..., -1:]
-    if not cutoff:
-        # Without any pixel the bounds are the same, and nothing is changed.
-        low = (below == 0).sum(-1, keepdim=True)
-        return low, (below < total).sum(-1, keepdim=True)
-    share = total.double() * cutoff
-    cut = (share / torch.full_like(share, 100)).float()
-    above = total - below + counts
-    low = ((below.float() < cut).sum(-1, keepdim=True) + 1).clamp(max=255)
-    high = (above.float() >= cut).sum(-1, keepdim=True) - 1
-    return torch.where(total == 0, 0, low), torch.where(total == 0, 0, high)
-
-
-def _stretching(counts: Tensor, cutoff: float, method: str) -> Tensor:
-    """Return the tables that stretch histograms to 0..255: uint8, like ``counts``."""
-    low, high = _bounds(counts, cutoff)
-    value = torch.arange(256, device=counts.device)
-    inside = (value >= low) & (value <= high)
-    if method == "cdf":
-        below = counts.where(inside, 0).cumsum(-1).float()
-        least = counts.gather(-1, low.clamp(0, 255)).float()
-        most = below[..., -1:]
-        line = ((below - least) * 255 / (most - least)).round()
-        line = torch.where(most == 0, _identity(counts), torch.nan_to_num(line, nan=0.0))
-        empty = most == 0
-    else:
-        width = (high - low).clamp(min=1).double()
-        line = ((value - low) * (torch.full_like(width, 255) / width)).round().float()
-        empty = torch.zeros_like(low, dtype=torch.bool)
-    table = torch.where(inside | empty, line, torch.where(value < low, 0.0, 255.0))
-    return torch.where(high <= low, _identity(counts), table).clamp(0, 255).to(torch.uint8)
-
-
-@through_bytes
-def _stretch(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    counts, ignore = channel_histograms(images), static["ignore"]
-    # Albumentations counts from 0 to 255 without 255.
-    counts[..., 255] = 0
-    if ignore is not None:
-        counts[..., ignore] = 0
-    tables = _stretching(counts, static["cutoff"], static["method"])
-    if ignore is not None:
-        tables[..., ignore] = ignore
-    if static["skip"] is not None:
-        tables[:, static["skip"]] = torch.arange(256, device=tables.device).to(torch.uint8)
-    return look_up(images, tables.mT)
 
 
 def _encode_clahe(
@@ -233,112 +164,9 @@ def _clahe(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return spaces.rgb_from_lab(lightness.int(), a, b)
 
 
-_MOST_CHANNELS: Final = 5
-_SWEEPS: Final = 8
-"""Jacobi's method converges quadratically: a 5 x 5 matrix is diagonal to 1e-16 after 6 or 7."""
-
-
-def principal_axes(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues ``[n, c]``, the largest first, and eigenvectors as columns ``[n, c, c]``.
-
-    Of symmetric float64 matrices ``[n, c, c]``, by Jacobi's rotations (Golub and Van Loan, "Matrix
-    computations", 8.5.2), a fixed number of them: no step depends on a value, so nothing waits for
-    the device. An eigenvector's sign is a choice, and LAPACKs choose differently; here its largest
-    component is positive.
-    """
-    count = matrices.shape[-1]
-    whole = torch.eye(count, dtype=matrices.dtype, device=matrices.device)
-    vectors = whole.expand_as(matrices)
-    for _ in range(_SWEEPS):
-        for p, q in combinations(range(count), 2):
-            off = matrices[:, p, q]
-            ratio = (matrices[:, q, q] - matrices[:, p, p]) / (2 * off)
-            side = torch.where(ratio < 0, -1.0, 1.0).to(ratio.dtype)
-            tangent = side / (ratio.abs() + (ratio * ratio + 1).sqrt())
-            tangent = torch.where(off == 0, 0.0, tangent)
-            cosine = 1 / (tangent * tangent + 1).sqrt()
-            sine = tangent * cosine
-            left = cosine[:, None] * whole[p] - sine[:, None] * whole[q]
-            right = sine[:, None] * whole[p] + cosine[:, None] * whole[q]
-            columns = [{p: left, q: right}.get(k, whole[k].expand_as(left)) for k in range(count)]
-            turn = torch.stack(columns, -1)
-            matrices = turn.mT @ matrices @ turn
-            vectors = vectors @ turn
-    values, order = matrices.diagonal(dim1=1, dim2=2).sort(-1, descending=True)
-    vectors = vectors.gather(2, order[:, None, :].expand_as(vectors))
-    largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
-    return values, vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors.dtype)
-
-
-def _moments(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean ``[n, c]`` and covariance ``[n, c, c]`` of colours in [0, 1], float64.
-
-    Sums of bytes are whole numbers, the same in any order and on any device.
-    """
-    n, height, width, count = images.shape
-    pixels = images.reshape(n, height * width, count)
-    whole = images.dtype == torch.uint8
-    values = pixels.int() if whole else pixels.double()
-    kind = torch.int64 if whole else torch.float64
-    many = height * width
-    total = values.sum(1, dtype=kind).double()
-    mean = total / many
-    if not whole:
-        values = values - mean[:, None]
-        total = torch.zeros_like(mean)
-    products = [
-        (values[..., p] * values[..., q]).sum(1, dtype=kind).double()
-        for p in range(count)
-        for q in range(count)
-    ]
-    scatter = torch.stack(products, -1).view(n, count, count)
-    scatter = scatter - total[:, :, None] * total[:, None, :] / many
-    unit = 255.0 if whole else 1.0
-    return mean / unit, scatter / (max(many - 1, 1) * unit**2)
-
-
-def _encode_pca(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    fits = channels(shape) <= _MOST_CHANNELS and shape[0] * shape[1] > 1
-    if not fits or dtype not in (np.uint8, np.float32):
-        return None
-    return Encoded((), {"strength": np.asarray(params["alpha_vector"], np.float64)})
-
-
-def _run_pca(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    whole = images.dtype == torch.uint8
-    mean, covariance = _moments(images)
-    count = images.shape[-1]
-    if count == 1:
-        many = images.shape[1] * images.shape[2]
-        spread = (covariance[:, 0] * ((many - 1) / many)).clamp(min=0).sqrt()
-        mixing = (arrays["strength"] * spread)[:, :, None]
-    else:
-        values, vectors = principal_axes(covariance)
-        mixing = vectors * (arrays["strength"] * values)[:, None, :]
-    unit = torch.full_like(mean, 255).float()[:, None, None]
-    colours = images.float() / unit if whole else images
-    centred = colours - mean.float()[:, None, None]
-    # One product after the other: a matrix product may be one of TF32, if the user allows that.
-    pairs = zip(torch.split(centred, 1, -1), mixing.float()[:, None, None].unbind(-1), strict=True)
-    moved = sum((channel * shares for channel, shares in pairs), torch.zeros_like(centred))
-    out = (colours + moved).clamp(0, 1)
-    return (out * 255).round().to(torch.uint8) if whole else out
-
-
 OPS = (
     DeviceOp("Equalize", _encode_equal, _equalize),
-    DeviceOp("AutoContrast", _encode_stretch, _stretch),
     DeviceOp("CLAHE", _encode_clahe, _clahe),
-    DeviceOp(
-        "FancyPCA",
-        _encode_pca,
-        _run_pca,
-        # With one channel there is no axis to choose a sign for, but images come later.
-        draws_pixels=always,
-        freedom="chooses the signs of the principal axes there",
-    ),
 )
-"""Equalize and AutoContrast are exact; CLAHE may be one level off where a blend of tables lies
-between two levels. These take a float32 image through uint8, as Albumentations does. FancyPCA is at
-most one level off Albumentations with the same signs of the axes; the signs of the drawn strengths
-are as often plus as minus, so the distribution is Albumentations'."""
+"""Equalize is exact; CLAHE may be one level off where a blend of tables lies between two levels.
+These take a float32 image through uint8, as Albumentations does."""

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Final
 
 import numpy as np
@@ -21,7 +20,6 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
 )
 from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
-from lightning_fastdata.augment.ops.table import to_bytes
 from lightning_fastdata.augment.replay import instructions
 
 _GRAIN = 4
@@ -92,6 +90,8 @@ def _encode_kernel(
 ) -> Encoded | None:
     name = type(transform).__name__
     kernel: np.ndarray | None
+    if name == "Sharpen" and transform.method != "kernel":
+        return None
     if name in _NAMED:
         kernel = np.asarray(params[_NAMED[name]], np.float32)
     elif name == "Defocus":
@@ -121,114 +121,11 @@ def _disk(radius: int, alias_blur: float) -> np.ndarray:
     return trimmed
 
 
-@cache
-def _gaussian_256ths(size: int, sigma: float) -> np.ndarray:
-    """Return the whole numbers, 256 in all, by which OpenCV blurs uint8.
-
-    They are read off the blur of a single bright pixel in a line: 255 times a number up to 127,
-    over 256, is rounded to that number.
-    """
-    import cv2
-
-    reach = size // 2
-    line = np.zeros((1, 4 * reach + 1), np.uint8)
-    line[0, 2 * reach] = 255
-    blurred = cv2.GaussianBlur(line, (size, size), sigmaX=sigma, sigmaY=sigma)
-    kernel: np.ndarray = blurred[0, reach : 3 * reach + 1].astype(np.float32)
-    kernel[reach] += 256 - kernel.sum()
-    return kernel
-
-
-def _gaussian(size: int, sigma: float) -> np.ndarray:
-    """Return the kernel by which OpenCV blurs float32."""
-    import cv2
-
-    kernel: np.ndarray = cv2.getGaussianKernel(size, sigma, cv2.CV_32F).ravel()
-    return kernel
-
-
-def _encode_sharpen(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if transform.method == "kernel":
-        encoded = _encode_kernel(transform, params, shape, dtype)
-        return encoded and Encoded((("method", "kernel"), *encoded.static), encoded.arrays)
-    gaussian = _gaussian_256ths if dtype == np.uint8 else _gaussian
-    kernel = padded_kernel(gaussian(transform.kernel_size, transform.sigma))
-    # With (height, width, 1), Albumentations subtracts an image without its channel axis.
-    if kernel is None or dtype not in (np.uint8, np.float32) or shape[2:] == (1,):
-        return None
-    arrays = {"kernel": kernel, "alpha": np.array([params["alpha"]], np.float64)}
-    return Encoded((("method", "gaussian"),), arrays)
-
-
-def _sharpen(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    if static["method"] == "kernel":
-        return run_kernel(images, static, arrays)
-    blurred = correlate(images.float(), arrays["kernel"])
-    alpha = arrays["alpha"][:, None, None]
-    if images.dtype != torch.uint8:
-        return (images + alpha.float() * (images - blurred)).clamp(0, 1)
-    # Sums of whole numbers below 2 ** 24, so float32 has them to the last bit. The difference of
-    # bytes wraps round in Albumentations, so it does here; and it computes in float64.
-    rounded = ((blurred + (1 << 15)) / (1 << 16)).floor().to(torch.uint8)
-    return (images + alpha * (images - rounded)).clamp(0, 255).to(torch.uint8)
-
-
-def _encode_unsharp(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    kernel = padded_kernel(_gaussian(params["ksize"], params["sigma"]))
-    if kernel is None or dtype not in (np.uint8, np.float32):
-        return None
-    arrays = {"kernel": kernel, "alpha": np.array([params["alpha"]], np.float32)}
-    static = (("threshold", float(transform.threshold)), ("small", params["ksize"] <= 5))
-    return Encoded(static, arrays)
-
-
-def _pairs(values: Tensor, kernel: Tensor, axis: int) -> Tensor:
-    """Correlate along one axis with symmetric kernels: the middle first, then pairs outwards."""
-    length, radius = values.shape[axis], kernel.shape[1] // 2
-    framed = reflected(values, axis, radius)
-    total = values * kernel[:, radius, None, None, None]
-    for tap in range(1, radius + 1):
-        both = framed.narrow(axis, radius - tap, length) + framed.narrow(axis, radius + tap, length)
-        total.addcmul_(both, kernel[:, radius + tap, None, None, None])
-    return total
-
-
-def _blurred(values: Tensor, static: Values, kernel: Tensor) -> Tensor:
-    # OpenCV's order of additions. The last bit decides where a difference meets the threshold,
-    # which is often on uint8 and with the kernels of 1/4 and 1/2.
-    along = _pairs if static["small"] else correlate_along
-    return _pairs(along(values, kernel, 2), kernel, 1)
-
-
-def _unsharp(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    values = images
-    if images.dtype == torch.uint8:
-        values = images.float()
-        values = values / torch.full_like(values[:1, :1, :1, :1], 255)
-    residual = values - _blurred(values, static, arrays["kernel"])
-    loud = (residual.abs() * 255 > static["threshold"]).float()
-    share = _blurred(loud, static, arrays["kernel"])
-    sharp = (values + arrays["alpha"][:, None, None] * residual).clamp(0, 1)
-    out = (sharp * share + values * (1 - share)).clamp(0, 1)
-    return to_bytes(out) if images.dtype == torch.uint8 else out
-
-
 _KERNELS: Final = (
     *("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot"),
-    *("Emboss", "Defocus"),
+    *("Emboss", "Defocus", "Sharpen"),
 )
-OPS = (
-    *(
-        DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation)
-        for name in _KERNELS
-    ),
-    DeviceOp("Sharpen", _encode_sharpen, _sharpen, fused=instructions.correlation),
-    DeviceOp("UnsharpMask", _encode_unsharp, _unsharp),
+OPS = tuple(
+    DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation) for name in _KERNELS
 )
-"""On uint8, Sharpen by a Gaussian is exact, and the others are at most one level off, mostly where
-the sum lies between two levels. In UnsharpMask, rounding can decide whether a difference is above
-the threshold: a few pixels are off by a few levels then. 1e-5 on float32, but for these."""
+"""On uint8 at most one level off, mostly where the sum lies between two levels; 1e-5 on float32."""

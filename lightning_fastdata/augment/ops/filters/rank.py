@@ -1,4 +1,4 @@
-"""The smallest, the middle and the largest value of a neighbourhood."""
+"""The middle value of a neighbourhood."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -7,7 +7,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from lightning_fastdata.augment.ops.operation import (
     Shape,
     Transform,
     Values,
-    as_channels_last,
     channels,
 )
 from lightning_fastdata.augment.ops.positions.index import REPLICATE, fold
@@ -160,60 +158,5 @@ def _median_blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return torch.cat([_median(part, static["size"]) for part in torch.split(images, some)])
 
 
-def _encode_morphology(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    kernel = np.asarray(params["kernel"])
-    rows, columns = np.nonzero(kernel)
-    if not len(rows):
-        return None
-    static = (
-        ("operation", transform.operation),
-        ("size", kernel.shape),
-        ("taps", tuple(zip(rows.tolist(), columns.tolist(), strict=True))),
-    )
-    return Encoded(static, {})
-
-
-_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _never_chosen(dtype: torch.dtype, *, grows: bool) -> float:
-    """Return what lies outside of an image: the least value, or the largest."""
-    if dtype == torch.bool:
-        return not grows
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return info.min if grows else info.max
-
-
-def _morphology(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    signed = _SIGNED.get(batch.dtype)
-    if signed is not None:
-        # Torch before 2.15 compares none of these; with the first bit turned they stand in the
-        # order of signed numbers.
-        first_bit = torch.iinfo(signed).min
-        turned = _morphology(batch.view(signed) ^ first_bit, static, arrays)
-        return (turned ^ first_bit).view(batch.dtype)
-    images = as_channels_last(batch)
-    n, height, width, count = images.shape
-    tall, wide = static["size"]
-    top, left = tall // 2, wide // 2
-    grows = static["operation"] == "dilation"
-    choose = torch.maximum if grows else torch.minimum
-    # By hand: `pad` takes no number as large as those of int64, and no bool.
-    padded = images.new_full(
-        (n, height + tall - 1, width + wide - 1, count), _never_chosen(images.dtype, grows=grows)
-    )
-    padded[:, top : top + height, left : left + width] = images
-    first, *others = (padded[:, y : y + height, x : x + width] for y, x in static["taps"])
-    out = first.contiguous()
-    for tap in others:
-        out = choose(out, tap)
-    return out.view(batch.shape)
-
-
-OPS = (
-    DeviceOp("MedianBlur", _encode_median, _median_blur, fused=instructions.median),
-    DeviceOp("Morphological", _encode_morphology, _morphology, mask=_morphology),
-)
-"""Exact. MedianBlur on float32 goes through uint8, as in Albumentations."""
+OPS = (DeviceOp("MedianBlur", _encode_median, _median_blur, fused=instructions.median),)
+"""Exact. On float32 it goes through uint8, as in Albumentations."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,23 +28,17 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
     always,
     as_channels_last,
-    channels,
     never,
 )
 from lightning_fastdata.augment.ops.positions import warp
-from lightning_fastdata.augment.ops.positions.cells import on_cells
-from lightning_fastdata.augment.ops.positions.index import REPLICATE, fill_like
+from lightning_fastdata.augment.ops.positions.index import fill_like
 from lightning_fastdata.augment.ops.positions.resize import CUBIC
 from lightning_fastdata.augment.ops.splitmix import normal, peek_seed, skip_doubles, uniform
-from lightning_fastdata.augment.ops.table import through_bytes
 
 Size: TypeAlias = tuple[int, int]
 Field: TypeAlias = tuple[Tensor, Tensor]
 """The rows and columns that pixels are read from, float32 ``[n, H, W]``."""
 MakeField: TypeAlias = Callable[[Values, Arrays, Size], Field]
-
-_NOWHERE: Final = 1e15
-"""Control points that fill up an array are so far away that they have no weight."""
 
 
 def _encoded(
@@ -64,13 +58,6 @@ def _drawn(key: str, make: Callable[[Transform, Size], np.ndarray]) -> Draw:
         return {key: make(transform, (int(height), int(width)))}
 
     return draw
-
-
-def _encode_drawn(key: str) -> Encode:
-    def encode(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-        return _encoded(transform, shape, {key: params[key]}) if key in params else None
-
-    return encode
 
 
 def _encode_grid(
@@ -129,84 +116,6 @@ def _bent(y: Tensor, x: Tensor, first: Tensor, second: Tensor, size: Size) -> Fi
     square = x * x + y * y
     bend = 1 + (second * square + first) * square
     return y * bend * height + height / 2, x * bend * width + width / 2
-
-
-def _draw_piecewise(transform: Transform, size: Size) -> np.ndarray:
-    rows = max(2, transform.py_random.randint(*transform.nb_rows))
-    columns = max(2, transform.py_random.randint(*transform.nb_cols))
-    scale = transform.py_random.uniform(*transform.scale)
-    last = np.array([size[0] - 1, size[1] - 1], np.float32)
-    y = np.linspace(0, last[0], rows, dtype=np.float32)
-    x = np.linspace(0, last[1], columns, dtype=np.float32)
-    nodes = np.stack(np.meshgrid(y, x, indexing="ij"), -1)
-    spread = scale / 3 if transform.absolute_scale else scale * min(size) / 3
-    jitter = transform.random_generator.normal(0, spread, nodes.shape).astype(np.float32)
-    moved = np.clip(nodes + jitter, 0, last)
-    points = np.concatenate([nodes, moved], -1).reshape(-1, 4).astype(np.float32)
-    most = max(2, transform.nb_rows[1]) * max(2, transform.nb_cols[1])
-    padded = np.full((most, 4), _NOWHERE, np.float32)
-    padded[: len(points)] = points
-    padded[len(points) :, 2:] = 0
-    return padded
-
-
-def _draw_points(transform: Transform, params: Values, data: Values) -> Values | None:
-    # Without a scale Albumentations itself has no field.
-    draw = _drawn("points", _draw_piecewise)
-    return None if min(transform.scale) <= 0 else draw(transform, params, data)
-
-
-def _piecewise_field(static: Values, arrays: Arrays, size: Size) -> Field:
-    """Return the mean of the moved nodes, weighted by the inverse square distance to the nodes."""
-    points = arrays["points"]
-    y = torch.arange(size[0], device=points.device, dtype=torch.float32)
-    x = torch.arange(size[1], device=points.device, dtype=torch.float32)
-    rows, columns, total = points.new_zeros(3, len(points), *size).unbind(0)
-    # Point by point: all at once would take as many images of memory as there are points.
-    for point in points.unbind(1):
-        node_y, node_x, moved_y, moved_x = point[:, :, None, None].unbind(1)
-        down, across = y[:, None] - node_y, x - node_x
-        weight = 1 / (across * across + down * down + 1e-8)
-        total += weight
-        rows += weight * moved_y
-        columns += weight * moved_x
-    return (rows / total).clamp(0, size[0] - 1), (columns / total).clamp(0, size[1] - 1)
-
-
-def _draw_spline(transform: Transform, size: Size) -> np.ndarray:
-    from albumentations.augmentations.geometric import functional
-
-    nodes = functional.generate_control_points(transform.num_control_points)
-    scale = transform.py_random.uniform(*transform.scale_range) / 10
-    moved = nodes + transform.random_generator.normal(0, scale, nodes.shape)
-    bends, affine = functional.compute_tps_weights(nodes, moved)
-    flat = np.zeros((len(affine), 4))
-    flat[:, 2:] = affine
-    # One row per node (x, y, and its weights for both), and three for the affine part.
-    return np.concatenate([np.hstack([nodes, bends]), flat]).astype(np.float32)
-
-
-def _spline_field(static: Values, arrays: Arrays, size: Size) -> Field:
-    """Return the thin plate spline in the image scaled to the unit square."""
-    spline = arrays["spline"][:, :, :, None, None]
-    y, x = _parts(size[0], spline.device)[:, None], _parts(size[1], spline.device)
-    one, along_x, along_y = spline[:, -3:, 2:].unbind(1)
-    columns = one[:, 0] + along_x[:, 0] * x + along_y[:, 0] * y
-    rows = one[:, 1] + along_x[:, 1] * x + along_y[:, 1] * y
-    here = x * x + y * y
-    for node in spline[:, :-3].unbind(1):
-        node_x, node_y, bend_x, bend_y = node.unbind(1)
-        square = here + (node_x * node_x + node_y * node_y) - 2 * (x * node_x + y * node_y)
-        kernel = torch.where(square > 0, square * (square + 1e-6).log(), 0.0)
-        columns = columns + kernel * bend_x
-        rows = rows + kernel * bend_y
-    return rows * size[0], columns * size[1]
-
-
-def _parts(length: int, device: torch.device) -> Tensor:
-    at = torch.arange(length, device=device).double()
-    # By a tensor, since CUDA would multiply by the reciprocal of a number.
-    return (at / torch.full_like(at, length)).float()
 
 
 def _draw_elastic(transform: Transform, params: Values, data: Values) -> Values | None:
@@ -283,35 +192,6 @@ def _elastic_field(static: Values, arrays: Arrays, size: Size) -> Field:
     return y + moves[:, -1], x + moves[:, 0]
 
 
-def _encode_aberration(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if channels(shape) != 3 or transform.interpolation not in warp.WARPED:
-        return None
-    orders = ("primary", "secondary")
-    lens = [[params[f"{one}_distortion_{color}"] for one in orders] for color in ("red", "blue")]
-    # Albumentations hands them to OpenCV as float32, which computes in float64.
-    rounded = np.array(lens, np.float32).astype(np.float64)
-    static = (("interpolation", int(transform.interpolation)), ("cells", on_cells()))
-    return Encoded(static, {"lens": rounded})
-
-
-@through_bytes
-def _aberration(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Bend red and blue, each by a lens of its own."""
-    n, height, width, _ = images.shape
-    planes = list(torch.split(images, 1, -1))
-    y = torch.arange(height, device=images.device)[:, None] - height / 2
-    x = torch.arange(width, device=images.device)[None, :] - width / 2
-    for lens, plane in ((0, 0), (1, 2)):
-        first, second = arrays["lens"][:, lens, :, None, None].unbind(1)
-        where = _bent(y, x, first, second, (height, width))
-        rows, columns = (at.float().clamp(-warp.FAR, warp.FAR) for at in where)
-        how = (static["interpolation"], REPLICATE, images.new_zeros(n, 1))
-        planes[plane] = warp.sample(planes[plane], rows, columns, *how, on_cells=static["cells"])
-    return torch.cat(planes, -1)
-
-
 def _remap(field: MakeField, setting: str, fill_name: str) -> Run:
     def run(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
         images = as_channels_last(batch)
@@ -342,13 +222,9 @@ def _op(
 OPS = (
     _op("GridDistortion", _encode_grid, _grid_field),
     _op("OpticalDistortion", _encode_lens, _lens_field, _drawn("lens", _draw_lens)),
-    _op("PiecewiseAffine", _encode_drawn("points"), _piecewise_field, _draw_points),
-    _op("ThinPlateSpline", _encode_drawn("spline"), _spline_field, _drawn("spline", _draw_spline)),
     _op("ElasticTransform", _encode_elastic, _elastic_field, _draw_elastic, random=True),
-    DeviceOp("ChromaticAberration", _encode_aberration, _aberration),
 )
 """With OpenCV 5, at most one level off on uint8: the field is Albumentations' own but for the
 rounding of its float32 operations, and exactly its own for GridDistortion. Where such a difference
 meets an edge at half a pixel, nearest reads the neighbour. ElasticTransform has the distribution of
-Albumentations' fields, and its own field where there are boxes or keypoints. ChromaticAberration
-takes a float32 image through uint8, as Albumentations does."""
+Albumentations' fields, and its own field where there are boxes or keypoints."""

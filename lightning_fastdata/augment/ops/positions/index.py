@@ -214,36 +214,6 @@ def _window_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return (*_window(transform, params, shape)[2:], *shape[2:])
 
 
-def _encode_tiles(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    rows, columns = transform.grid
-    tiles = np.asarray(params["tiles"], np.int32)
-    mapping = np.asarray(params["mapping"], np.int64)
-    if max(shape[:2]) > np.iinfo(np.int16).max or len(tiles) != len(mapping):
-        return None  # the tiles of Albumentations are int16
-    # Tile `k` goes to where tile `mapping[k]` is; a pixel there is read from this far away.
-    away = np.empty((len(tiles), 2), np.int32)
-    away[mapping] = tiles[:, :2] - tiles[mapping, :2]
-    arrays = {
-        "row_starts": tiles[::columns, 0].copy(),
-        "column_starts": tiles[:columns, 1].copy(),
-        "away": away.reshape(rows, columns, 2),
-    }
-    return Encoded((), arrays)
-
-
-def _shuffle_tiles(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    images = as_channels_last(batch)
-    y = torch.arange(images.shape[1], device=images.device)
-    x = torch.arange(images.shape[2], device=images.device)
-    row = (y >= arrays["row_starts"][:, 1:, None]).sum(1)
-    column = (x >= arrays["column_starts"][:, 1:, None]).sum(1)
-    away = gather(arrays["away"], row[:, :, None], column[:, None, :])
-    out = gather(images, y[:, None] + away[..., 0], x + away[..., 1])
-    return out.reshape(batch.shape)
-
-
 _SYMMETRIES: Final = ("NoOp", *_FLIPS, "RandomRotate90", "D4", "SquareSymmetry")
 _WINDOWS: Final = ("RandomCrop", "CenterCrop", "Crop", "Pad", "PadIfNeeded")
 _moved = partial(
@@ -265,6 +235,5 @@ _cut_out = partial(
 OPS = (
     *(_moved(name) for name in _SYMMETRIES),
     *(_cut_out(name) for name in _WINDOWS),
-    DeviceOp("RandomGridShuffle", _encode_tiles, _shuffle_tiles, mask=_shuffle_tiles),
 )
 """Exact for every dtype."""

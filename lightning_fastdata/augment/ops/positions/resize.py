@@ -1,4 +1,4 @@
-"""Resizing, with crops before it, and making small and large again: OpenCV's own arithmetic."""
+"""Resizing, with crops before it: OpenCV's own arithmetic."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -22,10 +22,8 @@ from lightning_fastdata.augment.ops.operation import (
     Transform,
     Values,
     as_channels_last,
-    channels,
 )
 from lightning_fastdata.augment.ops.positions.index import gather
-from lightning_fastdata.augment.ops.table import through_bytes
 
 NEAREST: Final = 0
 LINEAR: Final = 1
@@ -155,141 +153,6 @@ def _blend(corners: list[Tensor], across: Tensor, down: Tensor) -> Tensor:
     return (mixed if dtype.is_floating_point else mixed.round()).to(dtype)
 
 
-_AREA: Final = 3
-_GRAIN: Final = 16
-"""Small sizes are rounded up to a multiple of this, so that samples share launches."""
-_TAP_GRAIN: Final = 4
-"""The same for the number of pixels that one small pixel is the mean of, along one axis."""
-
-
-def _nearest_table(length: int, out: int, step: float) -> np.ndarray:
-    index: np.ndarray = np.floor(np.arange(out) * step).astype(np.int32)
-    return index.clip(0, length - 1)
-
-
-def _linear_tables(length: int, out: int, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the two positions that each small or large pixel lies between, and the weight."""
-    position = ((np.arange(out) + 0.5) * step - 0.5).astype(np.float32)
-    low = np.floor(position)
-    first, edge = low.astype(np.int32), length - 1
-    return first.clip(0, edge), (first + 1).clip(0, edge), position - low
-
-
-def _area_tables(length: int, out: int, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first pixel that each small pixel covers, weights of it and the next, and divisor.
-
-    The weighted sum is to be divided by the divisor. It is 1 unless the step is a whole number:
-    then the weights are, too, so that the sum is one of whole numbers, as in OpenCV.
-    """
-    start = np.arange(out) * step
-    stop = np.minimum(start + step, length)
-    first = np.floor(start + 1e-3).astype(np.int32).clip(0, length - 1)
-    taps = int(np.ceil(step)) + 1
-    pixel = first[:, None] + np.arange(taps)
-    weights = np.minimum(pixel + 1, stop[:, None]) - np.maximum(pixel, start[:, None])
-    weights[weights < 1e-3] = 0
-    divisor = stop - start
-    if step != int(step):
-        weights, divisor = weights / divisor[:, None], np.ones(out)
-    padded = np.pad(weights, ((0, 0), (0, -taps % _TAP_GRAIN)))
-    return first, padded.astype(np.float32), divisor.astype(np.float32)
-
-
-def _grown(table: np.ndarray) -> np.ndarray:
-    """Return a table of small pixels with more of them, which nothing reads."""
-    return np.pad(table, [(0, -len(table) % _GRAIN)] + [(0, 0)] * (table.ndim - 1))
-
-
-def _encode_axis(
-    name: str, length: int, small: int, step: float, kinds: tuple[int, int]
-) -> dict[str, np.ndarray]:
-    """Return the tables of one axis: from the image to the small one, and back."""
-    down, up = kinds
-    back = 1 / (length / small)
-    if up == NEAREST:
-        upper = {"first": _nearest_table(small, length, back)}
-    else:
-        upper = dict(
-            zip(("first", "second", "weight"), _linear_tables(small, length, back), strict=True)
-        )
-    if down == NEAREST:
-        # Both at once: the position in the small image is a position in the image.
-        source = _nearest_table(length, small, step)
-        upper = {key: table if key == "weight" else source[table] for key, table in upper.items()}
-        lower = {}
-    else:
-        keys = ("first", "second", "weight") if down == LINEAR else ("first", "weights", "divisor")
-        tables = (_linear_tables if down == LINEAR else _area_tables)(length, small, step)
-        lower = {key: _grown(table) for key, table in zip(keys, tables, strict=True)}
-    return {
-        **{f"up {name} {key}": table for key, table in upper.items()},
-        **{f"down {name} {key}": table for key, table in lower.items()},
-    }
-
-
-def _encode_downscale(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    down, up = (int(transform.interpolation_pair[key]) for key in ("downscale", "upscale"))
-    if down not in (NEAREST, LINEAR, _AREA) or up not in (NEAREST, LINEAR):
-        return None
-    sizes = [int(np.rint(length * params["scale"])) for length in shape[:2]]
-    if not all(sizes):
-        return None
-    # OpenCV copies an image that keeps its size.
-    step = 1.0 if sizes == list(shape[:2]) else 1 / params["scale"]
-    if down == _AREA and channels(shape) > 4:
-        return None  # OpenCV refuses it.
-    if step == 2 and down == LINEAR:
-        down = _AREA  # as in OpenCV
-    arrays = {}
-    for name, length, small in zip("yx", shape[:2], sizes, strict=True):
-        arrays.update(_encode_axis(name, length, small, step, (down, up)))
-    halves = step == 2 and channels(shape) in (1, 3, 4)
-    return Encoded((("down", down), ("up", up), ("halves", halves)), arrays)
-
-
-def _between(images: Tensor, arrays: Arrays, stage: str) -> Tensor:
-    rows, columns = (
-        [arrays[f"{stage} {axis} {key}"] for key in ("first", "second", "weight")] for axis in "yx"
-    )
-    return blend_bytes(*_corners(images, rows, columns))
-
-
-def _covered(images: Tensor, arrays: Arrays, *, halves: bool) -> Tensor:
-    y, tall, rows_each = (arrays[f"down y {key}"] for key in ("first", "weights", "divisor"))
-    x, wide, columns_each = (arrays[f"down x {key}"] for key in ("first", "weights", "divisor"))
-    total = torch.zeros((), device=images.device)
-    for row in range(tall.shape[2]):
-        rows = (y + row).clamp(max=images.shape[1] - 1)[:, :, None]
-        line = torch.zeros((), device=images.device)
-        for column in range(wide.shape[2]):
-            columns = (x + column).clamp(max=images.shape[2] - 1)[:, None, :]
-            line = line + gather(images, rows, columns) * wide[:, None, :, column, None]
-        total = total + line * tall[:, :, row, None, None]
-    each = (rows_each[:, :, None] * columns_each[:, None, :]).unsqueeze(-1)
-    # Padding has the divisor 0.
-    mean = total / each.clamp(min=1)
-    rounded = mean.round()
-    if halves:
-        # The mean of four is rounded up in the middle; others, those of two at the edge, and those
-        # of other numbers of channels, to the even number.
-        rounded = torch.where(each == 4, (mean + 0.5).floor(), rounded)
-    return rounded.clamp(0, 255).to(torch.uint8)
-
-
-@through_bytes
-def _downscale(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    if static["down"] == LINEAR:
-        images = _between(images, arrays, "down")
-    elif static["down"] == _AREA:
-        images = _covered(images, arrays, halves=static["halves"])
-    if static["up"] == LINEAR:
-        return _between(images, arrays, "up")
-    y, x = arrays["up y first"], arrays["up x first"]
-    return gather(images, y[:, :, None], x[:, None, :])
-
-
 OPS = (
     *tuple(
         DeviceOp(
@@ -302,8 +165,6 @@ OPS = (
         )
         for name in ("Resize", "RandomResizedCrop", "RandomSizedCrop")
     ),
-    DeviceOp("Downscale", _encode_downscale, _downscale),
 )
 """Nearest is exact. Linear on uint8 is exact, or off by one level in a few pixels when it enlarges;
-on float32 it agrees to 1e-5. Downscale may be one level off where a mean lies between two levels;
-no such case is known on photographs."""
+on float32 it agrees to 1e-5."""

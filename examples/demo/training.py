@@ -26,8 +26,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
-from lightning_fastdata.demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata.errors import FastDataError, require
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.report.run_report import RunReport, comparison_text

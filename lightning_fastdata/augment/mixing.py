@@ -1,0 +1,798 @@
+"""MixUp and CutMix on whole batches, keyed by sample, and repeated augmentation before them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fastdata.augment.ops.operation import Tape
+from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Location,
+    channels_first,
+    describe,
+    find_fields,
+    get_field,
+    has_field,
+    listed,
+    put_fields,
+)
+from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
+from lightning_fastdata.augment.record.targets import convert_images
+from lightning_fastdata.augment.record.worker import ComposeWorker
+from lightning_fastdata.augment.replay.program import Draws, compile_tapes
+from lightning_fastdata.augment.stage_transform import plain_tensors, table
+from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.types import Batch, SampleKey
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.pipeline.tree import Node
+    from lightning_fastdata.augment.stage_transform import PlaceSwitch
+
+__all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
+_BOX_KEYS: Final = ("boxes", "bboxes")
+_LABEL_KEYS: Final = ("label", "labels", "target", "targets")
+_NUMBERS, _ORDER = "mixing numbers", "mixing order"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The fields of a batch of ``n`` samples that mixing changes."""
+
+    image: Tensor
+    """Images ``[n, C, H, W]``, uint8 or floating point."""
+    labels: Tensor | None = None
+    """Shares of the classes ``[n, classes]``, float32; None if there are no labels."""
+    mask: Tensor | None = None
+    """Classes of pixels ``[n, H, W]`` of any integer dtype, or ``[n, C, H, W]``; or None."""
+
+
+def _check_share(name: str, value: float) -> None:
+    """Raise OptionsError unless a probability is one."""
+    if not 0 <= value <= 1:
+        raise OptionsError(f"{name} is {value}; give a probability from 0 to 1.")
+
+
+def _check_positive(name: str, value: float) -> None:
+    """Raise OptionsError unless a number is positive and finite."""
+    if not 0 < value < float("inf"):
+        raise OptionsError(f"{name} is {value}; give a positive number.")
+
+
+def partners(order: Tensor) -> Tensor:
+    """Return for each sample the position of the sample it is mixed with, int64 ``[n]``.
+
+    The samples stand in a ring, sorted by their random numbers ``order``, int64 ``[n]``; a sample's
+    partner is the one before. In a batch of several no sample is its own partner, each is a partner
+    once, and who meets whom depends on which samples the batch holds, not on their order in it.
+    """
+    ring = order.argsort(stable=True)
+    return torch.empty_like(ring).scatter_(0, ring, ring.roll(1))
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """Return values ``[n]`` in a shape that broadcasts with ``like`` ``[n, ...]``."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def _mixed_labels(parts: Parts, kept: Tensor, other: Tensor) -> Tensor | None:
+    """Return the shares of the classes, of which ``kept``, float64 ``[n]``, is the sample's own."""
+    if parts.labels is None:
+        return None
+    own, rest = (_per_sample(one.to(parts.labels.dtype), parts.labels) for one in (kept, 1 - kept))
+    return parts.labels * own + parts.labels[other] * rest
+
+
+@dataclass(frozen=True)
+class MixUp:
+    """Blend each sample with a partner: ``share * own + (1 - share) * partner``.
+
+    After Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: beyond empirical risk minimization" (ICLR
+    2018). uint8 images are rounded; float images behind ``Normalize`` are not.
+
+    Args:
+        alpha: the share is drawn from Beta(alpha, alpha) for each sample.
+        p: probability that a sample is blended.
+
+    Raises:
+        OptionsError: ``alpha`` is not positive, or ``p`` is no probability.
+    """
+
+    alpha: float = 0.2
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("alpha", self.alpha)
+        _check_share("p", self.p)
+
+    def count(self) -> int:
+        """Return 2: whether, and the share."""
+        return 2
+
+    def draw(self, generator: np.random.Generator) -> list[float]:
+        """Return whether (a uniform number) and the share."""
+        return [generator.random(), generator.beta(self.alpha, self.alpha)]
+
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
+        """Return the blended batch; BatchError if it has masks, which cannot be blended."""
+        if parts.mask is not None:
+            raise BatchError(
+                "MixUp blends images, and this batch has masks of pixels, which cannot be blended. "
+                "Use CutMix for masks."
+            )
+        other = partners(order)
+        share = torch.where(numbers[:, 0] < self.p, numbers[:, 1], 1.0)
+        given = parts.image.dtype
+        # Half precision would round the shares, so that they no longer add up to 1.
+        wide = torch.float64 if given == torch.float64 else torch.float32
+        image = parts.image.to(wide)
+        own, rest = (_per_sample(one, image).to(wide) for one in (share, 1 - share))
+        image = image[other] * rest + image * own
+        image = (image if given.is_floating_point else image.round()).to(given)
+        return replace(parts, image=image, labels=_mixed_labels(parts, share, other))
+
+
+@dataclass(frozen=True)
+class CutMix:
+    """Replace a rectangle of each sample by that of a partner; labels by the shares of the area.
+
+    After Yun et al., "CutMix: regularization strategy to train strong classifiers with localizable
+    features" (ICCV 2019), with torchvision's rectangle: its middle is anywhere in the image, and
+    what would be outside is cut off.
+
+    Args:
+        alpha: the share of the area that is kept is drawn from Beta(alpha, alpha) for each sample.
+        p: probability that a sample gets a rectangle.
+
+    Raises:
+        OptionsError: ``alpha`` is not positive, or ``p`` is no probability.
+    """
+
+    alpha: float = 1.0
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("alpha", self.alpha)
+        _check_share("p", self.p)
+
+    def count(self) -> int:
+        """Return 4: whether, the share, and the middle."""
+        return 4
+
+    def draw(self, generator: np.random.Generator) -> list[float]:
+        """Return whether, the share, and where the middle is in parts of the sides."""
+        share = generator.beta(self.alpha, self.alpha)
+        return [generator.random(), share, *generator.random(2)]
+
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
+        """Return the batch with rectangles, in images and masks."""
+        height, width = parts.image.shape[2:]
+        left, top, right, bottom = cut_boxes(numbers, height, width, p=self.p)
+        y = torch.arange(height, device=numbers.device)
+        x = torch.arange(width, device=numbers.device)
+        rows = (y >= top[:, None]) & (y < bottom[:, None])
+        columns = (x >= left[:, None]) & (x < right[:, None])
+        other = partners(order)
+        kept = 1 - ((right - left) * (bottom - top)).double() / (height * width)
+        choose = rows[:, :, None] & columns[:, None, :]
+        image = torch.where(choose[:, None], parts.image[other], parts.image)
+        mask = parts.mask
+        if mask is not None:
+            mask = torch.where(choose if mask.ndim == 3 else choose[:, None], mask[other], mask)
+        return replace(parts, image=image, mask=mask, labels=_mixed_labels(parts, kept, other))
+
+
+def cut_boxes(
+    numbers: Tensor, height: int, width: int, *, p: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return left, top, right and bottom of the rectangles to cut, int64 ``[n]`` each.
+
+    ``numbers`` is what `CutMix` drew, float64 ``[n, 4]``; without a rectangle all four are equal.
+    """
+    whether, share, across, down = numbers.unbind(1)
+    half = torch.where(whether < p, 0.5 * (1 - share).clamp(min=0).sqrt(), 0.0)
+    x, y = (across * width).long(), (down * height).long()
+    half_width, half_height = (half * width).long(), (half * height).long()
+    left, right = (x - half_width).clamp(min=0), (x + half_width).clamp(max=width)
+    top, bottom = (y - half_height).clamp(min=0), (y + half_height).clamp(max=height)
+    return left, top, right, bottom
+
+
+class OneOfMixes:
+    """Use one of several ways for each sample, chosen by chance.
+
+    Args:
+        steps: ways to mix, such as ``MixUp(0.8), CutMix()``.
+        weights: how often each is chosen, in any unit; equally often by default.
+        p: probability that a sample is mixed at all.
+
+    Raises:
+        OptionsError: there are not as many weights as ways, or they are not positive.
+    """
+
+    def __init__(
+        self, *steps: MixStep, weights: Sequence[float] | None = None, p: float = 1.0
+    ) -> None:
+        given = [1.0] * len(steps) if weights is None else [float(weight) for weight in weights]
+        if not steps or len(given) != len(steps):
+            raise OptionsError(
+                f"OneOfMixes got {len(steps)} ways to mix and {len(given)} weights; give one or "
+                "more ways, and a weight for each."
+            )
+        for weight in given:
+            _check_positive("a weight", weight)
+        _check_share("p", p)
+        self.steps, self.p = steps, p
+        self._bounds = [p * sum(given[: end + 1]) / sum(given) for end in range(len(given))]
+
+    def __repr__(self) -> str:
+        return f"OneOfMixes({', '.join(map(repr, self.steps))}, p={self.p})"
+
+    def count(self) -> int:
+        """Return the numbers of all ways, and one to choose between them."""
+        return 1 + sum(step.count() for step in self.steps)
+
+    def draw(self, generator: np.random.Generator) -> list[float]:
+        """Return the number that chooses, and those of all ways."""
+        numbers = [generator.random()]
+        for step in self.steps:
+            numbers += step.draw(generator)
+        return numbers
+
+    def mix(self, parts: Parts, numbers: Tensor, order: Tensor) -> Parts:
+        """Return the batch with each sample mixed in its way; BatchError as the ways raise it."""
+        out, start, low = parts, 1, 0.0
+        for step, high in zip(self.steps, self._bounds, strict=True):
+            own = numbers[:, start : start + step.count()]
+            chosen = (numbers[:, 0] >= low) & (numbers[:, 0] < high)
+            # Every way starts from the batch as it came, so partners are whole.
+            out = _where(chosen, step.mix(parts, own, order), out)
+            start, low = start + step.count(), high
+        return out
+
+
+def _where(chosen: Tensor, new: Parts, old: Parts) -> Parts:
+    def pick(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        if one is None or other is None:
+            return None
+        return torch.where(_per_sample(chosen, one), one, other)
+
+    image = torch.where(_per_sample(chosen, new.image), new.image, old.image)
+    return Parts(image=image, labels=pick(new.labels, old.labels), mask=pick(new.mask, old.mask))
+
+
+MixStep: TypeAlias = MixUp | CutMix | OneOfMixes
+"""One way to change a batch whose samples see each other: how many numbers it draws for each, the
+numbers, and what it makes of a batch by them. ``order``, int64 ``[n]``, decides who meets whom."""
+
+
+class _Places(NamedTuple):
+    """Where the fields are that mixing changes."""
+
+    fields: Fields
+    """Image and mask."""
+    labels: tuple[int | str, ...]
+    """Labels of whole images; none: to be found."""
+
+
+class Mixer:
+    """Runs steps on whole batches, wherever their fields are."""
+
+    def __init__(
+        self,
+        steps: tuple[MixStep, ...],
+        places: _Places,
+        num_classes: tuple[int | None, ...],
+        output: OutputForm | None = None,
+    ) -> None:
+        self.steps = steps
+        self.places = places
+        self.output = output or OutputForm()
+        self._num_classes = num_classes
+        self._stays = places.fields.stays
+
+    def check_classes(self, sample: Batch) -> None:
+        """Raise BatchError if a class of a sample is none of ``num_classes``.
+
+        It would train as if it had no label: so would -100, which a loss leaves out, as a share of
+        a mixture it cannot. On the device a look at it would have to wait.
+        """
+        if not self.steps or not any(self._num_classes):
+            return
+        image = find_fields(sample, self.places.fields, batched=False).image
+        places = self._label_places(sample, image)
+        for place, classes in zip(places, self._num_classes, strict=False):
+            value = get_field(sample, place) if has_field(sample, place) else None
+            if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+                value = value.item()
+            if classes is not None and isinstance(value, int | np.integer):
+                _check_class(int(value), classes, f"The label {place!r} of a sample")
+
+    def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
+        """Return a collated batch with its samples mixed.
+
+        By the numbers drawn for it, float64 ``[n, count]``, and a random number of each sample for
+        each step, int64 ``[n, steps]``. BatchError: a field has not the form that mixing needs.
+        """
+        with plain_tensors():
+            found = self._find(batch)
+            labels = self._find_labels(batch, found["image"])
+            image = get_field(batch, found["image"])
+            if not isinstance(image, Tensor) or image.ndim not in {3, 4}:
+                raise BatchError(
+                    f"Mixing needs a batch of images of one size, but the image field is "
+                    f"{describe(image)}."
+                )
+            if len(image) != len(numbers):
+                raise BatchError(
+                    f"The image field is {describe(image)}, but was drawn for {len(numbers)} "
+                    "samples. A collate_fn must keep the samples of a batch, in order."
+                )
+            form = _Form(image)
+            shares = [
+                self._shares(get_field(batch, place), classes, form.image.device)
+                for place, classes in zip(labels, self._num_classes, strict=False)
+            ]
+            self._check_beside(batch, {*found.values(), *labels}, form.image)
+            parts = _parts(batch, found, form.image, shares)
+            start = 0
+            for number, step in enumerate(self.steps):
+                own = numbers[:, start : start + step.count()]
+                parts = step.mix(parts, own, order[:, number])
+                start += step.count()
+            changed: dict[Location, object] = {found["image"]: form.restored(parts.image)}
+            if parts.mask is not None:
+                given = get_field(batch, found["mask"])
+                changed[found["mask"]] = _mask_restored(parts.mask, given)
+            if parts.labels is not None:
+                widths = [one.shape[1] for one in shares]
+                changed.update(zip(labels, torch.split(parts.labels, widths, 1), strict=True))
+            return put_fields(batch, changed)
+
+    def _find(self, batch: Batch) -> dict[str, Location]:
+        image, mask = find_fields(batch, self.places.fields, batched=True)
+        for name in _BOX_KEYS:
+            if isinstance(batch, Mapping) and name in batch and name not in self._stays:
+                raise BatchError(
+                    f"The batch holds {name!r}, which mixing would leave where they are while the "
+                    f"images change. Boxes are not mixed. If these are none: stays=[{name!r}]."
+                )
+        return {
+            "image": image,
+            **({} if mask is None else {"mask": _existing(batch, mask, "mask")}),
+        }
+
+    def _check_beside(self, batch: Batch, known: Collection[Location], image: Tensor) -> None:
+        """Raise BatchError if something of the images' size would not be mixed."""
+        mover = Mover(_name(self.steps[0]), takes_boxes=False)
+        size = image.shape[2], image.shape[3]
+        check_beside(batch, {*known, *self._stays}, size, mover, samples=len(image))
+
+    def _find_labels(self, batch: Batch, image: Location) -> Sequence[int | str]:
+        places = self._label_places(batch, image)
+        if not self.places.labels:
+            return places
+        return [_existing(batch, place, "label") for place in places]
+
+    def _label_places(self, item: Batch, image: Location) -> Sequence[int | str]:
+        if self.places.labels:
+            return list(self.places.labels)
+        if isinstance(item, Mapping):
+            return [key for key in _LABEL_KEYS if key in item][:1]
+        if isinstance(item, Sequence) and isinstance(image, int) and len(item) > image + 1:
+            return [image + 1]
+        return []
+
+    @staticmethod
+    def _shares(labels: object, num_classes: int | None, device: torch.device) -> Tensor:
+        if not isinstance(labels, Tensor) or labels.ndim not in {1, 2}:
+            raise BatchError(
+                f"The labels are {describe(labels)}. Mixing needs classes [n] or one-hot rows "
+                "[n, classes]; say where they are with label=<key or index>."
+            )
+        if labels.ndim == 2:
+            return labels.float()
+        if labels.is_floating_point():
+            dtype = str(labels.dtype).removeprefix("torch.")
+            raise BatchError(
+                f"The labels are {describe(labels)}, numbers of {dtype}. Classes are integers: "
+                "have the dataset return int(label). One number for each sample to regress on is "
+                "mixed as rows of one, [n, 1]: torch.tensor([value])."
+            )
+        if num_classes is None:
+            raise BatchError(
+                f"The labels are {describe(labels)}. To mix classes their number is needed: "
+                "mixed(..., num_classes=10)."
+            )
+        if labels.device.type == "cpu" and len(labels):
+            for value in labels.long().aminmax():
+                _check_class(int(value), num_classes, "A label of the batch")
+        # By comparison: one_hot would ask the device for the largest class.
+        return (labels[:, None] == torch.arange(num_classes, device=device)).float()
+
+
+def _check_class(value: int, classes: int, what: str) -> None:
+    if not 0 <= value < classes:
+        raise BatchError(
+            f"{what} is class {value}, but num_classes={classes} means classes 0 to {classes - 1}. "
+            "What has no class cannot be mixed: leave such samples out of the dataset."
+        )
+
+
+def _existing(batch: Batch, place: int | str, name: str) -> int | str:
+    if not has_field(batch, place):
+        raise BatchError(f"There is no field {place!r} (given as {name}=) in {describe(batch)}.")
+    return place
+
+
+def _parts(
+    batch: Batch, found: Mapping[str, Location], image: Tensor, shares: Sequence[Tensor]
+) -> Parts:
+    given = {name: get_field(batch, place) for name, place in found.items()}
+    return Parts(
+        image=image,
+        labels=torch.cat(list(shares), 1) if shares else None,
+        mask=_mask_parts(given["mask"], image) if "mask" in given else None,
+    )
+
+
+class _Form:
+    """The images of a batch as ``[n, C, H, W]``, and the way back to how they came."""
+
+    def __init__(self, image: Tensor) -> None:
+        self._gray = image.ndim == 3
+        self._last = image.ndim == 4 and not channels_first(tuple(image.shape[1:]))
+        image = image[:, None] if self._gray else image
+        last = image.is_contiguous(memory_format=torch.channels_last)
+        keeps = last and not image.is_contiguous()
+        self._format = torch.channels_last if keeps else torch.contiguous_format
+        self.image = image.permute(0, 3, 1, 2) if self._last else image
+
+    def restored(self, image: Tensor) -> Tensor:
+        if self._gray:
+            return image[:, 0]
+        if self._last:
+            return image.permute(0, 2, 3, 1).contiguous()
+        # Nothing is copied where a step has kept it.
+        return image.contiguous(memory_format=self._format)
+
+
+def _mask_parts(mask: object, image: Tensor) -> Tensor:
+    size = tuple(image.shape[2:])
+    if isinstance(mask, Tensor) and mask.ndim in {3, 4}:
+        if tuple(mask.shape[1:3]) == size:
+            return mask if mask.ndim == 3 else mask.permute(0, 3, 1, 2)
+        if tuple(mask.shape[2:]) == size:
+            return mask
+    raise BatchError(
+        f"The masks are {describe(mask)} beside images of {size[0]} x {size[1]} pixels. Mixing "
+        "needs masks of the size of the images."
+    )
+
+
+def _mask_restored(mask: Tensor, given: Tensor) -> Tensor:
+    same = tuple(mask.shape) == tuple(given.shape)
+    return mask if same else mask.permute(0, 2, 3, 1).contiguous()
+
+
+def repeated_key(key: SampleKey, repeats: int, number: int) -> SampleKey:
+    """Return the key of one augmentation of a sample, as if the dataset were so much longer."""
+    return key._replace(index=key.index * repeats + number)
+
+
+def repeat_batch(batch: Batch, samples: int, repeats: int) -> Batch:
+    """Return a batch in which every sample stands ``repeats`` times, one after the other."""
+    if not isinstance(batch, Mapping | list | tuple):
+        return repeat_entries(batch, samples, repeats)
+    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return put_fields(batch, {at: repeat_entries(one, samples, repeats) for at, one in entries})
+
+
+def repeat_entries(field: Batch, samples: int, repeats: int) -> Batch:
+    """Return a field with each entry ``repeats`` times; a field of no entries as it is."""
+    if isinstance(field, Tensor) and field.ndim and len(field) == samples:
+        return field.repeat_interleave(repeats, 0)
+    if isinstance(field, list | tuple) and len(field) == samples:
+        return [one for one in field for _ in range(repeats)]
+    return field
+
+
+def mixed(
+    *steps: object,
+    image: int | str | None = None,
+    mask: int | str | None = None,
+    stays: int | str | Sequence[int | str] = (),
+    label: int | str | Sequence[int | str] | None = None,
+    num_classes: int | Sequence[int | None] | None = None,
+    repeats: int = 1,
+    same_pixels: bool = False,
+    out: str | None = None,
+    channels_last: bool = False,
+) -> MixedTransform:
+    """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
+
+    For example ``FastDataModule(augment=mixed(compose, CutMix(), num_classes=10))``. What is drawn
+    for a sample depends on ``(seed, epoch, dataset index)`` alone; who it is mixed with, also on
+    which samples are in its batch, not on their order.
+
+    Args:
+        steps: an ``A.Compose`` first, if there is one; then ``MixUp``, ``CutMix`` or
+            ``OneOfMixes``, in the order in which they run.
+        image: key or index of the image in a sample and in a batch; None finds it.
+        mask: key or index of the mask; None takes the key ``"mask"`` where there is one.
+        stays: what is left as it is, as :func:`as_batch_transform` takes it.
+        label: key or index of the labels: classes ``[n]`` or one-hot ``[n, classes]``; they become
+            shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
+            ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
+            Several, for a model with several heads, are a list.
+        num_classes: number of classes; needed where labels are not one-hot. For several labels a
+            list, one entry for each.
+        repeats: augmentations of each sample in a batch, which then has so many times as many
+            samples as the loader's ``batch_size``. A sample is read once for all of them, and a
+            ``collate_fn`` gets them all.
+        same_pixels: as :func:`as_batch_transform` takes it.
+        out: the same; images are mixed as the pipeline makes them, and then converted.
+        channels_last: the same.
+
+    Raises:
+        TransformError: nothing to mix with was given, or a pipeline that is not the first, or one
+            that transforms what the mixing would leave as it is: boxes, keypoints or additional
+            targets.
+        OptionsError: ``repeats`` is below 1, there are not as many ``num_classes`` as labels, or
+            ``out`` is no dtype.
+    """
+    output = output_form(out, channels_last=channels_last)
+    if repeats < 1:
+        raise OptionsError(f"repeats is {repeats}; give the augmentations per sample, at least 1.")
+    rest = list(steps)
+    pipeline = None
+    if rest and not isinstance(rest[0], MixStep):
+        first = as_batch_transform(
+            rest.pop(0), image=image, mask=mask, stays=stays, same_pixels=same_pixels
+        )
+        if not isinstance(first, BatchTransform):
+            raise TransformError(
+                f"{first.name} comes before what mixes, and only an albumentations Compose can. "
+                "Register a callable by itself, behind the mixing."
+            )
+        output = output if output.converts else first.form
+        check_form(output, first.compose)
+        pipeline = copy.copy(first)
+        pipeline.form = OutputForm()  # What it makes is mixed before it is converted.
+    mixes = tuple(step for step in rest if isinstance(step, MixStep))
+    wrong = [step for step in rest if not isinstance(step, MixStep)]
+    if wrong or (not rest and repeats == 1):
+        what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
+        raise TransformError(
+            f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
+            "MixUp, CutMix or OneOfMixes."
+        )
+    if pipeline is not None and mixes:
+        _check_all_is_mixed(pipeline)
+    labels = listed(label)
+    counts = listed(num_classes) or (None,) * max(1, len(labels))
+    if len(counts) != max(1, len(labels)):
+        raise OptionsError(
+            f"num_classes={num_classes!r} for label={label!r}: give one number for each label, in "
+            "the same order; None for one that is one-hot."
+        )
+    fields = Fields(image=image, mask=mask, stays=listed(stays))
+    places = _Places(fields=fields, labels=labels)
+    return MixedTransform(pipeline, Mixer(mixes, places, counts, output), repeats)
+
+
+def _check_all_is_mixed(pipeline: BatchTransform) -> None:
+    """Refuse to mix images whose keypoints, boxes or further images would stay behind."""
+    names = {"bboxes": "boxes", "keypoints": "keypoints"}
+    moved = [what for name, what in names.items() if name in pipeline.compose.processors]
+    others = sorted(pipeline.compose.additional_targets)
+    moved += [f"the additional targets {', '.join(others)}"] if others else []
+    if moved:
+        raise TransformError(
+            f"The pipeline transforms {' and '.join(moved)}, which cannot be mixed, so that they "
+            "would no longer belong to their images. Only repeats leave them alone."
+        )
+
+
+class MixedTransform:
+    """An Albumentations pipeline or none, and what mixes the batch behind it; see :func:`mixed`.
+
+    Attributes:
+        pipeline: what runs on each sample before the mixing, or None.
+        repeats: how often each sample of the loader is in a batch.
+    """
+
+    starts_in_worker = True
+    switch: PlaceSwitch | None = None
+    defers = True
+
+    def __init__(self, pipeline: BatchTransform | None, mixer: Mixer, repeats: int = 1) -> None:
+        self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
+        self.pipeline = pipeline
+        self.repeats = repeats
+        self._mixer = mixer
+
+    @property
+    def compose(self) -> Node | None:
+        """The ``A.Compose`` that runs before the mixing, or None."""
+        return None if self.pipeline is None else self.pipeline.compose
+
+    def redrawn(self) -> tuple[str, ...]:
+        """Return the operations of which a device makes other pixels of the same distribution."""
+        return () if self.pipeline is None else self.pipeline.redrawn()
+
+    def check_sample(self, sample: Batch) -> None:
+        """Raise BatchError if a sample of the dataset holds no image that can be read."""
+        if self.pipeline is not None:
+            self.pipeline.check_sample(sample)
+        else:
+            find_fields(sample, self._mixer.places.fields, batched=False)
+
+    def for_samples(self, samples: Iterable[Any]) -> MixedTransform:
+        """Return the transform for a dataset, of which these are samples from all over it."""
+        pipeline = None if self.pipeline is None else self.pipeline.for_samples(samples)
+        return MixedTransform(pipeline, self._mixer, self.repeats)
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return the pipeline, and what mixes."""
+        return (self.compose, *self._mixer.steps)
+
+    def renewed(self) -> MixedTransform:
+        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
+        pipeline = None if self.pipeline is None else self.pipeline.renewed()
+        if pipeline is self.pipeline:
+            return self
+        return MixedTransform(pipeline, self._mixer, self.repeats)
+
+    def in_worker(self, *, on_device: bool) -> MixedWorker:
+        """Return the part that runs on each sample in the side process."""
+        inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
+        return MixedWorker(inner, self._mixer, self.repeats)
+
+    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
+        """Run the pipeline, then the mixing; BatchError if a field has not the form it needs."""
+        if draws is None:
+            return batch
+        if self.pipeline is not None:
+            batch = self.pipeline.apply(batch, draws)
+        return _mix(self._mixer, batch, draws)
+
+    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
+        """Draw and apply in one go, for a batch of another loader."""
+        if self.repeats > 1:
+            batch = repeat_batch(batch, len(self._images(batch)), self.repeats)
+            key = repeated_key(key, self.repeats, 0)
+        if self.pipeline is not None:
+            batch = self.pipeline.apply_unprepared(batch, key)
+        images = self._images(batch)
+        keys = [key._replace(index=key.index + row) for row in range(len(images))]
+        drawn = [draw_numbers(self._mixer.steps, own) for own in keys]
+        return _mix(self._mixer, batch, _pack(drawn).to(images.device, True))
+
+    def _images(self, batch: Batch) -> Tensor:
+        found = find_fields(batch, self._mixer.places.fields, batched=True)
+        images: Tensor = get_field(batch, found.image)
+        return images
+
+    def explain(self) -> str:
+        """Return where each operation runs and why, as text."""
+        placed = () if self.pipeline is None else self.pipeline.plan.placements
+        rows = [(row.name, row.where, row.why) for row in placed]
+        steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
+        if self.repeats > 1:
+            steps.insert(0, ("repeats", "worker", f"{self.repeats} augmentations of each sample"))
+        return table(rows + steps)
+
+
+class MixedWorker:
+    """The part of a mixed transform that runs on each sample; picklable."""
+
+    needs_batches = True
+
+    def __init__(self, inner: ComposeWorker | None, mixer: Mixer, repeats: int = 1) -> None:
+        self._inner = inner
+        self._mixer = mixer
+        self.repeats = repeats
+
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
+        """Return the sample as the worker leaves it, and what was drawn for it.
+
+        With repeats, these are a list of samples and a list of draws.
+        """
+        if self.repeats == 1:
+            return self._once(sample, key)
+        keys = [repeated_key(key, self.repeats, number) for number in range(self.repeats)]
+        each = [self._once(sample, own) for own in keys]
+        return [one for one, _ in each], [drawn for _, drawn in each]
+
+    def _once(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
+        self._mixer.check_classes(sample)
+        tape: Tape | None = None
+        if self._inner is not None:
+            sample, tape = self._inner(sample, key)
+        return sample, (tape, draw_numbers(self._mixer.steps, key))
+
+    def _each(self, drawn: Sequence[Any]) -> list[Any]:
+        return list(drawn) if self.repeats == 1 else [one for each in drawn for one in each]
+
+    def collate(self, drawn: Sequence[Any]) -> Draws:
+        """Return what was drawn for a batch, packed in the order of its samples."""
+        each = self._each(drawn)
+        numbers = [own for _, own in each]
+        if self._inner is None:
+            return _pack(numbers)
+        return self._inner.collate([tape for tape, _ in each], stack_drawn(numbers))
+
+    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
+        """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        tapes = [tape for tape, _ in self._each(drawn)]
+        return self._inner is None or self._inner.stacks(self._each(samples), tapes, batch)
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return samples of which only the mixing waits for the device, and what it drew."""
+        if self._inner is None:
+            return list(samples), list(drawn)
+        tapes, numbers = zip(*self._each(drawn), strict=True)
+        done, left = self._inner.finish_each(self._each(samples), tapes)
+        each = list(zip(left, numbers, strict=True))
+        if self.repeats == 1:
+            return done, each
+        firsts = range(0, len(done), self.repeats)
+        return [done[at : at + self.repeats] for at in firsts], [
+            each[at : at + self.repeats] for at in firsts
+        ]
+
+    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
+        """Return a batch that was collated here, mixed; for where nothing runs on the device."""
+        return _mix(self._mixer, batch, _pack([numbers for _, numbers in self._each(drawn)]))
+
+
+def _mix(mixer: Mixer, batch: Batch, draws: Draws) -> Batch:
+    if mixer.steps:
+        numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
+        batch = mixer.mix(batch, numbers, order)
+    with plain_tensors():
+        return convert_images(batch, mixer.places.fields, {}, mixer.output)
+
+
+def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:
+    """Return all numbers of one sample: those of the steps, and one to find partners by per step.
+
+    They belong to the key, and to no other key; the pipeline's own draws are independent of them.
+    """
+    text = b"mixing %d,%d,%d" % key
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(digest, np.uint64)))
+    numbers: list[float] = []
+    order = []
+    for step in steps:
+        order.append(int(generator.integers(0, 2**63, dtype=np.uint64)))
+        numbers += step.draw(generator)
+    return numbers, order
+
+
+def stack_drawn(drawn: Sequence[tuple[list[float], list[int]]]) -> dict[str, np.ndarray]:
+    """Return the numbers of a batch: float64 ``[n, count]`` and int64 ``[n, steps]``."""
+    return {
+        _NUMBERS: np.array([numbers for numbers, _ in drawn], np.float64).reshape(len(drawn), -1),
+        _ORDER: np.array([order for _, order in drawn], np.int64).reshape(len(drawn), -1),
+    }
+
+
+def _pack(drawn: Sequence[tuple[list[float], list[int]]]) -> Draws:
+    return compile_tapes([{}] * len(drawn), beside=stack_drawn(drawn))
+
+
+def _name(step: MixStep) -> str:
+    return type(step).__name__
