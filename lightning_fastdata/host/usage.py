@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
@@ -33,6 +33,15 @@ class ReadBytes(NamedTuple):
     storage_bytes: int
     """What was fetched from storage (``read_bytes``): the file cache serves the rest. Network file
     systems may count nothing here."""
+
+
+class Schedule(NamedTuple):
+    """What the scheduler gave a thread since it began, in nanoseconds."""
+
+    ran_ns: int
+    """On a CPU."""
+    queued_ns: int
+    """Ready to run, but without a CPU."""
 
 
 class CpuUse(NamedTuple):
@@ -64,8 +73,8 @@ class HostUsage:
     """What this process and its workers have read, by process number."""
     cpu: CpuUse | None = None
     """Of the machine, and of this process with its workers."""
-    queued_ns: int | None = None
-    """Time in which the workers that are alive were ready but without a CPU, together."""
+    schedules: Mapping[int, Schedule] = field(default_factory=dict)
+    """Of the main threads of this process and its workers, by process number."""
     shm_used_share: float | None = None
     """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
 
@@ -156,10 +165,10 @@ def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse 
     return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
 
 
-def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
-    """Nanoseconds in which main threads of processes were ready but without a CPU, together."""
-    texts = [_text_of(process, "schedstat", root).split() for process in processes]
-    return _sum(int(text[1]) for text in texts if len(text) > 1)
+def read_schedules(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, Schedule]:
+    """Return what main threads of processes had of CPUs, by number; without what is not counted."""
+    texts = {each: _text_of(each, "schedstat", root).split() for each in processes}
+    return {each: Schedule(int(t[0]), int(t[1])) for each, t in texts.items() if len(t) > 1}
 
 
 def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
@@ -239,7 +248,7 @@ def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/
         throttling=read_cpu_throttling(root=root),
         read=read_io(processes, root=root),
         cpu=read_cpu_use(processes, root=root),
-        queued_ns=read_queued(workers, root=root),
+        schedules=read_schedules(processes, root=root),
         shm_used_share=_used_share(root / "dev" / "shm"),
     )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import (
+    Schedule,
     read_device_usage,
     read_host_usage,
     read_memory_together,
+    read_schedules,
     worker_processes,
 )
 
@@ -86,13 +90,23 @@ def host_evidence(
         others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
         found["other_cpus"] = max(0.0, others_s) / seconds
         found["machine_cpus"] = end.cpu.cpus
-    if end.queued_ns is not None and end.workers and seconds > 0:
-        # Of workers that are alive at the end; those that began in between lived less long.
-        found["workers_queued_share"] = min(1.0, end.queued_ns / 1e9 / (end.workers * seconds))
+    found["queued_share"] = queued_share(begin.schedules, end.schedules)
     if device_begin is not None and device_end is not None:
         found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
         found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
     return _known(found)
+
+
+def queued_share(begin: Mapping[int, Schedule], end: Mapping[int, Schedule]) -> float | None:
+    """Return how much of the time in which threads were ready to run they had no CPU, 0 to 1.
+
+    By process number; who was not there at the begin has begun since. None: nothing is counted.
+    """
+    none = Schedule(0, 0)
+    since = [(now, begin.get(process, none)) for process, now in end.items()]
+    queued = sum(max(0, now.queued_ns - old.queued_ns) for now, old in since)
+    ran = sum(max(0, now.ran_ns - old.ran_ns) for now, old in since)
+    return queued / (queued + ran) if queued + ran > 0 else None
 
 
 def full_in_s(held: Sequence[tuple[float, int]], *, room_bytes: int) -> float | None:
@@ -142,6 +156,8 @@ _FEWEST_READINGS: Final = 3
 _LEAST_RISE: Final = 1e-3
 """Of the room that is left: less is no danger."""
 _MOST_READINGS: Final = 300
+_LOOK_EACH_S: Final = 0.5
+"""Workers may be gone when the machine is read for the next time."""
 _REST: Final = 1000
 """A reading that took a second is made again after so many: a thousandth of the time is spent."""
 
@@ -166,7 +182,9 @@ class HostMeter:
         self._held: list[tuple[float, int]] = []
         """Seconds, and bytes that tensors took on the device then, at each so many readings."""
         self._readings, self._each = 0, 1
-        self._due_s = self._memory_due_s = clock_s()
+        self._due_s = self._memory_due_s = self._look_due_s = clock_s()
+        self._schedules = dict(self._newest.schedules)
+        """The newest of all workers, also of those that have ended."""
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
         """Return the scalars since the last call that returned some; empty if it is too early."""
@@ -199,8 +217,16 @@ class HostMeter:
             found |= _known({"device_full_in_s": full_s})
         return found
 
+    def step_ended(self) -> None:
+        """Look, now and then, at what CPUs this process and its workers had."""
+        if self._clock_s() >= self._look_due_s:
+            self._schedules |= read_schedules([os.getpid(), *self._workers()])
+            self._look_due_s = self._clock_s() + _LOOK_EACH_S
+
     def _read(self) -> None:
-        self._newest = read_host_usage(self._workers(), at_s=self._clock_s())
+        newest = read_host_usage(self._workers(), at_s=self._clock_s())
+        self._schedules |= newest.schedules
+        self._newest = replace(newest, schedules=dict(self._schedules))
         self._device_newest = device = read_device_usage(self._device)
         if device is None:
             return

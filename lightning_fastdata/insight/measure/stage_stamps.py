@@ -173,10 +173,10 @@ class StageStamps:
                 found[name] = found.get(name, 0.0) + ms * per_step
         return found
 
-    def summary(self) -> WaitCauses | None:
-        """Return why batches were late, or None without stamps."""
+    def summary(self, *, spikes: int = 0) -> WaitCauses | None:
+        """Return why batches were late, without so many of the longest waits; None: no stamps."""
         source = self.slowest()
-        return None if source is None else source.summary(self._path_of)
+        return None if source is None else source.summary(self._path_of, spikes=spikes)
 
     def loader_waits(self) -> tuple[LoaderWait, ...]:
         """Return what each of several loaders costs, in their order; empty where there is one."""

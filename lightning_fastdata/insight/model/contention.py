@@ -35,8 +35,13 @@ def part_shares(e: Evidence) -> dict[str, float]:
 
 def runqueue_share(e: Evidence) -> float:
     """Return how much of the wait, or of the workers' time, is spent ready but without a CPU."""
-    of_workers = e.workers_queued_share if e.runqueue_share is None else e.runqueue_share
-    return max(queued_share(e), of_workers or 0.0)
+    return max(queued_share(e), e.runqueue_share or 0.0, e.queued_share or 0.0)
+
+
+def alone_wait_ms(e: Evidence) -> float:
+    """Return what would be waited for a batch if nobody had to wait for a CPU; a bound."""
+    made_ms = (e.step_ms or 0.0) * (1 - min(1.0, runqueue_share(e)))
+    return max(0.0, made_ms - (e.step_ms or 0.0) + (e.wait_ms or 0.0))
 
 
 def queued_share(e: Evidence) -> float:
@@ -84,7 +89,8 @@ def crowded(e: Evidence) -> bool:
     if not e.stalls or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
         return False
     if e.setup is None and e.machine_cpus and e.other_cpus is not None:
-        return e.other_cpus >= _MUCH * e.machine_cpus
+        mine = e.workers == 0 or alone_wait_ms(e) > _OTHERS_MOST * (e.wait_ms or 0.0)
+        return e.other_cpus >= _MUCH * e.machine_cpus and not mine
     if e.setup is None or overcommitted(e) or not e.costs or not e.wait_ms:
         return False
     alone = scaled(e.costs, handover=_HANDED_OVER_ALONE)

@@ -60,13 +60,14 @@ def _store(e: Evidence) -> Finding | None:
         f"{cause}, while waiting for data costs {e.stall_share or 0.0:.0%} of each step",
         "larger object stores (ray start --object-store-memory, in bytes), smaller batches or "
         "fewer actors; and let other programs of the cluster drop what they hold",
-        leave_alone="the network: what is read from disk again looks like it",
+        remedies.without(e, e.stall_ms),
+        "the network: what is read from disk again looks like it",
     )
 
 
 def _few_actors(e: Evidence) -> Finding | None:
     now, seen = e.setup, e.remote
-    if not e.stalls or e.tuned or now is None or seen is None:
+    if not e.stalls or "num_workers" in e.closed or now is None or seen is None:
         return None
     wanted = remedies.best_workers(e)
     if wanted is None:
@@ -81,7 +82,7 @@ def _few_actors(e: Evidence) -> Finding | None:
         f"{now.workers} actors{busy} make batches more slowly than the training takes them, which "
         f"costs {e.stall_share or 0.0:.0%} of each step; the cluster has {seen.free_cpus:g} CPUs "
         "free",
-        remedies.options_text(now, wanted),
+        remedies.advised(now, wanted, gain),
         gain,
         "the network: it is not what is waited for",
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
@@ -27,6 +30,10 @@ _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
 FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
 LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
+_MAKING_LOADERS: Final = Activity("epoch_starts", "making loaders")
+_GARBAGE: Final = Activity("gc")
+_FULL_PAUSES: Final = 1
+"""Collections of younger generations are too short to be counted, and too many."""
 _OF_STEPS: Final = {
     "batch_to_device": Activity("transfer"),
     "on_after_batch_transfer": Activity("augment"),
@@ -61,6 +68,7 @@ class WallWatch:
         self._of_steps = {**_OF_STEPS, step: Activity("compute")}
         self._trainer = trainer
         self._ours = ours
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._epoch_start = FIRST_EPOCH
         self._starting = True
         self._interrupted = _OTHER
@@ -68,6 +76,8 @@ class WallWatch:
     def restart(self) -> None:
         """Begin anew where the training begins, after what tuners ran before it."""
         self.clock.forget()
+        self.stop()
+        gc.callbacks.append(self.collected)
         self._next_epoch(FIRST_EPOCH)
 
     def _next_epoch(self, start: Activity) -> None:
@@ -90,6 +100,11 @@ class WallWatch:
         if self.clock.state is _VALIDATION:
             self.clock.turn_to(self._interrupted)
 
+    def stop(self) -> None:
+        """Hear no more of the garbage collector."""
+        if self.collected in gc.callbacks:
+            gc.callbacks.remove(self.collected)
+
     def ended(self) -> None:
         """No more steps come."""
         self.clock.turn_to(_OTHER)
@@ -100,6 +115,8 @@ class WallWatch:
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
             return _nothing, partial(self._next_epoch, LATER_EPOCHS)
+        if last == "train_dataloader":
+            return self._making_loaders, self._made_loaders
         if last == self._fetches:
             return self._wait_began, self._wait_ended
         if last == "val_next":
@@ -112,6 +129,23 @@ class WallWatch:
             activity = self._of_callback(owner.removeprefix("[Callback]"), last)
             return None if activity is None else self._entering(activity)
         return self._of_module(last) if owner.startswith("[LightningModule]") else None
+
+    def _making_loaders(self) -> None:
+        # Those of the first epoch belong to the setup.
+        self.clock.enter(_MAKING_LOADERS if self.clock.state is LATER_EPOCHS else self.clock.state)
+
+    def _made_loaders(self) -> None:
+        self.clock.leave()
+
+    def collected(self, phase: str, info: Mapping[str, int]) -> None:
+        """Note that the garbage collector begins or ends; see ``gc.callbacks``."""
+        ours = threading.get_ident() == self._thread and os.getpid() == self._process
+        if not ours or info["generation"] < _FULL_PAUSES:
+            return
+        if phase == "start":
+            self.clock.enter(_GARBAGE)
+        else:
+            self.clock.leave()
 
     def _entering(self, activity: Activity) -> Listener:
         return partial(self.clock.enter, activity), self.clock.leave
@@ -255,6 +289,7 @@ class Recording:
 
     def stop(self) -> None:
         """Take no more stamps."""
+        self.wall.stop()
         for meter in self.meters:
             meter.stamps.stop()
 
