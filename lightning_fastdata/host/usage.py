@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
@@ -33,15 +33,6 @@ class ReadBytes(NamedTuple):
     storage_bytes: int
     """What was fetched from storage (``read_bytes``): the file cache serves the rest. Network file
     systems may count nothing here."""
-
-
-class Schedule(NamedTuple):
-    """What the scheduler gave a thread since it began, in nanoseconds."""
-
-    ran_ns: int
-    """On a CPU."""
-    queued_ns: int
-    """Ready to run, but without a CPU."""
 
 
 class CpuUse(NamedTuple):
@@ -73,8 +64,6 @@ class HostUsage:
     """What this process and its workers have read, by process number."""
     cpu: CpuUse | None = None
     """Of the machine, and of this process with its workers."""
-    schedules: Mapping[int, Schedule] = field(default_factory=dict)
-    """Of the main threads of this process and its workers, by process number."""
     shm_used_share: float | None = None
     """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
 
@@ -165,10 +154,10 @@ def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse 
     return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
 
 
-def read_schedules(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, Schedule]:
-    """Return what main threads of processes had of CPUs, by number; without what is not counted."""
+def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, int]:
+    """Nanoseconds in which main threads were ready to run without a CPU, by process, if counted."""
     texts = {each: _text_of(each, "schedstat", root).split() for each in processes}
-    return {each: Schedule(int(t[0]), int(t[1])) for each, t in texts.items() if len(t) > 1}
+    return {each: int(text[1]) for each, text in texts.items() if len(text) > 1}
 
 
 def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
@@ -248,7 +237,6 @@ def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/
         throttling=read_cpu_throttling(root=root),
         read=read_io(processes, root=root),
         cpu=read_cpu_use(processes, root=root),
-        schedules=read_schedules(processes, root=root),
         shm_used_share=_used_share(root / "dev" / "shm"),
     )
 

@@ -217,7 +217,7 @@ def test_the_summary_tells_the_finding_the_gain_and_the_remedy():
     assert "DATA-BOUND   the GPU waits 41% of each step (32.1 of 78.0 ms)" in text
     assert "821 samples/s in a step  ·  1394 if data were free  ·  1.70x to gain" in text
     assert "num_workers 4 -> 7" in text
-    assert "[FD102]" in text
+    assert "[too few workers, FD102]" in text
 
 
 def test_the_summary_tells_two_remedies_at_most_and_paths_by_their_last_parts():

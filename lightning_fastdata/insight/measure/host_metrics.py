@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import (
-    Schedule,
     read_device_usage,
     read_host_usage,
     read_memory_together,
-    read_schedules,
+    read_queued,
     worker_processes,
 )
 
@@ -90,23 +88,34 @@ def host_evidence(
         others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
         found["other_cpus"] = max(0.0, others_s) / seconds
         found["machine_cpus"] = end.cpu.cpus
-    found["queued_share"] = queued_share(begin.schedules, end.schedules)
     if device_begin is not None and device_end is not None:
         found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
         found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
     return _known(found)
 
 
-def queued_share(begin: Mapping[int, Schedule], end: Mapping[int, Schedule]) -> float | None:
-    """Return how much of the time in which threads were ready to run they had no CPU, 0 to 1.
+class Queued(NamedTuple):
+    """When a process was seen for the first and for the last time, and how it had queued by then.
 
-    By process number; who was not there at the begin has begun since. None: nothing is counted.
+    Times in seconds; it queued while it was ready to run and had no CPU.
     """
-    none = Schedule(0, 0)
-    since = [(now, begin.get(process, none)) for process, now in end.items()]
-    queued = sum(max(0, now.queued_ns - old.queued_ns) for now, old in since)
-    ran = sum(max(0, now.ran_ns - old.ran_ns) for now, old in since)
-    return queued / (queued + ran) if queued + ran > 0 else None
+
+    first_s: float
+    first_queued_s: float
+    last_s: float
+    last_queued_s: float
+
+
+def queued_share(seen: Mapping[int, Queued], own: int) -> float | None:
+    """Return the part of its time in which what loads had no CPU; None: seen for no time.
+
+    ``own`` is the training process, which loads where there is no worker.
+    """
+    workers = [each for process, each in seen.items() if process != own]
+    loading = workers or list(seen.values())
+    lasted_s = sum(each.last_s - each.first_s for each in loading)
+    queued_s = sum(each.last_queued_s - each.first_queued_s for each in loading)
+    return min(1.0, queued_s / lasted_s) if lasted_s > 0 else None
 
 
 def full_in_s(held: Sequence[tuple[float, int]], *, room_bytes: int) -> float | None:
@@ -156,7 +165,7 @@ _FEWEST_READINGS: Final = 3
 _LEAST_RISE: Final = 1e-3
 """Of the room that is left: less is no danger."""
 _MOST_READINGS: Final = 300
-_LOOK_EACH_S: Final = 0.5
+_LOOK_EACH_S: Final = 0.25
 """Workers may be gone when the machine is read for the next time."""
 _REST: Final = 1000
 """A reading that took a second is made again after so many: a thousandth of the time is spent."""
@@ -183,8 +192,8 @@ class HostMeter:
         """Seconds, and bytes that tensors took on the device then, at each so many readings."""
         self._readings, self._each = 0, 1
         self._due_s = self._memory_due_s = self._look_due_s = clock_s()
-        self._schedules = dict(self._newest.schedules)
-        """The newest of all workers, also of those that have ended."""
+        self._queued: dict[int, Queued] = {}
+        """By process; also of workers that have ended."""
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
         """Return the scalars since the last call that returned some; empty if it is too early."""
@@ -212,6 +221,7 @@ class HostMeter:
         if self._newest is self._began:
             self._read()
         found = host_evidence(self._began, self._newest, self._device_began, self._device_newest)
+        found |= _known({"queued_share": queued_share(self._queued, os.getpid())})
         if self._device_newest is not None:
             full_s = full_in_s(self._held, room_bytes=self._device_newest.never_used_bytes)
             found |= _known({"device_full_in_s": full_s})
@@ -220,13 +230,18 @@ class HostMeter:
     def step_ended(self) -> None:
         """Look, now and then, at what CPUs this process and its workers had."""
         if self._clock_s() >= self._look_due_s:
-            self._schedules |= read_schedules([os.getpid(), *self._workers()])
-            self._look_due_s = self._clock_s() + _LOOK_EACH_S
+            self._look()
+
+    def _look(self) -> None:
+        now_s = self._clock_s()
+        for process, queued_ns in read_queued([os.getpid(), *self._workers()]).items():
+            first = self._queued.get(process, Queued(now_s, queued_ns / 1e9, 0.0, 0.0))
+            self._queued[process] = first._replace(last_s=now_s, last_queued_s=queued_ns / 1e9)
+        self._look_due_s = now_s + _LOOK_EACH_S
 
     def _read(self) -> None:
-        newest = read_host_usage(self._workers(), at_s=self._clock_s())
-        self._schedules |= newest.schedules
-        self._newest = replace(newest, schedules=dict(self._schedules))
+        self._look()
+        self._newest = read_host_usage(self._workers(), at_s=self._clock_s())
         self._device_newest = device = read_device_usage(self._device)
         if device is None:
             return

@@ -118,7 +118,7 @@ class Finding:
     @property
     def family(self) -> str:
         """What people know such causes by, e.g. ``"slow storage"``."""
-        return next((name for name, codes in FAMILIES.items() if self.code in codes.split()), "")
+        return family_of(self.code)
 
 
 FAMILIES: Final = {
@@ -138,6 +138,11 @@ FAMILIES: Final = {
     "uneven shares": "FD316 FD325 FD327 FD328 FD330",
 }
 """What is shown of a code -> the codes that it stands for."""
+
+
+def family_of(code: str) -> str:
+    """Return what people know the cause of a code by; empty: there is no such code."""
+    return next((name for name, codes in FAMILIES.items() if code in codes.split()), "")
 
 
 def costs_much(stall_ms: float, share: float) -> bool:

@@ -47,6 +47,9 @@ RULES: Final[tuple[Rule[Evidence], ...]] = tuple(
         key=lambda rule: (rule.after or rule.code, rule.code),
     )
 )
+TITLES: Final[dict[str, str]] = {rule.code: rule.title for rule in reversed(RULES)}
+TITLES.update((rule.code, rule.title) for rule in without_stamps.RULES)
+"""Code -> what it stands for."""
 _SEVERITIES: Final = ("high", "moderate", "fine")
 _SPIKE_WORDS: Final = {"stall": "waiting for data", "compute": "computing"}
 _CLEARLY: Final = 1.5

@@ -7,6 +7,7 @@ it; else by what they take of an epoch, or of their own steps.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -85,7 +86,7 @@ def _for_epoch_starts(e: Evidence, each_s: float) -> Advice | tuple[Advice, ...]
     if e.streamed and own_s > _MOST_OF_START * each_s:
         return keep
     if e.streamed and e.first_parts is None:
-        return (keep, KEEP) if e.persistent_workers is False else keep
+        return (keep, replace(KEEP, joins=True)) if e.persistent_workers is False else keep
     return (KEEP, _FASTER_START) if e.persistent_workers is False else _FASTER_START
 
 

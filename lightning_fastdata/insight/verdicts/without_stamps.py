@@ -215,7 +215,10 @@ def _finding(
 
 def _more_workers(known: Unstamped) -> Advice:
     facts, wanted = known.facts, _wanted_workers(known)
-    text = f"num_workers {facts.num_workers} -> {wanted}  ({facts.usable_cpus} CPUs are usable)"
+    free = f"{facts.usable_cpus} CPUs are usable"
+    if known.taken_cpus >= 0.5:
+        free += f", of which other programs use {known.taken_cpus:.1f}"
+    text = f"num_workers {facts.num_workers} -> {wanted}  ({free})"
     return Advice(text=text, changes=("num_workers",))
 
 

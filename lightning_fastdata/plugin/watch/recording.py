@@ -13,6 +13,7 @@ from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
+from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed
@@ -21,6 +22,7 @@ from lightning_fastdata.plugin.seams.profiler_tee import Listener
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.types import Stage
 
 _OTHER: Final = Activity("other")
@@ -299,8 +301,8 @@ class Recording:
         return {**self.main.metrics(), **host}
 
     def notes(self) -> tuple[str, ...]:
-        """Return what has to be said about stamps that could not be taken."""
-        meters = [meter for meter in self.meters if meter.timeline.history.steps]
+        """Return why it is not known why batches were late, of stages in which they were."""
+        meters = [meter for meter in self.meters if _waits(meter.summary())]
         some = tuple(
             f"Why batches of {label} were late is not known for {m.stage}: {why}."
             for m in meters
@@ -375,6 +377,11 @@ class Recording:
     def _augment_ended(self) -> None:
         if self._moving is not None and self.augments(self._moving.stage):
             self._moving.timeline.augment_ended()
+
+
+def _waits(summary: StageSummary | None) -> bool:
+    stall = None if summary is None else summary.stall
+    return stall is not None and stall.share >= STALL_LOW and costs_much(stall.mean_ms, stall.share)
 
 
 def _prefix(stage: Stage) -> str:
