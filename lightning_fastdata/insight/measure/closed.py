@@ -10,6 +10,10 @@ from lightning_fastdata.caches.folders import caches_in
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.tuning.tuner import Tuner
 
+_DECIDED: Final = frozenset(
+    {"num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers", "split"}
+)
+"""What follows from dataset and machine; other options have one default for all."""
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
@@ -26,7 +30,8 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
     plan = None if ours is None else ours.plan
     found = {}
     if plan is not None:
-        found = {each.option: _CHOSEN for each in plan.choices if each.by == "auto"}
+        chosen = {each.option for each in plan.choices if each.by == "auto"}
+        found = dict.fromkeys(sorted(chosen & _DECIDED), _CHOSEN)
     if ours is not None and isinstance(ours.tune, Tuner):
         back = [move for move in ours.tune.moves if move.outcome == "taken back"]
         found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED

@@ -74,6 +74,7 @@ _MOST_SPIKES = 3
 """More of them come again and again, and are what the training is like."""
 _SPIKE_TIMES = 2
 """As long as the 95th percentile."""
+_ROUNDED_MS = 1e-3
 _SPIKE_HIGH = 0.03
 """Of the time of all steps: what takes less is no matter."""
 
@@ -226,7 +227,7 @@ class StepHistory:
         for name, longest in self._longest.items():
             place, values = TIMED.index(name), measured(columns[name])
             total, count = self._sum[Cold.NO][place], self._count[Cold.NO][place]
-            p95 = p50_and_p95(values)[1] if values.size else np.inf
+            p95 = _ROUNDED_MS + p50_and_p95(values)[1] if values.size else np.inf
             taken: list[StepTiming] = []
             for timing in longest:
                 ms = getattr(timing, name)

@@ -220,8 +220,8 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
         gain = "" if found.gain is None else f": {gain_text(found.gain)}"
         yield from _words(label, _LONG_PATH.sub(r".../\1", found.remedy) + gain, width, "")
     first = verdict.findings[0]
-    skip = " ".join(filter(None, (first.leave_alone, f"[{first.family}, {first.code}]")))
-    yield from _words("skip" if first.leave_alone else "", skip, width, "dim")
+    yield from _words("skip", first.leave_alone, width, "dim")
+    yield from _words("", f"[{first.family}, {first.code}]", width, "dim")
 
 
 def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:

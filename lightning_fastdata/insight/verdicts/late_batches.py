@@ -153,7 +153,7 @@ def _bandwidth(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or not _shares(e):
         return None
-    cause = of_wait(e, share, "waiting for a lock, a disk or a line that the workers share")
+    cause = of_wait(e, share, "waiting for a lock, a disk or a line that workers share")
     if e.read_rates is not None:
         few, few_per_s, many, many_per_s = e.read_rates
         cause += f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them "

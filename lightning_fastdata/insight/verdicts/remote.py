@@ -9,13 +9,17 @@ from typing import Final
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Finding
+from lightning_fastdata.insight.model.finding import Advice, Finding
 from lightning_fastdata.insight.verdicts.late_batches import largest
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.tuning.simulate import scaled
 
 _FULL: Final = 0.9
 """Of the object stores, where it is not told what was written to disk."""
+_UINT8, _ON = "uint8 pixels that the device floats", ("augment_on",)
+_NEAR: Final = (
+    "smaller batches; or actors on nearer nodes (LoaderOptions(actor_options={'resources': ...}))"
+)
 _TIMES: Final = 1.5
 """A node is slow whose samples take so many times as long as those of the others."""
 _FEWEST_BATCHES: Final = 8
@@ -36,9 +40,10 @@ def _network(e: Evidence) -> Finding | None:
         "FD327",
         e.stall_share,
         cause,
-        "send fewer bytes: uint8 pixels, and what floats them on the device "
-        "(FastDataModule(augment_on='gpu')), a fourth of float32; smaller batches; or actors on "
-        "nearer nodes (LoaderOptions(actor_options={'resources': ...}))",
+        (
+            Advice(text=f"{_UINT8} (FastDataModule(augment_on='gpu')); {_NEAR}", changes=_ON),
+            Advice(text=f"{_UINT8}; {_NEAR}"),
+        ),
         remedies.without(e, share * (e.stall_ms or 0.0)),
         "the number of actors: more of them share the same way",
     )

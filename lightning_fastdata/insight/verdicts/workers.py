@@ -26,7 +26,7 @@ def _sampler(e: Evidence) -> Finding | None:
         e,
         "sampler",
         "FD323",
-        "asking the sampler or batch sampler which samples come next, in the training process,",
+        "asking the sampler which samples come next, in the training process,",
         "a sampler that computes the order of an epoch once, in __iter__, and then gives numbers "
         "of an array",
         "the number of workers: the sampler runs in the training process",
@@ -71,12 +71,9 @@ def _handover(e: Evidence) -> Finding | None:
         return None
     if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
         return None
-    remedy = Advice(
-        text="batches of few tensors or arrays, with LoaderOptions(executor='workers'), which "
-        "hands over memory instead of copies",
-        changes=("executor",),
-        part=share,
-    )
+    few = Advice(text="batches of few tensors or arrays", part=share)
+    memory = f"{few.text}, with LoaderOptions(executor='workers'), which hands over memory"
+    remedy: Advice | tuple[Advice, ...] = (replace(few, text=memory, changes=("executor",)), few)
     if e.setup is not None and e.setup.scheduling == "sample":
         # Batches are handed over as memory already.
         text = "find threads of the training process that compute, such as loggers and "
