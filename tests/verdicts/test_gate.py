@@ -361,11 +361,24 @@ def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
     assert judge(stage(24.0), facts, alone).code == "FD102"
 
 
-@pytest.mark.parametrize("known", [{"queued_share": 0.05}, {"other_cpus": 0.3}, {"workers": 0}])
+@pytest.mark.parametrize(
+    "known", [{"queued_share": 0.05}, {"other_cpus": 0.3}, {"workers": 0, "queued_share": 0.4}]
+)
 def test_other_programs_are_blamed_only_for_what_would_go_without_them(known):
     seen = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, workers=1, **beside_others())
     told = judge(stage(24.0), LoaderFacts(num_workers=1, usable_cpus=4), replace(seen, **known))
     assert told.kind == "data-bound"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_number_of_workers_that_the_package_chose_is_not_called_too_few(workers):
+    facts = LoaderFacts(num_workers=workers, usable_cpus=8)
+    for parts in (None, late({"read_cpu_ms": 24.0}).parts):
+        seen = Evidence(step_ms=40.0, stall_ms=24.0, parts=parts)
+        blamed = judge(stage(24.0), facts, seen).findings
+        own = judge(stage(24.0), facts, replace(seen, closed={"num_workers": "chosen"})).findings
+        assert any(each.family == "too few workers" for each in blamed) is (parts is None)
+        assert not any(each.family == "too few workers" for each in own)
 
 
 def test_workers_are_not_told_to_take_the_cpus_of_others():

@@ -177,8 +177,7 @@ def judge(
     """
     facts = LoaderFacts() if facts is None else facts
     evidence = Evidence() if evidence is None else evidence
-    taken, computes = evidence.taken_cpus(facts.usable_cpus), bool(evidence.model_computes)
-    cost = without_stamps.largest_cost(Unstamped(summary, facts, evidence.parts, taken, computes))
+    cost = without_stamps.largest_cost(Unstamped(summary, facts, evidence))
     stall = summary.stall
     if cost.rule.code == "FD000" or stall is None:
         return Verdict(

@@ -266,7 +266,8 @@ def _neighbours(e: Evidence) -> Finding | None:
     own = e.setup is None or e.wanted_cpus is None or contention.overcommitted(e)
     if not e.stalls or (runqueue < contention.RUNQUEUE_HIGH and not pressed):
         return None
-    if (own and not contention.crowded(e)) or (e.setup is not None and not e.setup.workers):
+    here = e.setup is not None and not e.setup.workers
+    if (own or here) and not contention.crowded(e):
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:

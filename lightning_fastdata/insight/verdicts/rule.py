@@ -9,7 +9,6 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.model.finding import Advice, Finding, Gain, Kind, severity_of
-from lightning_fastdata.insight.waits.attribution import WaitParts
 
 SMALL_COSTS: Final = frozenset({"FD001", "FD002", "FD106", "FD201", "FD202"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
@@ -30,12 +29,8 @@ class Unstamped(NamedTuple):
     """The measured stage."""
     facts: LoaderFacts
     """What its loader says about itself."""
-    parts: WaitParts | None = None
-    """Where the wait for a batch went; None: no stamps were taken."""
-    taken_cpus: float = 0.0
-    """Of the usable CPUs, what other programs use."""
-    model_computes: bool = False
-    """As of :class:`Evidence`."""
+    seen: Evidence = Evidence()
+    """What is known besides of the stage."""
 
 
 Facts = TypeVar("Facts", "Evidence", Unstamped)

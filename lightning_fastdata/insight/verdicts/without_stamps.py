@@ -75,7 +75,7 @@ def _too_few_steps(known: Unstamped) -> Finding | None:
 
 def _no_workers(known: Unstamped) -> Finding | None:
     wanted, stall = _wanted_workers(known), known.summary.stall
-    if known.facts.num_workers != 0 or stall is None:
+    if known.facts.num_workers != 0 or stall is None or "num_workers" in known.seen.closed:
         return None
     if not wanted:
         remedy = "num_workers above 0, so that loading runs beside the training process"
@@ -93,6 +93,8 @@ def _workers_not_known(known: Unstamped) -> Finding | None:
 def _few_workers(known: Unstamped) -> Finding | None:
     wanted, workers, step = _wanted_workers(known), known.facts.num_workers, known.summary.step
     if not wanted or workers is None or workers >= wanted or step is None:
+        return None
+    if "num_workers" in known.seen.closed:
         return None
     least_ms = step.mean_ms * workers / wanted
     return _late(known, "FD102", _more_workers(known), least_ms=least_ms)
@@ -154,7 +156,7 @@ def _moderate_stall(known: Unstamped) -> Finding | None:
 
 
 def _free(known: Unstamped) -> Finding | None:
-    remedy = (OPTIMIZE,) if known.model_computes else ()
+    remedy = (OPTIMIZE,) if known.seen.model_computes else ()
     return _finding(known, "FD001", waiting_text(known.summary), remedy)
 
 
@@ -216,17 +218,18 @@ def _finding(
 def _more_workers(known: Unstamped) -> Advice:
     facts, wanted = known.facts, _wanted_workers(known)
     free = f"{facts.usable_cpus} CPUs are usable"
-    if known.taken_cpus >= 0.5:
-        free += f", of which other programs use {known.taken_cpus:.1f}"
+    taken = known.seen.taken_cpus(facts.usable_cpus)
+    if round(taken):
+        free += f", of which other programs use {taken:.1f}"
     text = f"num_workers {facts.num_workers} -> {wanted}  ({free})"
     return Advice(text=text, changes=("num_workers",))
 
 
 def _small_costs(known: Unstamped) -> str:
     """Return what to look at where stamps show no part of the wait to stand out."""
-    if known.parts is None:
+    if known.seen.parts is None:
         return ""
-    largest = sorted(known.parts.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+    largest = sorted(known.seen.parts.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
     shown = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
     return f"no single cost stands out: {shown} of the wait"
 
@@ -235,7 +238,7 @@ def _wanted_workers(known: Unstamped) -> int | None:
     """Return as many workers as the loaders' plan takes by itself."""
     cpus = known.facts.usable_cpus
     if cpus is not None:
-        cpus = max(1, cpus - round(known.taken_cpus))
+        cpus = max(1, cpus - round(known.seen.taken_cpus(cpus)))
     if cpus is None or cpus <= 2 or known.summary.device == "cpu":
         return cpus
     return cpus - 1  # one for the training process
