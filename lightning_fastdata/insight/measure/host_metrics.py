@@ -230,18 +230,19 @@ class HostMeter:
     def step_ended(self) -> None:
         """Look, now and then, at what CPUs this process and its workers had."""
         if self._clock_s() >= self._look_due_s:
-            self._look()
+            self._look(self._workers())
 
-    def _look(self) -> None:
+    def _look(self, workers: list[int]) -> None:
         now_s = self._clock_s()
-        for process, queued_ns in read_queued([os.getpid(), *self._workers()]).items():
+        for process, queued_ns in read_queued([os.getpid(), *workers]).items():
             first = self._queued.get(process, Queued(now_s, queued_ns / 1e9, 0.0, 0.0))
             self._queued[process] = first._replace(last_s=now_s, last_queued_s=queued_ns / 1e9)
         self._look_due_s = now_s + _LOOK_EACH_S
 
     def _read(self) -> None:
-        self._look()
-        self._newest = read_host_usage(self._workers(), at_s=self._clock_s())
+        workers = self._workers()
+        self._look(workers)
+        self._newest = read_host_usage(workers, at_s=self._clock_s())
         self._device_newest = device = read_device_usage(self._device)
         if device is None:
             return
