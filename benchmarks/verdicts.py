@@ -35,7 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainings.followed import Prediction, predicted, setting_of
+from trainings.followed import Prediction, predicted, setting_of, unlawful
 from trainings.machine_load import undisturbed
 from trainings.parts import Healthy, Training
 from trainings.registry import TRAININGS
@@ -130,6 +130,7 @@ def row_of(name: str, tries: int) -> dict[str, Any]:
         "kind": verdict["kind"],
         "found": [each["code"] for each in verdict["findings"]],
         "wall_error": wall_error(known),
+        "unlawful": unlawful(verdict),
     }
     print(line_of(row, training), flush=True)
     return row
@@ -141,6 +142,7 @@ def line_of(row: dict[str, Any], training: Training) -> str:
     wanted = "" if row["right"] else f"; accepted: {training.accepted}"
     first = row["report"]["verdict"]["findings"][0]
     notes = [f"wall: {row['wall_error']}"] if row["wall_error"] else []
+    notes += [f"unlawful: {each}" for each in row["unlawful"]]
     notes += [] if row["same_report"] else ["callback.report differs from the file"]
     if row["others_cpus"] > MOST_OTHERS:
         notes.append(f"others took {row['others_cpus']:.2f} CPUs")
@@ -289,6 +291,7 @@ def main() -> None:
         "class_right": sum(row["kind_right"] for row in ill),
         "healthy": len(fine), "blamed": sum(not row["right"] for row in fine),
         "errors": sum("error" in row for row in rows),
+        "unlawful": sum(bool(row.get("unlawful")) for row in rows),
         "wall_wrong": sum(bool(row.get("wall_error")) for row in rows),
         "disturbed": sum(row["others_cpus"] > MOST_OTHERS for row in rows),
         "seconds": round(time.perf_counter() - began_s),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,38 @@ def setting_of(remedy: str) -> dict[str, Any]:
     call = ast.parse(remedy[:end], mode="eval").body
     assert isinstance(call, ast.Call)
     return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+
+
+LEAST_GAIN = 1.03
+NOT_FOR_SPEED = ("FD000", "FD001", "FD317", "FD319", "FD326")
+"""Codes whose advice averts an error, gets more known, or is about the model."""
+
+
+def unlawful(verdict: Mapping[str, Any], chosen: Collection[str] = ()) -> list[str]:
+    """Return what advice of a verdict no user should have been given, and why; empty: none.
+
+    Args:
+        verdict: As the report has it.
+        chosen: Options of the training loader that the package chose.
+    """
+    wrong = []
+    for found in verdict["findings"]:
+        remedy, gain = found["remedy"], found["gain"]
+        if not remedy or found["code"] in NOT_FOR_SPEED:
+            continue
+        factor = 0.0 if gain is None else gain["before_ms"] / max(1e-9, gain["after_ms"])
+        told = f"{found['code']}: {remedy}"
+        if factor < LEAST_GAIN:
+            wrong.append(f"{told}: gains {factor:.3f}")
+        if "leave out collate_fn" in remedy:
+            wrong.append(f"{told}: no batch may be possible without")
+        written = remedy.replace("num_workers ", "num_workers=")
+        of_val = found["code"] == "FD318"
+        wrong += [f"{told}: {o} was chosen" for o in chosen if f"{o}=" in written and not of_val]
+    pause = verdict["kind"].startswith(("paused", "starved", "held"))
+    if pause and not verdict["findings"][0]["remedy"]:
+        wrong.append(f"{verdict['kind']}: nothing can be done")
+    return wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,8 +64,6 @@ class HostUsage:
     """What this process and its workers have read, by process number."""
     cpu: CpuUse | None = None
     """Of the machine, and of this process with its workers."""
-    queued_ns: int | None = None
-    """Time in which the workers that are alive were ready but without a CPU, together."""
     shm_used_share: float | None = None
     """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
 
@@ -156,10 +154,10 @@ def read_cpu_use(processes: Iterable[int], *, root: Path = Path("/")) -> CpuUse 
     return CpuUse(busy * ticks_s, own * ticks_s, len(lines) - 1)
 
 
-def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
-    """Nanoseconds in which main threads of processes were ready but without a CPU, together."""
-    texts = [_text_of(process, "schedstat", root).split() for process in processes]
-    return _sum(int(text[1]) for text in texts if len(text) > 1)
+def read_queued(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, int]:
+    """Nanoseconds in which main threads were ready to run without a CPU, by process, if counted."""
+    texts = {each: _text_of(each, "schedstat", root).split() for each in processes}
+    return {each: int(text[1]) for each, text in texts.items() if len(text) > 1}
 
 
 def read_io(processes: Iterable[int], *, root: Path = Path("/")) -> dict[int, ReadBytes]:
@@ -239,7 +237,6 @@ def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/
         throttling=read_cpu_throttling(root=root),
         read=read_io(processes, root=root),
         cpu=read_cpu_use(processes, root=root),
-        queued_ns=read_queued(workers, root=root),
         shm_used_share=_used_share(root / "dev" / "shm"),
     )
 

@@ -52,7 +52,8 @@ STEPS: Final = (
     Metric("data/throughput_samples_per_s", "samples over `step_ms`", True),
     Metric(
         "data_headroom/throughput_if_data_were_free_samples_per_s",
-        "the same without the stall: the most that faster data can give",
+        "the same without the stall: the most that faster data can give; "
+        "the least without a GPU, as workers take CPUs from the model",
         True,
     ),
     Metric("data_headroom/speedup_possible", "the second over the first"),

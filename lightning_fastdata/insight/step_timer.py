@@ -150,12 +150,12 @@ class StepTimer:
         On a GPU the newest steps, which it has not reached, are left out.
         """
         measured = [(s, summary) for s in self._in_order() if (summary := s.summary()) is not None]
-        stalls = {stage.stage: summary.stall_share for stage, summary in measured}
+        summaries = {stage.stage: summary for stage, summary in measured}
         verdict = None
         if measured:
             first, summary = measured[0]
-            share = stalls.get("val") if first.stage == "train" else None
-            verdict = first.verdict(summary, val_stall_share=share)
+            val = summaries.get("val") if first.stage == "train" else None
+            verdict = first.verdict(summary, val)
         return RunReport(
             stages=tuple(summary for _, summary in measured),
             verdict=verdict,

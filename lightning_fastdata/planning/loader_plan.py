@@ -177,6 +177,8 @@ class LoaderPlan:
     """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
     warnings: tuple[str, ...] = ()
     """What the user should know of the samples themselves; worth one each, too."""
+    draws: bool | None = None
+    """Whether reading a sample draws at random; None: not known."""
 
     def explain(self) -> str:
         """A table of option, value, who chose it and why, followed by the limits."""

@@ -132,7 +132,8 @@ def plan_for(
         instead_of_fork=facts.start_method,
         start_ms=start_ms,
     )
-    return replace(plan_loader(options, situation), warnings=facts.warnings)
+    draws = bool(spec.pipelines) or facts.draws or (None if cost is None else False)
+    return replace(plan_loader(options, situation), warnings=facts.warnings, draws=draws)
 
 
 def choose_executor(
@@ -317,8 +318,8 @@ def _tuned(
     why = ""
     if options.num_workers != "auto":
         why = "num_workers is set by you"
-    elif situation.stage != "train":
-        why = "only the loaders of training are"
+    elif situation.stage not in ("train", "val"):
+        why = "it is read once, and tuned loaders learn from epoch to epoch"
     elif situation.iterable:
         why = "which worker reads what of a stream rests on how many there are"
     elif not workers:

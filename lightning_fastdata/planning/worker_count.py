@@ -134,13 +134,11 @@ def _gives_ms(cost: SampleCost, batch_size: int) -> float:
     return cost.pace * (_GIVE_MS + batch_size * _GIVE_ROW_MS)
 
 
-def workers_for(
-    stage: Stage, cpu: CpuLimit, *, on_cpu: bool, batches: int | None
-) -> tuple[int, str]:
+def workers_for(cpu: CpuLimit, *, on_cpu: bool, batches: int | None) -> tuple[int, str]:
     """Return how many workers keep the CPUs of this rank busy with samples that compute, and why.
 
-    The workers of training stay alive during validation. ``on_cpu``: the model computes on the
-    CPUs, too.
+    Those of training that stay alive during validation sleep when they are ahead, so that
+    validation has as many. ``on_cpu``: the model computes on the CPUs, too.
     """
     count, why = cpu.usable_cpus, "the training process mostly waits for the device"
     if on_cpu:
@@ -148,8 +146,6 @@ def workers_for(
         why = "one for each CPU, which the model takes back as long as batches are ready"
     elif count > 2:
         count, why = count - 1, "one CPU is left for the training process"
-    if stage == "val":
-        count, why = max(1, count // 2), f"half of {count}, as the training workers stay alive"
     if batches is not None and batches < count:
         return batches, f"no more than there are batches ({batches})"
     return count, f"{why} ({cpu.reason})"
@@ -248,7 +244,7 @@ def count_workers(
         # One that is aside reads things as they were when the epoch began.
         return int(chosen.few), "fetching a batch costs less than handing it over", []
     on_cpu = situation.accelerator == "cpu"
-    count, why = workers_for(situation.stage, cpu, on_cpu=on_cpu, batches=situation.batches)
+    count, why = workers_for(cpu, on_cpu=on_cpu, batches=situation.batches)
     if situation.iterable and count > 1 and options.split is False:
         return 1, "several would each read the whole stream (split=False)", []
     if situation.iterable and count > 1:

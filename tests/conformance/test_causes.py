@@ -134,16 +134,16 @@ def test_only_samples_with_files_have_a_path():
 
 def test_a_foreign_loader_is_mentioned_once_and_logs_nothing(tmp_path):
     loaders = {
-        "train_dataloaders": DataLoader(Rows(16), batch_size=4),
-        "val_dataloaders": DataLoader(Rows(8), batch_size=4),
+        "train_dataloaders": DataLoader(Waits(16), batch_size=4),
+        "val_dataloaders": DataLoader(Waits(8), batch_size=4),
     }
     report, rows = fit(tmp_path, loaders)
     assert ours(rows, "data_wait/") == ours(rows, "data_val_wait/") == {}
     assert [stage.causes for stage in report.stages] == [None, None]
     notes = [note for note in report.notes if "not known" in note]
     assert len(notes) == 1
-    assert "for train and val: a DataLoader takes no stamps" in notes[0]
-    assert " ".join(report.text().split()).count("takes no stamps") == 1
+    assert "for train and val: a DataLoader does not tell" in notes[0]
+    assert " ".join(report.text().split()).count("does not tell") == 1
 
 
 def test_rows_that_are_gathered_are_waited_for_as_reading(tmp_path):

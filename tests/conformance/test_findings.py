@@ -49,7 +49,9 @@ def test_the_json_holds_the_findings_and_the_newest_steps(tmp_path):
     report, _ = fit(tmp_path, module(Waits(160, sleep_s=0.01), executor="workers"))
     read = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     first = read["verdict"]["findings"][0]
-    assert {"code", "severity", "cause", "remedy", "gain", "leave_alone"} == set(first)
+    assert {
+        "code", "family", "severity", "cause", "remedy", "gain", "leave_alone", "left_out",
+    } == set(first)  # fmt: skip
     assert set(first["gain"]) == {"before_ms", "after_ms", "basis", "factor"}
     recent = read["stages"]["train"]["recent"]
     assert set(TIMED) < set(recent)

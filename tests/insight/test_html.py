@@ -130,7 +130,11 @@ def test_nothing_is_fetched_and_no_script_can_run():
     elements = Page(report_html(report().as_dict())).elements
     assert not {tag for tag, _ in elements} & {"script", "link", "img", "iframe", "object", "base"}
     assert not [name for _, attrs in elements for name in attrs if name.startswith("on")]
-    assert not [name for _, attrs in elements for name in attrs if name in ("src", "href")]
+    assert not [name for _, attrs in elements for name in attrs if name == "src"]
+    links = [attrs["href"] for _, attrs in elements if "href" in attrs]
+    places = {f"#{attrs['id']}" for _, attrs in elements if "id" in attrs}
+    assert links
+    assert set(links) <= places
     (policy,) = [a["content"] for _, a in elements if a.get("http-equiv")]
     assert policy.startswith("default-src 'none'")
     assert "url(" not in report_html(report().as_dict())

@@ -326,7 +326,7 @@ def test_a_foreign_loader_is_judged_from_outside_and_that_is_said_once():
     report = timer.report()
     assert report.verdict.code == "FD101"
     assert report.notes == (
-        "Why batches were late is not known: a DataLoader takes no stamps, as FastDataLoader does.",
+        "Why batches were late is not known: a DataLoader does not tell, FastDataLoader does.",
     )
 
 

@@ -167,7 +167,7 @@ def test_more_cpus_never_give_fewer_workers(situation: dict[str, Any], more: int
     ("changes", "workers"),
     [
         pytest.param({}, 7, id="one CPU is left for the training process"),
-        pytest.param({"stage": "val"}, 3, id="the training pool stays alive meanwhile"),
+        pytest.param({"stage": "val"}, 7, id="the training pool sleeps meanwhile"),
         pytest.param({"stage": "test"}, 7, id="nothing else runs"),
         pytest.param({"accelerator": "cpu"}, 8, id="the model computes on the CPUs"),
         pytest.param({"accelerator": "cpu", "cpu": cpus(2)}, 2, id="two CPUs that also train"),

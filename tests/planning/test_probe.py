@@ -486,7 +486,7 @@ def test_the_plan_says_that_a_sample_waits():
         ({"choice": ExecutorChoice("torch", "no shared memory")}, 2),
         ({"choice": ExecutorChoice("inline", "cheap")}, 0),
         ({"choice": ExecutorChoice("workers", "images")}, 23),
-        ({"stage": "val"}, 12),
+        ({"stage": "val"}, 23),
         ({"memory": memory(soft=64)}, 8),
     ],
 )
@@ -629,7 +629,7 @@ def test_a_loader_finds_by_itself_that_its_samples_wait():
     with clock.installed(times):  # in the process that tries it, too
         loader = FastDataLoader(data, 2, num_workers="auto", multiprocessing_context="fork")
     assert loader.executor == "workers"
-    computing = workers_for("train", read_limit(), on_cpu=True, batches=3)[0]
+    computing = workers_for(read_limit(), on_cpu=True, batches=3)[0]
     assert loader.num_workers == 6 > computing
     assert loader.plan is not None
     assert "waits" in loader.plan.explain()

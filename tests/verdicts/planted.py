@@ -214,7 +214,9 @@ def _validation(blocked_s: float) -> Evidence:
         for _ in range(3):
             fed.epoch()
             starved.epoch()
-        return fed.evidence(val_stall_share=starved.summary("val").stall_share)
+        val = starved.summary("val")
+        val_ms = val.steps * val.step.mean_ms / fed.summary().steps
+        return fed.evidence(val_stall_share=val.stall_share, val_ms=val_ms)
     finally:
         fed.loader.close()
         starved.loader.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import (
     read_device_usage,
     read_host_usage,
     read_memory_together,
+    read_queued,
     worker_processes,
 )
 
@@ -86,13 +88,34 @@ def host_evidence(
         others_s = (end.cpu.all_s - begin.cpu.all_s) - (end.cpu.own_s - begin.cpu.own_s)
         found["other_cpus"] = max(0.0, others_s) / seconds
         found["machine_cpus"] = end.cpu.cpus
-    if end.queued_ns is not None and end.workers and seconds > 0:
-        # Of workers that are alive at the end; those that began in between lived less long.
-        found["workers_queued_share"] = min(1.0, end.queued_ns / 1e9 / (end.workers * seconds))
     if device_begin is not None and device_end is not None:
         found["alloc_retries"] = device_end.alloc_retries - device_begin.alloc_retries
         found["device_headroom_share"] = device_end.never_used_bytes / device_end.total_bytes
     return _known(found)
+
+
+class Queued(NamedTuple):
+    """When a process was seen for the first and for the last time, and how it had queued by then.
+
+    Times in seconds; it queued while it was ready to run and had no CPU.
+    """
+
+    first_s: float
+    first_queued_s: float
+    last_s: float
+    last_queued_s: float
+
+
+def queued_share(seen: Mapping[int, Queued], own: int) -> float | None:
+    """Return the part of its time in which what loads had no CPU; None: seen for no time.
+
+    ``own`` is the training process, which loads where there is no worker.
+    """
+    workers = [each for process, each in seen.items() if process != own]
+    loading = workers or list(seen.values())
+    lasted_s = sum(each.last_s - each.first_s for each in loading)
+    queued_s = sum(each.last_queued_s - each.first_queued_s for each in loading)
+    return min(1.0, queued_s / lasted_s) if lasted_s > 0 else None
 
 
 def full_in_s(held: Sequence[tuple[float, int]], *, room_bytes: int) -> float | None:
@@ -142,6 +165,8 @@ _FEWEST_READINGS: Final = 3
 _LEAST_RISE: Final = 1e-3
 """Of the room that is left: less is no danger."""
 _MOST_READINGS: Final = 300
+_LOOK_EACH_S: Final = 0.25
+"""Workers may be gone when the machine is read for the next time."""
 _REST: Final = 1000
 """A reading that took a second is made again after so many: a thousandth of the time is spent."""
 
@@ -166,7 +191,9 @@ class HostMeter:
         self._held: list[tuple[float, int]] = []
         """Seconds, and bytes that tensors took on the device then, at each so many readings."""
         self._readings, self._each = 0, 1
-        self._due_s = self._memory_due_s = clock_s()
+        self._due_s = self._memory_due_s = self._look_due_s = clock_s()
+        self._queued: dict[int, Queued] = {}
+        """By process; also of workers that have ended."""
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
         """Return the scalars since the last call that returned some; empty if it is too early."""
@@ -194,13 +221,28 @@ class HostMeter:
         if self._newest is self._began:
             self._read()
         found = host_evidence(self._began, self._newest, self._device_began, self._device_newest)
+        found |= _known({"queued_share": queued_share(self._queued, os.getpid())})
         if self._device_newest is not None:
             full_s = full_in_s(self._held, room_bytes=self._device_newest.never_used_bytes)
             found |= _known({"device_full_in_s": full_s})
         return found
 
+    def step_ended(self) -> None:
+        """Look, now and then, at what CPUs this process and its workers had."""
+        if self._clock_s() >= self._look_due_s:
+            self._look(self._workers())
+
+    def _look(self, workers: list[int]) -> None:
+        now_s = self._clock_s()
+        for process, queued_ns in read_queued([os.getpid(), *workers]).items():
+            first = self._queued.get(process, Queued(now_s, queued_ns / 1e9, 0.0, 0.0))
+            self._queued[process] = first._replace(last_s=now_s, last_queued_s=queued_ns / 1e9)
+        self._look_due_s = now_s + _LOOK_EACH_S
+
     def _read(self) -> None:
-        self._newest = read_host_usage(self._workers(), at_s=self._clock_s())
+        workers = self._workers()
+        self._look(workers)
+        self._newest = read_host_usage(workers, at_s=self._clock_s())
         self._device_newest = device = read_device_usage(self._device)
         if device is None:
             return

@@ -69,6 +69,14 @@ _COLUMNS = StepTiming._fields
 _FIRST_TIMED = _COLUMNS.index("wait_ms")
 TIMED = _COLUMNS[_FIRST_TIMED:]
 _STEP_MS = TIMED.index("step_ms")
+_SPIKED = ("stall_ms", "compute_ms")
+_MOST_SPIKES = 3
+"""More of them come again and again, and are what the training is like."""
+_SPIKE_TIMES = 2
+"""As long as the 95th percentile."""
+_ROUNDED_MS = 1e-3
+_SPIKE_HIGH = 0.03
+"""Of the time of all steps: what takes less is no matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,16 @@ class PhaseSummary:
     share: float
     """Part of the total step time, 0 to 1. The shares of stall, transfer, augment and compute add
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
+
+
+class Spike(NamedTuple):
+    """A step so long that the mean of all is above the 95th percentile because of it."""
+
+    step: int
+    """Its number in the stage, from 0."""
+    phase: str
+    """What took so long: ``"stall"`` or ``"compute"``."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -122,6 +140,8 @@ class StageSummary:
     """Samples of warm steps over their ``step_ms``."""
     samples_per_s_if_data_were_free: float | None = None
     """The same with the stall taken away: the most that faster data can give."""
+    spikes: tuple[Spike, ...] = ()
+    """Single steps, three at most, that means, shares and rates are without."""
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
@@ -145,7 +165,10 @@ class StageSummary:
 
     @property
     def speedup_possible(self) -> float | None:
-        """How many times faster the step would be if data were free; None if not measured."""
+        """How many times faster the step would be if data were free; None if not measured.
+
+        A lower bound where the host computes: workers take CPUs from the model meanwhile.
+        """
         if not self.samples_per_s or self.samples_per_s_if_data_were_free is None:
             return None
         return self.samples_per_s_if_data_were_free / self.samples_per_s
@@ -163,6 +186,8 @@ class StepHistory:
         self._count = [[0] * len(TIMED) for _ in Cold]
         self._max = [[-np.inf] * len(TIMED) for _ in Cold]
         self._measured_samples = [0 for _ in Cold]
+        self._longest: dict[str, list[StepTiming]] = {name: [] for name in _SPIKED}
+        """The warm steps in which a phase took longest, the longest first."""
         self.steps = self.samples = 0
 
     def append(self, timing: StepTiming) -> None:
@@ -177,9 +202,45 @@ class StepHistory:
                 largest[i] = max(largest[i], value)
         if timing.step_ms is not None:
             self._measured_samples[kind] += timing.samples
+        if kind == Cold.NO:
+            self._note_longest(timing)
         self._steps[kind] += 1
         self.steps += 1
         self.samples += timing.samples
+
+    def _note_longest(self, timing: StepTiming) -> None:
+        for name, longest in self._longest.items():
+            ms = getattr(timing, name)
+            if ms is None or timing.step_ms is None:
+                continue
+            if len(longest) < _MOST_SPIKES or ms > getattr(longest[-1], name):
+                longest.append(timing)
+                longest.sort(key=lambda each: -getattr(each, name))
+                del longest[_MOST_SPIKES:]
+
+    def _spikes(self, columns: Columns) -> dict[StepTiming, Spike]:
+        """Return the fewest steps without which no mean is above the 95th percentile.
+
+        None of a phase where three would not do, or where they cost next to nothing.
+        """
+        found: dict[StepTiming, Spike] = {}
+        for name, longest in self._longest.items():
+            place, values = TIMED.index(name), measured(columns[name])
+            total, count = self._sum[Cold.NO][place], self._count[Cold.NO][place]
+            p95 = _ROUNDED_MS + p50_and_p95(values)[1] if values.size else np.inf
+            taken: list[StepTiming] = []
+            for timing in longest:
+                ms = getattr(timing, name)
+                if total <= p95 * count or ms < _SPIKE_TIMES * p95 or count < 2:
+                    break
+                total, count = total - ms, count - 1
+                taken.append(timing)
+            seconds = sum(getattr(each, name) for each in taken)
+            if total > p95 * count or seconds < _SPIKE_HIGH * self._sum[Cold.NO][_STEP_MS]:
+                continue
+            phase = name.removesuffix("_ms")
+            found |= {t: Spike(t.step, phase, getattr(t, name) / 1e3) for t in taken}
+        return found
 
     def stalled_s(self, *, cold: bool = True) -> float:
         """Return how long the device had nothing to do because of data.
@@ -206,8 +267,15 @@ class StepHistory:
         """Return where all steps so far went: the warm ones, unless there are none."""
         kind = next((kind for kind in Cold if any(self._count[kind])), Cold.NO)
         columns = warm_steps(self.newest())
-        totals, counts = self._sum[kind], self._count[kind]
-        step_total, measured = totals[_STEP_MS], self._measured_samples[kind]
+        totals, counts = [*self._sum[kind]], [*self._count[kind]]
+        samples = self._measured_samples[kind]
+        spikes = self._spikes(columns) if kind is Cold.NO else {}
+        for timing in spikes:
+            samples -= timing.samples
+            for i, value in enumerate(timing[_FIRST_TIMED:]):
+                totals[i] -= value or 0.0
+                counts[i] -= value is not None
+        step_total = totals[_STEP_MS]
         phases = {
             name.removesuffix("_ms"): _phase(
                 columns[name], totals[i], counts[i], self._max[kind][i], step_total
@@ -216,7 +284,7 @@ class StepHistory:
         }
         free_rate = None
         if phases["stall"] is not None:
-            free_rate = _per_second(measured, step_total - totals[TIMED.index("stall_ms")])
+            free_rate = _per_second(samples, step_total - totals[TIMED.index("stall_ms")])
         first_waits = self._count[Cold.EPOCH][0]
         return StageSummary(
             stage=stage,
@@ -227,8 +295,9 @@ class StepHistory:
             cold_steps=self._steps[Cold.EPOCH],
             resumed_steps=self._steps[Cold.RESUMED],
             cold_wait_ms=self._sum[Cold.EPOCH][0] / first_waits if first_waits else None,
-            samples_per_s=_per_second(measured, step_total),
+            samples_per_s=_per_second(samples, step_total),
             samples_per_s_if_data_were_free=free_rate,
+            spikes=tuple(sorted(spikes.values())),
             dropped_steps=dropped_steps,
             causes=None,
             updates=None,

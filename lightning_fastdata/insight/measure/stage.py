@@ -12,6 +12,7 @@ from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
+from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
@@ -21,7 +22,7 @@ from lightning_fastdata.insight.model.evidence import (
     read_loader,
     stage_evidence,
 )
-from lightning_fastdata.insight.model.loader_seen import stage_times
+from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -113,7 +114,8 @@ class StageMeter:
         self.stamps.step_wait_ms = None if summary.wait is None else summary.wait.mean_ms
         loaders = self.stamps.loader_waits()
         most = costliest(loaders)
-        causes = self.stamps.summary() if most is None else most.causes
+        waits = sum(spike.phase == "stall" for spike in summary.spikes)
+        causes = self.stamps.summary(spikes=waits) if most is None else most.causes
         return dataclasses.replace(summary, causes=causes, loaders=loaders, updates=self.updates)
 
     def _drop_foreign(self) -> None:
@@ -129,6 +131,7 @@ class StageMeter:
         if most is not None and most.causes is None:
             loader, stamps = None, []  # waited for most is a loader that takes no stamps
         times = stage_times(summary, stamps, self._cpu.used())
+        measured["model_computes"] = model_computes(summary, times)
         others = self.stamps.other_loaders()
         left = max(min(1.0, cpus), round(cpus - sum(cpus_used(each) for *_, each in others), 1))
         setup = None
@@ -171,6 +174,7 @@ class LoopStage(StageMeter):
         prefix = "data" if stage == "train" else f"data_{stage}"
         super().__init__(stage, device, StageStamps(prefix, lendable=True))
         self._facts = LoaderFacts()
+        self._closed: dict[str, str] = {}
         self._moved_by: dict[str, None] = {}
         self.epochs = 0
         """That have begun."""
@@ -182,7 +186,7 @@ class LoopStage(StageMeter):
         loader, moves = _unwrapped(loader)
         if moves:
             self._moved_by[moves] = None
-        self._facts = _facts(loader)
+        self._facts, self._closed = _facts(loader), closed_options(loader)
         self._drop_foreign()
         self.stamps.watch([loader])
         return loader
@@ -198,13 +202,20 @@ class LoopStage(StageMeter):
         self.stamps.cut()
         super().paused()
 
-    def verdict(self, summary: StageSummary, *, val_stall_share: float | None = None) -> Verdict:
-        """Return what limits the stage, given the stall of validation, 0 to 1."""
+    def verdict(self, summary: StageSummary, val: StageSummary | None = None) -> Verdict:
+        """Return what limits the stage, given its validation, if there is one."""
         cpus = read_cpu_limit().usable_cpus
         facts = dataclasses.replace(self._facts, usable_cpus=cpus)
         if summary.augment is not None:
             facts = dataclasses.replace(facts, augment_on="device")
-        evidence = self.evidence(summary, facts, cpus=float(cpus), val_stall_share=val_stall_share)
+        evidence = self.evidence(
+            summary,
+            facts,
+            cpus=float(cpus),
+            val_stall_share=None if val is None else val.stall_share,
+            val_ms=None if val is None else 1000 * val.duration_s / summary.steps,
+            closed=self._closed,
+        )
         return judge(summary, facts, evidence)
 
     def not_known(self) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ class StageStamps:
     def _begin_watching(self, loader: object, key: LoaderKey | None) -> str:
         """Have a loader record its stamps, or return why it does not."""
         if not isinstance(loader, FastDataLoader):
-            return f"a {type(loader).__name__} takes no stamps, as FastDataLoader does"
+            return f"a {type(loader).__name__} does not tell, FastDataLoader does"
         mine = self._lendable and isinstance(loader.records, StampQueue)
         if loader.records is not None and not mine:
             return "other code takes the stamps of its loader"
@@ -173,10 +173,10 @@ class StageStamps:
                 found[name] = found.get(name, 0.0) + ms * per_step
         return found
 
-    def summary(self) -> WaitCauses | None:
-        """Return why batches were late, or None without stamps."""
+    def summary(self, *, spikes: int = 0) -> WaitCauses | None:
+        """Return why batches were late, without so many of the longest waits; None: no stamps."""
         source = self.slowest()
-        return None if source is None else source.summary(self._path_of)
+        return None if source is None else source.summary(self._path_of, spikes=spikes)
 
     def loader_waits(self) -> tuple[LoaderWait, ...]:
         """Return what each of several loaders costs, in their order; empty where there is one."""
@@ -284,9 +284,9 @@ class StageStamps:
             return None
         loaders = [each.loader() for each in self._watched]
         executors = dict.fromkeys(
-            f"executor {each.executor!r} takes no stamps" for each in loaders if each is not None
+            f"executor {each.executor!r} does not tell" for each in loaders if each is not None
         )
-        return ", ".join(self._unwatched or executors) or "no stamps were taken"
+        return ", ".join(self._unwatched or executors) or "nothing was noted"
 
     def missing_loaders(self) -> dict[str, str]:
         """Return which of several loaders take no stamps, and why, where others do."""

@@ -22,6 +22,7 @@ PART_NAMES: Final = {
     "validation": "validation",
     "checkpoints": "checkpoints",
     "logging": "logging",
+    "gc": "garbage collection",
     "callbacks": "callbacks",
     "setup": "setup",
     "measuring": "measuring this",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -35,8 +36,19 @@ def part_shares(e: Evidence) -> dict[str, float]:
 
 def runqueue_share(e: Evidence) -> float:
     """Return how much of the wait, or of the workers' time, is spent ready but without a CPU."""
-    of_workers = e.workers_queued_share if e.runqueue_share is None else e.runqueue_share
-    return max(queued_share(e), of_workers or 0.0)
+    return max(queued_share(e), e.runqueue_share or 0.0, e.queued_share or 0.0)
+
+
+def alone_wait_ms(e: Evidence) -> float:
+    """Return what would be waited for a batch if nobody had to wait for a CPU; a bound.
+
+    Workers make one batch in a step, beside it; the training process makes it in the wait.
+    """
+    left, wait_ms = 1 - min(1.0, runqueue_share(e)), e.wait_ms or 0.0
+    workers = e.workers if e.setup is None else e.setup.workers
+    if workers == 0:
+        return left * wait_ms
+    return max(0.0, (e.step_ms or 0.0) * (left - 1) + wait_ms)
 
 
 def queued_share(e: Evidence) -> float:
@@ -78,14 +90,15 @@ def overcommitted(e: Evidence) -> bool:
 def crowded(e: Evidence) -> bool:
     """Return whether own work would fit, and most of the wait would go if it were alone.
 
-    Complete batches wait for a CPU on their way, too. Where there is no model, other programs are
-    taken for the cause if they use a good part of the CPUs.
+    Complete batches wait for a CPU on their way, too. Where there is no model, the counters of the
+    machine tell: others use a good part of the CPUs, and loading had none for so long.
     """
     if not e.stalls or throttled(e) or runqueue_share(e) < RUNQUEUE_HIGH:
         return False
-    if e.setup is None and e.machine_cpus and e.other_cpus is not None:
-        return e.other_cpus >= _MUCH * e.machine_cpus
-    if e.setup is None or overcommitted(e) or not e.costs or not e.wait_ms:
+    if e.setup is None or not e.setup.workers:
+        others = e.other_cpus is not None and e.other_cpus >= _MUCH * (e.machine_cpus or math.inf)
+        return others and alone_wait_ms(e) <= _OTHERS_MOST * (e.wait_ms or 0.0)
+    if overcommitted(e) or not e.costs or not e.wait_ms:
         return False
     alone = scaled(e.costs, handover=_HANDED_OVER_ALONE)
     alone_ms = simulate(alone, replace(e.setup, other_cpus=0.0)).wait_ms

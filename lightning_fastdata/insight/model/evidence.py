@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, Literal
 
@@ -13,7 +14,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model import loader_seen
-from lightning_fastdata.insight.model.finding import STALL_LOW
+from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.insight.model.loader_seen import RemoteSeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare, WaitCauses
@@ -67,6 +68,7 @@ def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False)
     return device != "cpu" and in_workers and not facts.augment_settled
 
 
+_NEARLY: Final = 0.9
 _MOST_COSTS: Final = 400
 """The model replays no more of the newest batches: more make it slower, hardly better."""
 
@@ -105,8 +107,9 @@ class Evidence:
     """Of the time, that in which a worker had a task: the mean over workers."""
     runqueue_share: float | None = None
     """Of the workers' busy time, that in which they were ready to run but had no CPU."""
-    workers_queued_share: float | None = None
-    """The same of the whole lives of all workers: known of loaders that take no stamps, too."""
+    queued_share: float | None = None
+    """Of the time of workers (without any, of the training process), that in which they were ready
+    to run, but had no CPU; known of any loader."""
     throttled_share: float | None = None
     """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
@@ -133,8 +136,16 @@ class Evidence:
     """Type of what computes, e.g. ``"cuda"``."""
     settings_in: str = "LoaderOptions"
     """Where the loader's settings are written: there, or in ``FastDataLoader`` itself."""
-    tuned: bool = False
-    """The number of workers is tuned while it trains, so that no other one is recommended."""
+    closed: Mapping[str, str] = field(default_factory=dict)
+    """Option -> why nobody is told to change it: the package chose it, this run has tried another
+    value, or the package would not take one. Those of validation begin with ``"val."``."""
+    workers: int | None = None
+    """That the loader has, of whatever kind it is."""
+    model_computes: bool | None = None
+    """The time of a step was seen to be the model's own: a CPU that computes and waits for nothing,
+    or a device that has work while the host waits."""
+    loaders_anew: bool = False
+    """The trainer makes its loaders anew in the course of the training."""
     streamed: bool | None = None
     first_parts: WaitParts | None = None
     """Where the loader's wait for the first batch of an epoch went."""
@@ -160,6 +171,12 @@ class Evidence:
     rank_reasons: tuple[str, ...] = ()
     """By rank: what its own stamps say of its late batches; empty text: nothing."""
     val_stall_share: float | None = None
+    val_workers: int | None = None
+    """Of the validation loader."""
+    usable_cpus: int | None = None
+    """That this process may use."""
+    val_ms: float | None = None
+    """What validation takes for each step of training; None: the wall time tells."""
     val_loader: str | None = None
     """Of several validation loaders, the one that is waited for most."""
     one_of: OneOfSeveral | None = None
@@ -179,8 +196,14 @@ class Evidence:
 
     @property
     def stalls(self) -> bool:
-        """The device waits for data for 3 % of the step or more."""
-        return (self.stall_share or 0.0) >= STALL_LOW
+        """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
+        share = self.stall_share or 0.0
+        return share >= STALL_LOW and costs_much(self.stall_ms or 0.0, share)
+
+    def taken_cpus(self, cpus: float | None) -> float:
+        """CPUs, of so many for this training, that other programs use."""
+        measured = {"other_cpus": self.other_cpus, "machine_cpus": self.machine_cpus}
+        return 0.0 if cpus is None else _taken_cpus(cpus, **measured)
 
     @property
     def slow_rank(self) -> int | None:
@@ -251,11 +274,14 @@ def stage_evidence(
     if facts is not None:
         timed = summary.causes is not None and bool(summary.causes.operations)
         known |= {
+            "workers": facts.num_workers,
             "pinned": facts.pinned,
             "streamed": facts.streamed,
             "persistent_workers": facts.persistent_workers,
             "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
         }
+    spikes_s = [spike.seconds for spike in summary.spikes]
+    known["spike_s"] = min(spikes_s, default=math.inf)
     return evidence_of(stamps, setup, causes=summary.causes, **{**known, **measured})
 
 
@@ -265,6 +291,7 @@ def evidence_of(
     *,
     causes: WaitCauses | None = None,
     step_queued: float = 0.0,
+    spike_s: float = math.inf,
     **measured: Any,
 ) -> Evidence:
     """Return what the stamps of a plain loop show; each wait counts as a stall.
@@ -274,6 +301,7 @@ def evidence_of(
         setup: The loader as it was; None: no predictions are made.
         causes: Why its batches were late, where more of them were added up; None: by the stamps.
         step_queued: Part of the steps in which the training was ready but had no CPU.
+        spike_s: Batches that were waited for so long, or whose step was, are not simulated.
         measured: Further fields of :class:`Evidence`, or other values for those from the stamps.
     """
     if setup is not None:
@@ -284,7 +312,12 @@ def evidence_of(
             worker_threads=loader_seen.worker_threads(stamps),
         )
     epochs = by_epoch(stamps)
-    costs = [cost for epoch in epochs for cost in batch_costs(epoch, step_queued=step_queued)]
+    costs = [
+        cost
+        for epoch in epochs
+        for batch, cost in zip(epoch, batch_costs(epoch, step_queued=step_queued), strict=False)
+        if max(batch.delivered_ns - batch.requested_ns, cost.step_ns) < _NEARLY * spike_s * 1e9
+    ]
     if causes is None:
         totals = CauseTotals()
         for batch in stamps:

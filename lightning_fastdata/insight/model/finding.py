@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 Severity: TypeAlias = Literal["fine", "moderate", "high"]
 Kind: TypeAlias = Literal[
@@ -14,6 +14,8 @@ Kind: TypeAlias = Literal[
     "unknown",
     "paused between epochs",
     "starved in validation",
+    "held up by validation",
+    "held up by the garbage collector",
     "held up by a callback",
     "held up by checkpoints",
     "held up by logging",
@@ -22,6 +24,11 @@ Kind: TypeAlias = Literal[
 
 
 STALL_LOW, STALL_HIGH = 0.03, 0.10
+HANDING_OVER_MS: Final = 1.5
+"""A wait up to here is what it takes to hand a batch over between processes, which no option
+shortens: 0.3 to 1.3 ms by ``benchmarks/handing_over.py``."""
+_MOSTLY_WAITING: Final = 0.3
+"""Of a step: from here on another way to load is worth a try, however short the wait is."""
 _BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
 EPOCH_START_HIGH = 0.05
@@ -47,11 +54,44 @@ class Gain:
         return self.before_ms / self.after_ms if self.after_ms > 0 else math.inf
 
     @property
+    def saved_ms(self) -> float:
+        """Of a step."""
+        return self.before_ms - self.after_ms
+
+    @property
     def worthwhile(self) -> bool:
         """It is more than what is good enough."""
         from lightning_fastdata.tuning.moves import GOOD_ENOUGH  # loads torch
 
         return self.factor > GOOD_ENOUGH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One thing to do, as a rule proposes it; the gate decides whether it is given."""
+
+    text: str
+    """What to change, options as they are written in code."""
+    changes: tuple[str, ...] = ()
+    """Options of the loader or the data module that it changes; those of validation's loader begin
+    with ``"val."``."""
+    gain: Gain | None = None
+    """What it makes of a step; None: what the finding says."""
+    part: float = 1.0
+    """Of the wait, what it speaks of, 0 to 1."""
+    joins: bool = False
+    """It is told beside what comes before it, and not in its place only."""
+    for_speed: bool = True
+    """False: it averts an error, or gets more known, and needs no gain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Advice that is not given."""
+
+    text: str
+    why: str
+    """What it would have to be, and is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +110,44 @@ class Finding:
     """What the remedy makes of a step; None: not known."""
     leave_alone: str = ""
     """What does not help, or is fine as it is."""
+    advice: tuple[Advice, ...] = ()
+    """What a rule proposes, the best first. Empty behind the gate, which makes ``remedy`` of it."""
+    left_out: tuple[LeftOut, ...] = ()
+    """What was better than the remedy, if it could be given."""
+
+    @property
+    def family(self) -> str:
+        """What people know such causes by, e.g. ``"slow storage"``."""
+        return family_of(self.code)
+
+
+FAMILIES: Final = {
+    "data is fine": "FD000 FD001 FD002 FD301 FD319",
+    "late batches": "FD104 FD105",
+    "too few workers": "FD101 FD102 FD329",
+    "slow storage": "FD303 FD304",
+    "slow samples": "FD302",
+    "costly transforms": "FD103 FD305 FD309",
+    "full CPUs": "FD306 FD315",
+    "costly hand-over": "FD307 FD308 FD311 FD323 FD324",
+    "copy and augmentation": "FD201 FD202 FD312 FD313",
+    "starts of epochs": "FD106 FD310 FD332",
+    "validation": "FD318 FD331",
+    "Python between steps": "FD314 FD320 FD321 FD322 FD333",
+    "device memory": "FD317 FD326",
+    "uneven shares": "FD316 FD325 FD327 FD328 FD330",
+}
+"""What is shown of a code -> the codes that it stands for."""
+
+
+def family_of(code: str) -> str:
+    """Return what people know the cause of a code by; empty: there is no such code."""
+    return next((name for name, codes in FAMILIES.items() if code in codes.split()), "")
+
+
+def costs_much(stall_ms: float, share: float) -> bool:
+    """Return whether a wait of a share of each step, 0 to 1, is more than handing over takes."""
+    return stall_ms > HANDING_OVER_MS or share > _MOSTLY_WAITING
 
 
 def severity_of(share: float | None) -> Severity:

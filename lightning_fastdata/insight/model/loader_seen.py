@@ -11,10 +11,13 @@ from typing import Final
 
 from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.tuning.costs import journeys, link_bytes_per_s, ways_of
 from lightning_fastdata.tuning.simulate import TrainingTimes, by_epoch
 
+_COMPUTES: Final = 0.9
+"""Of the time of steps."""
 _SEVERAL_THREADS: Final = 1.3
 """CPUs: up to there, what sends batches away explains it."""
 
@@ -39,6 +42,21 @@ def stage_times(
         runqueue_s=used.runqueue_s,
         loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
     )
+
+
+def model_computes(summary: StageSummary, times: TrainingTimes) -> bool:
+    """Return whether the time of steps was seen to be the model's own.
+
+    Where the host computes, its thread had a CPU nearly all the time; a device had work while the
+    host waited for it, and hardly a gap.
+    """
+    step, wait, stall, gap = (
+        0.0 if phase is None else phase.mean_ms
+        for phase in (summary.step, summary.wait, summary.stall, summary.gap)
+    )
+    if summary.device == "cpu":
+        return times.step_cpus >= _COMPUTES and times.step_queued <= 1 - _COMPUTES
+    return wait - stall >= STALL_LOW * step > 0 and gap <= (1 - _COMPUTES) * step
 
 
 def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Gain
+from lightning_fastdata.insight.model.finding import Advice, Gain
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import WORKERS, choose
 from lightning_fastdata.tuning.simulate import simulate
@@ -113,16 +113,17 @@ def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
     return choose(evidence.costs, [*candidates, *more])[0]
 
 
-def options_text(now: LoaderSetup, wanted: LoaderSetup) -> str:
+def advised(now: LoaderSetup, wanted: LoaderSetup, gain: Gain | None) -> Advice:
     """Return the change as it is written in code, e.g. ``LoaderOptions(num_workers=6)``."""
-    changes = []
+    changes: dict[str, object] = {}
     if now.inline and wanted.workers:
-        changes.append("executor='workers'")
+        changes["executor"] = "workers"
     if wanted.workers != now.workers:
-        changes.append(f"num_workers={wanted.workers}")
+        changes["num_workers"] = wanted.workers
     unasked = now if wanted.workers == now.workers else with_workers(now, wanted.workers)
     if wanted.workers and wanted.look_ahead != unasked.look_ahead:
-        changes.append(f"prefetch_factor={math.ceil(wanted.look_ahead / wanted.workers)}")
+        changes["prefetch_factor"] = math.ceil(wanted.look_ahead / wanted.workers)
     if wanted.in_order != now.in_order:
-        changes.append(f"in_order={wanted.in_order}")
-    return f"LoaderOptions({', '.join(changes)})"
+        changes["in_order"] = wanted.in_order
+    written = ", ".join(f"{option}={value!r}" for option, value in changes.items())
+    return Advice(text=f"LoaderOptions({written})", changes=tuple(changes), gain=gain)

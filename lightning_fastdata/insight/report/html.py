@@ -18,7 +18,8 @@ from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
-from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
+from lightning_fastdata.insight.model.finding import Gain, duration_text, family_of, gain_text
+from lightning_fastdata.insight.verdicts.catalogue import TITLES
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
@@ -68,6 +69,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         measured=[name for name, key in PHASES.items() if first and first.get(key)],
         chart=timeline_chart(recent),
         chart_phases=measured_phases(recent),
+        meanings=_meanings(report.get("verdict") or {}),
         ranks=report.get("ranks"),
         notes=[
             *(f"Done: {Move(**move)}." for move in report.get("moves", ())),
@@ -75,6 +77,12 @@ def report_html(report: Mapping[str, Any]) -> str:
         ],
         facts={**report.get("machine", {}), **report.get("versions", {})},
     )
+
+
+def _meanings(verdict: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return what each code of a verdict stands for: its family, and its title."""
+    codes = dict.fromkeys(found["code"] for found in verdict.get("findings", ()))
+    return {code: (family_of(code), TITLES[code]) for code in codes if code in TITLES}
 
 
 def _headline(

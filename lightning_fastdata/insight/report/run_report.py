@@ -190,6 +190,8 @@ def comparison_text(
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
     values = dataclasses.asdict(stage)
     values |= {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
+    values["speedup_possible_is_least"] = stage.device == "cpu"
+    values["spikes"] = [spike._asdict() for spike in stage.spikes]
     if recent is not None:
         values["recent"] = {
             name: [None if math.isnan(each) else each for each in column[-_MOST_RECENT:].tolist()]
@@ -201,6 +203,8 @@ def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any
 def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
     values = {"code": verdict.code, **dataclasses.asdict(verdict)}
     for found, written in zip(verdict.findings, values["findings"], strict=True):
+        del written["advice"]
+        written["family"] = found.family
         if found.gain is not None:
             factor = found.gain.factor
             written["gain"]["factor"] = factor if math.isfinite(factor) else None

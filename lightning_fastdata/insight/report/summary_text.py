@@ -16,7 +16,12 @@ from typing import Final, TypeAlias, TypeVar
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
-from lightning_fastdata.insight.model.finding import STALL_LOW, duration_text, gain_text
+from lightning_fastdata.insight.model.finding import (
+    STALL_LOW,
+    costs_much,
+    duration_text,
+    gain_text,
+)
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
 from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
@@ -132,7 +137,8 @@ def first_word(verdict: Verdict, steps: int) -> str:
     gain = "" if finding.gain is None else f": {gain_text(finding.gain)}"
     short = _LONG_PATH.sub(r".../\1", finding.remedy)
     remedy = f"; try {short}{gain}" if short else ""
-    line = f"fastdata after {steps} steps: {verdict.kind}, {sentence}{remedy} [{finding.code}]"
+    said = f"{verdict.kind}, {sentence}{remedy} [{finding.family}, {finding.code}]"
+    line = f"fastdata after {steps} steps: {said}"
     return printable(line)
 
 
@@ -214,8 +220,8 @@ def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int)
         gain = "" if found.gain is None else f": {gain_text(found.gain)}"
         yield from _words(label, _LONG_PATH.sub(r".../\1", found.remedy) + gain, width, "")
     first = verdict.findings[0]
-    skip = " ".join(filter(None, (first.leave_alone, f"[{first.code}]")))
-    yield from _words("skip" if first.leave_alone else "", skip, width, "dim")
+    yield from _words("skip", first.leave_alone, width, "dim")
+    yield from _words("", f"[{first.family}, {first.code}]", width, "dim")
 
 
 def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
@@ -226,7 +232,10 @@ def _labelled(label: str, items: Iterable[_T]) -> Iterable[tuple[str, _T]]:
 def _brief_causes(stages: Sequence[StageSummary]) -> list[str]:
     """Return why the batches of the first stage were late, if that cost it anything."""
     first = stages[0] if stages else None
-    if first is None or first.causes is None or (first.stall_share or 0.0) < STALL_LOW:
+    stall = None if first is None else first.stall
+    if first is None or first.causes is None or stall is None or stall.share < STALL_LOW:
+        return []
+    if not costs_much(stall.mean_ms, stall.share):
         return []
     return cause_lines(first.causes, brief=True)
 

@@ -16,8 +16,16 @@ from typing import Final, NamedTuple
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.model.finding import STALL_HIGH, STALL_LOW, Finding, Kind
+from lightning_fastdata.insight.model.finding import (
+    STALL_HIGH,
+    STALL_LOW,
+    Finding,
+    Kind,
+    costs_much,
+    duration_text,
+)
 from lightning_fastdata.insight.verdicts import (
+    gate,
     late_batches,
     pauses,
     remote,
@@ -39,7 +47,11 @@ RULES: Final[tuple[Rule[Evidence], ...]] = tuple(
         key=lambda rule: (rule.after or rule.code, rule.code),
     )
 )
+TITLES: Final[dict[str, str]] = {rule.code: rule.title for rule in reversed(RULES)}
+TITLES.update((rule.code, rule.title) for rule in without_stamps.RULES)
+"""Code -> what it stands for."""
 _SEVERITIES: Final = ("high", "moderate", "fine")
+_SPIKE_WORDS: Final = {"stall": "waiting for data", "compute": "computing"}
 _CLEARLY: Final = 1.5
 """One gain is clearly larger than another if it is so many times as large."""
 
@@ -71,24 +83,27 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
     replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
     if cost is not None:
         found.insert(0, cost)
-    found = [each for each in found if each.rule.code not in replaced]
+    found = [_passed(each, evidence) for each in found if each.rule.code not in replaced]
     pause = _worst_pause(found, evidence.wall)
     why = sorted(
-        (each for each in found if each is not cost),
+        (each for each in found if each.rule is not (cost and cost.rule)),
         key=lambda each: (each is not pause, *_weight(each)),
     )
     # The cost alone does not come before the rank that everything waits for.
     leading = why if evidence.held_up else why[:1]
     rank = next((each for each in leading if each.rule.about == "rank"), None)
     found.sort(key=lambda each: (each is not pause, each is not rank, *_weight(each)))
-    # Remedies are written for what holds the loader's settings.
-    options = f"{evidence.settings_in}("
-    remedies = [each.finding.remedy.replace("LoaderOptions(", options) for each in found]
-    order = (
-        Found(each.rule, replace(each.finding, remedy=remedy))
-        for each, remedy in zip(found, remedies, strict=True)
-    )
-    return Ranking(tuple(order), pause)
+    return Ranking(tuple(found), pause)
+
+
+def _passed(found: Found, e: Evidence) -> Found:
+    """Return what the gate lets through of a finding, written for what holds the settings."""
+    options, cache = f"{e.settings_in}(", "FastDataModule(cache='auto')"
+    finding = gate.passed(found.finding, e.closed)
+    remedy = finding.remedy.replace("LoaderOptions(", options)
+    if e.settings_in == "FastDataLoader":
+        remedy = remedy.replace(cache, "CachedDataset(dataset)")
+    return Found(found.rule, replace(finding, remedy=remedy))
 
 
 def _found(evidence: Evidence) -> Iterator[Found]:
@@ -98,7 +113,7 @@ def _found(evidence: Evidence) -> Iterator[Found]:
         if rule.about not in ("loader", "machine"):
             finding = rule.find(evidence)
         elif (finding := rule.find(own)) is not None:
-            finding = step_costs.naming_loader(own, finding, remedy_too=rule.about == "loader")
+            finding = step_costs.of_loader(own, finding, remedy_too=rule.about == "loader")
         if finding is not None:
             yield Found(rule, finding)
 
@@ -106,9 +121,9 @@ def _found(evidence: Evidence) -> Iterator[Found]:
 def _worst_pause(found: Iterable[Found], wall: WallTime | None) -> Found | None:
     """Return the pause that costs the run most, if that is 10 % and more than late batches do."""
     gains = [
-        (gain.before_ms - gain.after_ms, each)
+        (gain.saved_ms, each)
         for each in found
-        if each.rule.about == "run" and (gain := each.finding.gain) is not None
+        if each.rule.about == "run" and (gain := each.finding.gain) and each.finding.remedy
     ]
     if wall is None or not gains:
         return None
@@ -162,16 +177,18 @@ def judge(
     """
     facts = LoaderFacts() if facts is None else facts
     evidence = Evidence() if evidence is None else evidence
-    cost = without_stamps.largest_cost(Unstamped(summary, facts, evidence.parts))
-    if cost.rule.code == "FD000" or summary.stall is None:
+    cost = without_stamps.largest_cost(Unstamped(summary, facts, evidence))
+    stall = summary.stall
+    if cost.rule.code == "FD000" or stall is None:
         return Verdict(
             kind="unknown",
             sentence=cost.finding.cause,
             evidence=_unmeasured(summary),
-            findings=(cost.finding,),
+            findings=(_passed(cost, evidence).finding,),
         )
-    kind: Kind = "data-bound" if summary.stall.share > STALL_HIGH else "balanced"
-    if summary.stall.share < STALL_LOW and cost.finding.severity == "fine":
+    late = stall.share > STALL_HIGH and costs_much(stall.mean_ms, stall.share)
+    kind: Kind = "data-bound" if late else "balanced"
+    if stall.share < STALL_LOW and cost.finding.severity == "fine":
         kind = "compute-bound"
     sentence = without_stamps.waiting_text(summary)
     order, pause = ranked(evidence, cost)
@@ -201,7 +218,11 @@ def _unmeasured(summary: StageSummary) -> tuple[str, ...]:
 
 
 def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
-    evidence = []
+    evidence = [
+        f"step {each.step} took {duration_text(each.seconds)}, {_SPIKE_WORDS[each.phase]}: judged "
+        "without it"
+        for each in summary.spikes
+    ]
     wait, stall = summary.wait, summary.stall
     if wait is not None and stall is not None:
         hidden = wait.mean_ms - stall.mean_ms

@@ -9,9 +9,10 @@ from typing import Final
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.model import contention, remedies
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Finding, Gain
+from lightning_fastdata.insight.model.finding import Advice, Finding, Gain
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
+from lightning_fastdata.tuning.costs import BatchCost
 from lightning_fastdata.tuning.simulate import scaled
 
 _DOMINANT: Final = 0.4
@@ -22,6 +23,16 @@ they share; above, they do not."""
 _PRESSURE_HIGH: Final = 20.0
 _COMPUTE_SLOWER: Final = 1.10
 _OTHERS: Final = "held up by other programs"
+_CACHE: Final = Advice(
+    text="cache samples (FastDataModule(cache='auto'))", changes=("cache",), joins=True
+)
+_ON_DEVICE: Final = Advice(text="augmentation on the device", changes=("augment_on",), joins=True)
+_NAMED: Final = 0.2
+"""Of reading: an operation that takes less is not named."""
+_COLLATE_LESS: Final = (
+    "samples of few arrays, and one torch.stack or np.stack for each of them in collate_fn; or a "
+    "__getitems__ of the dataset that reads a batch at once"
+)
 
 
 def largest(e: Evidence) -> tuple[str, float]:
@@ -62,13 +73,14 @@ def _more_workers(
         return otherwise
     gain = remedies.gain_of_setup(e, wanted)
     helps = wanted.workers > now.workers and gain is not None and gain.worthwhile
-    if helps and gain is not None and not e.tuned:
+    if helps and gain is not None and "num_workers" not in e.closed:
         if together:
             gain = replace(gain, basis="independent")
-        return replace(otherwise, remedy=remedies.options_text(now, wanted), gain=gain)
+        more = remedies.advised(now, wanted, gain)
+        return replace(otherwise, advice=(more, *otherwise.advice))
     leave = f"the number of workers: more than {now.workers} are no faster"
-    if e.tuned:
-        leave = "the number of workers, which is tuned as it trains"
+    if "num_workers" in e.closed:
+        leave = f"the number of workers, {e.closed['num_workers']}"
     return replace(otherwise, leave_alone=leave)
 
 
@@ -83,18 +95,19 @@ def _slow_samples(e: Evidence) -> Finding | None:
     cause = of_wait(e, share, "waiting for single slow samples")
     if e.overtaken_share:
         cause += f"; {e.overtaken_share:.0%} of the batches held up complete ones"
-    repair = f"repair or cache these samples: {named}" if named else "repair the slow samples"
+    repair = f"repair these samples: {named}" if named else "repair the slow samples"
     wanted, now = remedies.best_against_slow_samples(e), e.setup
     same = now is None or wanted is None or wanted.workers == now.workers
-    gain = None if wanted is None or wanted == now else remedies.gain_of_setup(e, wanted)
-    if wanted is not None and now is not None and gain is not None and gain.worthwhile:
-        repair = f"{remedies.options_text(now, wanted)}, or {repair}"
+    gain = _gain_of(e, share, scaled(e.costs, slow_samples=False))
+    advice: tuple[Advice, ...] = (Advice(text=repair, part=share),)
+    if wanted is not None and now is not None and wanted != now:
+        passing = remedies.advised(now, wanted, remedies.gain_of_setup(e, wanted))
+        text = f"{passing.text}, or {repair}"
         if now.in_order and not wanted.in_order:
-            repair += "; in_order=False changes the order of batches from run to run"
-    else:
-        gain = remedies.gain_of_costs(e, scaled(e.costs, slow_samples=False))
+            text += "; in_order=False changes the order of batches from run to run"
+        advice = (replace(passing, text=text, part=share), *advice)
     leave = "the other samples" + (" and the number of workers" if same else "")
-    return found("FD302", e.stall_share, cause, repair, gain, leave)
+    return found("FD302", e.stall_share, cause, advice, gain, leave)
 
 
 def _read_more_by(e: Evidence) -> float | None:
@@ -129,8 +142,8 @@ def _latency(e: Evidence) -> Finding | None:
         "FD303",
         e.stall_share,
         of_wait(e, share, "waiting for storage, a network or a lock") + _where(e, blocked=True),
-        "keep the data on a local disk, or cache it (FastDataModule(cache='auto'))",
-        remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
+        (Advice(text="keep the data on a local disk", part=share), _CACHE),
+        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "transforms: the CPUs are not what is short",
     )
     return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
@@ -140,7 +153,7 @@ def _bandwidth(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "read_blocked" or not _shares(e):
         return None
-    cause = of_wait(e, share, "waiting for a lock, a disk or a line that the workers share")
+    cause = of_wait(e, share, "waiting for a lock, a disk or a line that workers share")
     if e.read_rates is not None:
         few, few_per_s, many, many_per_s = e.read_rates
         cause += f"; {many} workers read {many_per_s:.3g} samples/s and {few} of them "
@@ -149,9 +162,8 @@ def _bandwidth(e: Evidence) -> Finding | None:
         "FD304",
         e.stall_share,
         cause + _where(e, blocked=True),
-        "find the lock, or read less: cache samples (FastDataModule(cache='auto')), or keep the "
-        "data on a local disk",
-        remedies.gain_of_costs(e, scaled(e.costs, blocked=0.0)),
+        (Advice(text="find the lock, or keep the data on a local disk", part=share), _CACHE),
+        _gain_of(e, share, scaled(e.costs, blocked=0.0)),
         "the number of workers: more of them read no more",
     )
 
@@ -164,16 +176,24 @@ def _saturated(e: Evidence) -> bool:
     )
 
 
-def _transforms(e: Evidence) -> str:
-    top = e.operations[0] if e.operations else None
-    named = f" ({top.name} takes {top.share:.0%} of reading)" if top is not None else ""
-    device = ", augmentation on the device," if e.device_could_augment else ""
-    return f"cheaper transforms{named}{device} or FastDataModule(cache='auto')"
+def _transforms(e: Evidence) -> tuple[Advice, ...]:
+    """Return what makes reading take less of a CPU."""
+    named = next((each for each in e.operations[:1] if each.share >= _NAMED), None)
+    takes = "" if named is None else f" ({named.name} takes {named.share:.0%} of reading)"
+    cheaper = Advice(text=f"cheaper transforms{takes}")
+    return (cheaper, *([_ON_DEVICE] if e.device_could_augment else []), _CACHE)
 
 
 def _gain_of_transforms(e: Evidence) -> Gain | None:
-    factor = 1 - e.operations[0].share if e.operations else 0.0
-    return remedies.gain_of_costs(e, scaled(e.costs, cpu=factor))
+    shares = contention.part_shares(e)
+    part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
+    named = next((each.share for each in e.operations[:1] if each.share >= _NAMED), 1.0)
+    return _gain_of(e, named * (part or 1.0), scaled(e.costs, cpu=1 - named))
+
+
+def _gain_of(e: Evidence, share: float, costs: list[BatchCost]) -> Gain | None:
+    """Return what batches of other costs gain; where none were recorded, what it is at most."""
+    return remedies.gain_of_costs(e, costs) or remedies.without(e, share * (e.stall_ms or 0.0))
 
 
 def _few_workers(e: Evidence) -> Finding | None:
@@ -201,9 +221,12 @@ def _few_cpus(e: Evidence) -> Finding | None:
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
-            remedy = f"{threads}in worker_init_fn); {remedy}"
-        if wanted is not None and wanted.workers < now.workers and not e.tuned:
-            remedy = f"{remedies.options_text(now, wanted)}, which is as fast; then {remedy}"
+            alone = remedies.gain_of_setup(e, replace(now, worker_threads=1.0))
+            one = Advice(text=f"{threads}in worker_init_fn)", gain=alone)
+            remedy = (one, *remedy)
+        if wanted is not None and wanted.workers < now.workers:
+            gain = remedies.gain_of_setup(e, wanted)
+            remedy = (remedies.advised(now, wanted, gain), *remedy)
     cause = "; ".join(facts) + _where(e, blocked=False)
     leave = "more workers: they would share the same CPUs"
     return found("FD306", e.stall_share, cause, remedy, _gain_of_transforms(e), leave)
@@ -217,9 +240,8 @@ def _collation(e: Evidence) -> Finding | None:
         "FD307",
         e.stall_share,
         of_wait(e, share, "collating samples"),
-        "leave out collate_fn, with LoaderOptions(executor='workers'), or give the dataset a "
-        "__getitems__ that returns them together",
-        remedies.gain_of_costs(e, scaled(e.costs, collate=0.0)),
+        Advice(text=_COLLATE_LESS, part=share),
+        _gain_of(e, share, scaled(e.costs, collate=0.0)),
         "reading and transforms",
     )
 
@@ -233,9 +255,8 @@ def _capacity(e: Evidence) -> Finding | None:
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
         f"which costs {e.stall_share or 0.0:.0%} of each step, stands out" + _where(e)
     )
-    return _more_workers(
-        e, found("FD309", e.stall_share, cause, _transforms(e), _gain_of_transforms(e))
-    )
+    cost = found("FD309", e.stall_share, cause, _transforms(e), _gain_of_transforms(e))
+    return _more_workers(e, cost)
 
 
 def _neighbours(e: Evidence) -> Finding | None:
@@ -245,7 +266,8 @@ def _neighbours(e: Evidence) -> Finding | None:
     own = e.setup is None or e.wanted_cpus is None or contention.overcommitted(e)
     if not e.stalls or (runqueue < contention.RUNQUEUE_HIGH and not pressed):
         return None
-    if (own and not contention.crowded(e)) or (e.setup is not None and not e.setup.workers):
+    here = e.setup is not None and not e.setup.workers
+    if (own or here) and not contention.crowded(e):
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
@@ -260,7 +282,8 @@ def _neighbours(e: Evidence) -> Finding | None:
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
-        leave_alone="more workers: they would wait, too",
+        remedies.without(e, max(0.0, (e.stall_ms or 0.0) - contention.alone_wait_ms(e))),
+        "more workers: they would wait, too",
     )
 
 

@@ -6,6 +6,8 @@ it; else by what they take of an epoch, or of their own steps.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -14,18 +16,23 @@ from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     EPOCH_START_HIGH,
     STALL_LOW,
+    Advice,
     Finding,
     Gain,
     Kind,
     duration_text,
 )
-from lightning_fastdata.insight.verdicts.rule import Rule, found
+from lightning_fastdata.insight.verdicts.rule import KEEP, Rule, found
 
 _PAUSE_HIGH: Final = 0.05
 """Part of a run: what takes less is no finding."""
 _FEWEST_EPOCHS: Final = 2
 """Workers have to start once; how the first epoch starts says nothing of the others."""
 _MOST_OF_START: Final = 0.5
+_LONG_VALIDATION: Final = 1 / 3
+"""Of the run, without its waits for data."""
+_FASTER_START: Final = Advice(text="a dataset and a sampler that start faster, or longer epochs")
+_COLLECTOR: Final = "held up by the garbage collector"
 _WITHIN_EPOCHS: Final = "the loader within epochs"
 _SAVE_LESS: Final = (
     "save less often (every_n_train_steps, train_time_interval), to a faster disk, or fewer "
@@ -46,36 +53,41 @@ def _epoch_starts(e: Evidence) -> Finding | None:
     wall = e.wall
     if wall is None:
         return _first_batches(e)
-    later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
+    later_s, each_s, what = _later_starts(e, wall)
+    if e.loaders_anew:
+        return None
+    return _pause(wall, later_s, "FD310", what, _for_epoch_starts(e, each_s), _WITHIN_EPOCHS)
+
+
+def _later_starts(e: Evidence, wall: WallTime) -> tuple[float, float, str]:
+    """Return what all starts of epochs after the first took, and each, in seconds; and in words."""
+    names_s = dict(wall.names_of("epoch_starts"))
+    later_s = names_s.get("later epochs", 0.0) + names_s.get("making loaders", 0.0)
     each_s = later_s / max(1, (e.epochs or 2) - 1)
     what = (
         f"starting epochs after the first took {duration_text(later_s)} of "
         f"{duration_text(wall.training_s)}, {duration_text(each_s)} each"
     )
-    return _pause(wall, later_s, "FD310", what, _for_epoch_starts(e, each_s), _WITHIN_EPOCHS)
+    return later_s, each_s, what
 
 
-def _for_epoch_starts(e: Evidence, each_s: float) -> str:
+def _loaders_anew(e: Evidence) -> Finding | None:
+    if e.wall is None or not e.loaders_anew:
+        return None
+    later_s, _, what = _later_starts(e, e.wall)
+    what = f"loaders are made anew in the course of the training, and {what}"
+    remedy = "reload_dataloaders_every_n_epochs=0, and a dataset that is built once, in setup()"
+    return _pause(e.wall, later_s, "FD332", what, remedy, _WITHIN_EPOCHS)
+
+
+def _for_epoch_starts(e: Evidence, each_s: float) -> Advice | tuple[Advice, ...]:
     """Return what to try against epochs that take ``each_s`` to start."""
-    own_s, keep = _dataset_s(e), "have the dataset keep what its __iter__ opens"
+    own_s, keep = _dataset_s(e), Advice(text="have the dataset keep what its __iter__ opens")
     if e.streamed and own_s > _MOST_OF_START * each_s:
-        return (
-            f"{keep}: its first batch takes {duration_text(own_s)} in each epoch, with new workers "
-            "or kept ones"
-        )
+        return keep
     if e.streamed and e.first_parts is None:
-        if e.persistent_workers is not False:
-            return keep
-        return (
-            f"{keep}, or keep the workers (persistent_workers=True): FastDataLoader tells which of "
-            "the two takes the time"
-        )
-    return {
-        None: "a dataset and a sampler that start faster, or longer epochs",
-        False: "LoaderOptions(persistent_workers=True)",
-        True: "longer epochs, or a dataset and a sampler that start faster: the workers are kept "
-        "already",
-    }[e.persistent_workers]
+        return (keep, replace(KEEP, joins=True)) if e.persistent_workers is False else keep
+    return (KEEP, _FASTER_START) if e.persistent_workers is False else _FASTER_START
 
 
 def _first_batches(e: Evidence) -> Finding | None:
@@ -93,11 +105,7 @@ def _first_batches(e: Evidence) -> Finding | None:
         before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
         if before > e.step_ms:
             gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
-    remedy = {
-        None: "longer epochs",
-        False: "LoaderOptions(persistent_workers=True)",
-        True: "longer epochs: the workers are kept already",
-    }[e.persistent_workers]
+    remedy = (KEEP, _FASTER_START) if e.persistent_workers is False else _FASTER_START
     cause = (
         f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is {share:.0%} "
         "of an epoch"
@@ -116,31 +124,74 @@ def _dataset_s(e: Evidence) -> float:
 
 def _validation(e: Evidence) -> Finding | None:
     which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
-    remedy = f"give {which} the options of the training loader, num_workers above all"
+    text = f"give {which} the options of the training loader, num_workers above all"
+    if e.val_workers is not None and e.usable_cpus is not None:
+        free = max(1, e.usable_cpus - round(e.taken_cpus(e.usable_cpus)))
+        text = f"num_workers {e.val_workers} -> {free} for {which}"
+    # One that has a worker for each CPU needs no more.
+    enough = bool(e.val_workers) and (e.val_workers or 0) >= (e.usable_cpus or math.inf)
+    advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)
     wall = e.wall
     if wall is None:
-        return _validation_steps(e, remedy)
-    waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
-    all_s = wall.parts_s.get("validation", 0.0)
+        return _validation_steps(e, advice)
+    waited_s, all_s, whole = _validation_s(wall)
     what = (
         f"validation waited {duration_text(waited_s)} of its {duration_text(all_s)} for data, "
-        f"{wall.share(waited_s):.0%} of the run"
+        f"{wall.share(waited_s):.0%} of {whole}"
     )
-    return _pause(wall, waited_s, "FD318", what, f"{remedy}, or validate less often")
+    return _pause(wall, waited_s, "FD318", what, advice)
 
 
-def _validation_steps(e: Evidence, remedy: str) -> Finding | None:
+def _validation_s(wall: WallTime) -> tuple[float, float, str]:
+    """Return the seconds that validation waited for batches, and all it took; of what, in words."""
+    waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
+    return waited_s, wall.parts_s.get("validation", 0.0), "the run"
+
+
+def _validation_steps(e: Evidence, advice: tuple[Advice, ...]) -> Finding | None:
     """FD318 where only the steps of validation are known."""
     share = e.val_stall_share
     if share is None or share < STALL_LOW:
         return None
-    return Finding(
-        code="FD318",
-        severity="moderate",  # the share is of validation, and that may be short
-        cause=f"validation waits for data for {share:.0%} of its steps",
-        remedy=remedy,
-        leave_alone="" if e.stalls else "the training loader",
+    gain = None
+    if e.step_ms is not None and e.val_ms is not None:
+        before_ms = e.step_ms + e.val_ms
+        gain = Gain(before_ms=before_ms, after_ms=before_ms - share * e.val_ms, basis="floor")
+    return found(
+        "FD318",
+        None,  # moderate: the share is of validation, and that may be short
+        f"validation waits for data for {share:.0%} of its steps",
+        advice,
+        gain,
+        "" if e.stalls else "the training loader",
     )
+
+
+def _long_validation(e: Evidence) -> Finding | None:
+    """Return the finding that validation takes much of the run, and does not wait meanwhile."""
+    wall = e.wall
+    if wall is None:
+        return None
+    waited_s, all_s, whole = _validation_s(wall)
+    if wall.share(all_s - waited_s) < _LONG_VALIDATION:
+        return None
+    what = f"validation took {duration_text(all_s)} of {duration_text(wall.training_s)}, "
+    what += f"{wall.share(all_s):.0%} of {whole}, and waited {duration_text(waited_s)} for data"
+    remedy = "validate half as often (check_val_every_n_epoch, val_check_interval), or on fewer "
+    remedy += "batches (limit_val_batches)"
+    return _pause(wall, all_s / 2, "FD331", what, remedy, "the loaders")
+
+
+def _garbage(e: Evidence) -> Finding | None:
+    wall = e.wall
+    if wall is None:
+        return None
+    seconds = wall.parts_s.get("gc", 0.0)
+    what = f"Python's garbage collector took {duration_text(seconds)} of "
+    what += f"{duration_text(wall.training_s)}, while the training stood still"
+    remedy = "gc.collect() and gc.freeze() when the training starts, so that what lives on is not "
+    remedy += "searched again; or gc.disable(), and gc.collect() at ends of epochs"
+    return _pause(wall, seconds, "FD333", what, remedy, "the loader")
 
 
 def held_up(e: Evidence) -> bool:
@@ -162,7 +213,12 @@ def _held_up(e: Evidence, part: str) -> Finding | None:
 
 
 def _pause(
-    wall: WallTime, seconds: float, code: str, what: str, remedy: str, leave: str = ""
+    wall: WallTime,
+    seconds: float,
+    code: str,
+    what: str,
+    remedy: str | Advice | tuple[Advice, ...],
+    leave: str = "",
 ) -> Finding | None:
     share = wall.share(seconds)
     if share < _PAUSE_HIGH or not wall.steps:
@@ -180,6 +236,9 @@ def _hold_up(part: str, title: str, kind: Kind) -> Rule[Evidence]:
 RULES: Final = (
     Rule("FD310", "epochs start slowly", _epoch_starts, "run", kind="paused between epochs"),
     Rule("FD318", "validation waits for data", _validation, "run", kind="starved in validation"),
+    Rule("FD331", "validation takes long", _long_validation, "run", kind="held up by validation"),
+    Rule("FD332", "loaders are made anew", _loaders_anew, "run", kind="paused between epochs"),
+    Rule("FD333", "the garbage collector takes long", _garbage, "run", kind=_COLLECTOR),
     _hold_up("callbacks", "callbacks take long", "held up by a callback"),
     _hold_up("checkpoints", "checkpoints take long", "held up by checkpoints"),
     _hold_up("logging", "logging takes long", "held up by logging"),

@@ -9,13 +9,17 @@ from typing import Final
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Finding
+from lightning_fastdata.insight.model.finding import Advice, Finding
 from lightning_fastdata.insight.verdicts.late_batches import largest
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.tuning.simulate import scaled
 
 _FULL: Final = 0.9
 """Of the object stores, where it is not told what was written to disk."""
+_UINT8, _ON = "uint8 pixels that the device floats", ("augment_on",)
+_NEAR: Final = (
+    "smaller batches; or actors on nearer nodes (LoaderOptions(actor_options={'resources': ...}))"
+)
 _TIMES: Final = 1.5
 """A node is slow whose samples take so many times as long as those of the others."""
 _FEWEST_BATCHES: Final = 8
@@ -36,9 +40,10 @@ def _network(e: Evidence) -> Finding | None:
         "FD327",
         e.stall_share,
         cause,
-        "send fewer bytes: uint8 pixels, and what floats them on the device "
-        "(FastDataModule(augment_on='gpu')), a fourth of float32; smaller batches; or actors on "
-        "nearer nodes (LoaderOptions(actor_options={'resources': ...}))",
+        (
+            Advice(text=f"{_UINT8} (FastDataModule(augment_on='gpu')); {_NEAR}", changes=_ON),
+            Advice(text=f"{_UINT8}; {_NEAR}"),
+        ),
         remedies.without(e, share * (e.stall_ms or 0.0)),
         "the number of actors: more of them share the same way",
     )
@@ -60,13 +65,14 @@ def _store(e: Evidence) -> Finding | None:
         f"{cause}, while waiting for data costs {e.stall_share or 0.0:.0%} of each step",
         "larger object stores (ray start --object-store-memory, in bytes), smaller batches or "
         "fewer actors; and let other programs of the cluster drop what they hold",
-        leave_alone="the network: what is read from disk again looks like it",
+        remedies.without(e, e.stall_ms),
+        "the network: what is read from disk again looks like it",
     )
 
 
 def _few_actors(e: Evidence) -> Finding | None:
     now, seen = e.setup, e.remote
-    if not e.stalls or e.tuned or now is None or seen is None:
+    if not e.stalls or "num_workers" in e.closed or now is None or seen is None:
         return None
     wanted = remedies.best_workers(e)
     if wanted is None:
@@ -81,7 +87,7 @@ def _few_actors(e: Evidence) -> Finding | None:
         f"{now.workers} actors{busy} make batches more slowly than the training takes them, which "
         f"costs {e.stall_share or 0.0:.0%} of each step; the cluster has {seen.free_cpus:g} CPUs "
         "free",
-        remedies.options_text(now, wanted),
+        remedies.advised(now, wanted, gain),
         gain,
         "the network: it is not what is waited for",
     )

@@ -8,13 +8,18 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.model.finding import Finding, Gain, Kind, severity_of
-from lightning_fastdata.insight.waits.attribution import WaitParts
+from lightning_fastdata.insight.model.finding import Advice, Finding, Gain, Kind, severity_of
 
 SMALL_COSTS: Final = frozenset({"FD001", "FD002", "FD106", "FD201", "FD202"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
 ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104", "FD105"}
 """All findings without stamps: a cause of late batches replaces them."""
+
+
+KEEP: Final = Advice(text="LoaderOptions(persistent_workers=True)", changes=("persistent_workers",))
+PIN: Final = Advice(text="LoaderOptions(pin_memory=True)", changes=("pin_memory",))
+OPTIMIZE: Final = Advice(text="optimize the model, which takes the time", for_speed=False)
+"""Only where compute was seen to be the model's."""
 
 
 class Unstamped(NamedTuple):
@@ -24,8 +29,8 @@ class Unstamped(NamedTuple):
     """The measured stage."""
     facts: LoaderFacts
     """What its loader says about itself."""
-    parts: WaitParts | None = None
-    """Where the wait for a batch went; None: no stamps were taken."""
+    seen: Evidence = Evidence()
+    """What is known besides of the stage."""
 
 
 Facts = TypeVar("Facts", "Evidence", Unstamped)
@@ -64,18 +69,23 @@ def found(
     code: str,
     share: float | None,
     cause: str,
-    remedy: str,
+    remedy: str | Advice | tuple[Advice, ...],
     gain: Gain | None = None,
     leave_alone: str = "",
 ) -> Finding:
-    """Return the finding of something that costs this share of a step, 0 to 1."""
+    """Return the finding of something that costs this share of a step, 0 to 1.
+
+    Of several remedies the best comes first, and the gate gives one of them.
+    """
+    remedy = Advice(text=remedy) if isinstance(remedy, str) else remedy
     return Finding(
         code=code,
         severity=severity_of(share),
         cause=cause,
-        remedy=remedy,
+        remedy="",
         gain=gain,
         leave_alone=leave_alone,
+        advice=remedy if isinstance(remedy, tuple) else (remedy,),
     )
 
 

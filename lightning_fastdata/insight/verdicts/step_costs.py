@@ -12,12 +12,15 @@ from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
+    Advice,
     Finding,
+    Gain,
 )
 from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.verdicts.rule import Rule, found
+from lightning_fastdata.insight.verdicts.rule import KEEP, OPTIMIZE, PIN, Rule, found
 
 _BEGINS_HIGH: Final = 0.05
+_LONGER_LOADER: Final = Advice(text="a longer dataset for this loader")
 _MOST_OF_IT: Final = 0.5
 """Of a gain: the loader that does not leave so much of it is to be changed, too."""
 
@@ -34,26 +37,35 @@ def own_evidence(e: Evidence) -> Evidence:
     )
 
 
-def naming_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
+def of_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
     """Return a finding that names its loader, and gains no more than the other loaders allow.
 
     ``remedy_too``: its remedy is an option of the loader.
     """
     if e.one_of is None:
         return finding
-    finding = replace(finding, cause=f"{e.one_of.label}: {finding.cause}")
+    label = e.one_of.label
+    finding = replace(finding, cause=f"{label}: {finding.cause}")
     if not remedy_too:
         return finding
-    remedy, gain = f"{e.one_of.label}: {finding.remedy}", finding.gain
     other, least_ms = max(e.one_of.limits, key=lambda limit: limit[1], default=("", 0.0))
-    if gain is not None and gain.after_ms < least_ms:
-        allowed = replace(gain, after_ms=min(gain.before_ms, least_ms))
-        if allowed.before_ms - allowed.after_ms < _MOST_OF_IT * (gain.before_ms - gain.after_ms):
-            remedy += (
-                f"; {other} as well, because of which no step takes less than {least_ms:.1f} ms"
-            )
-        gain = allowed
-    return replace(finding, remedy=remedy, gain=gain)
+
+    def allowed(gain: Gain | None) -> Gain | None:
+        if gain is None or gain.after_ms >= least_ms:
+            return gain
+        return replace(gain, after_ms=min(gain.before_ms, least_ms))
+
+    named: list[Advice] = []
+    for advice in finding.advice:
+        text, hoped = (
+            advice.text if named else f"{label}: {advice.text}",
+            advice.gain or finding.gain,
+        )
+        gain = allowed(hoped)
+        if hoped is not None and gain is not None and gain.saved_ms < _MOST_OF_IT * hoped.saved_ms:
+            text += f"; {other} as well, because of which no step takes less than {least_ms:.1f} ms"
+        named.append(replace(advice, text=text, gain=allowed(advice.gain)))
+    return replace(finding, advice=tuple(named), gain=allowed(finding.gain))
 
 
 def _begins_anew(e: Evidence) -> Finding | None:
@@ -62,11 +74,7 @@ def _begins_anew(e: Evidence) -> Finding | None:
         return None
     if e.setup is not None and not e.setup.workers:
         return None  # nothing starts
-    remedy = {
-        None: "a longer one",
-        False: "LoaderOptions(persistent_workers=True)",
-        True: "a longer one: its workers are kept already",
-    }[e.persistent_workers]
+    remedy = (_LONGER_LOADER,) if e.persistent_workers is not False else (KEEP, _LONGER_LOADER)
     cause = f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step"
     return found("FD310", share, cause, remedy, remedies.without(e, e.one_of.begins_ms))
 
@@ -92,7 +100,13 @@ def _hidden(e: Evidence) -> Finding | None:
 
 
 def _phase(
-    e: Evidence, code: str, ms: float | None, high: float, what: str, remedy: str, leave: str
+    e: Evidence,
+    code: str,
+    ms: float | None,
+    high: float,
+    what: str,
+    remedy: str | tuple[Advice, ...],
+    leave: str,
 ) -> Finding | None:
     """Return the finding that a phase takes ``high`` of a step or more."""
     share = e.of_step(ms)
@@ -103,9 +117,9 @@ def _phase(
 
 
 def _transfer(e: Evidence) -> Finding | None:
-    what, remedy = "copying a batch to the device", "send uint8 and normalize on the device"
-    if not e.pinned:
-        remedy = f"LoaderOptions(pin_memory=True), and {remedy}"
+    what = "copying a batch to the device"
+    small = Advice(text="send uint8 and normalize on the device", joins=True)
+    remedy: str | tuple[Advice, ...] = (small,) if e.pinned else (PIN, small)
     if e.transfer_hook:
         what = e.transfer_hook
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
@@ -168,13 +182,16 @@ def _memory(e: Evidence) -> Finding | None:
     room = e.device_headroom_share
     if not e.alloc_retries or room is None or room >= _HEADROOM_LOW:
         return None
-    return Finding(
-        code="FD317",
-        severity="high",
-        cause=f"the device's allocator freed its cache and tried again {e.alloc_retries} times; "
+    return found(
+        "FD317",
+        1.0,
+        f"the device's allocator freed its cache and tried again {e.alloc_retries} times; "
         f"{room:.1%} of the memory was never used",
-        remedy="a smaller batch_size with accumulate_grad_batches, or "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        Advice(
+            text="a smaller batch_size with accumulate_grad_batches, or "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            for_speed=False,
+        ),
         leave_alone="the loader",
     )
 
@@ -183,13 +200,16 @@ def _fills_up(e: Evidence) -> Finding | None:
     seconds = e.device_full_in_s
     if seconds is None or seconds > _SOON_S:
         return None
-    return Finding(
-        code="FD326",
-        severity="high",
-        cause="the device's memory that is held between steps grows from step to step: it is full "
+    return found(
+        "FD326",
+        1.0,
+        "the device's memory that is held between steps grows from step to step: it is full "
         f"in {max(1, round(seconds / 60))} min, if it goes on so",
-        remedy="look for tensors that are kept with their graph, as losses in a list or in self: "
-        "keep loss.item() or loss.detach(); torch.cuda.memory._record_memory_history shows who",
+        Advice(
+            text="look for tensors that are kept with their graph, as losses in a list or in self: "
+            "keep loss.item() or loss.detach(); torch.cuda.memory._record_memory_history shows who",
+            for_speed=False,
+        ),
         leave_alone="the loader",
     )
 
@@ -198,13 +218,16 @@ def _free(e: Evidence) -> Finding | None:
     share = e.stall_share
     if share is None or share >= _FREE or e.held_up:
         return None
+    # Workers that compute beside the model take CPUs from it, which the stall does not show.
+    least = "at least " if e.device == "cpu" else ""
     return Finding(
         code="FD319",
         severity="fine",
         cause=f"data costs {share:.1%} of each step: without any stall, training would be "
-        f"{1 / (1 - share):.2f} times as fast",
+        f"{least}{1 / (1 - share):.2f} times as fast",
         remedy="",
-        leave_alone="the loader; optimize the model",
+        leave_alone="the loader",
+        advice=(OPTIMIZE,) if e.model_computes else (),
     )
 
 

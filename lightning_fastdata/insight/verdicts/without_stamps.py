@@ -18,16 +18,27 @@ from lightning_fastdata.insight.model.finding import (
     STALL_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
+    Advice,
     Finding,
     Gain,
+    costs_much,
 )
-from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped, found
+from lightning_fastdata.insight.verdicts.rule import (
+    KEEP,
+    OPTIMIZE,
+    PIN,
+    Found,
+    Rule,
+    Unstamped,
+    found,
+)
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 
 _FEWEST_STEPS: Final = 5
 """Nothing is said of fewer."""
 _SHOWN_PARTS: Final = 3
+_LEARN: Final = Advice(text="FastDataModule.from_loaders(train_loader): it tells why, and tunes")
 
 
 def largest_cost(known: Unstamped) -> Found:
@@ -57,53 +68,47 @@ def _too_few_steps(known: Unstamped) -> Finding | None:
     measured = summary.step is not None and summary.stall is not None
     if measured and timed_steps(summary) >= _FEWEST_STEPS:
         return None
-    return Finding(
-        code="FD000",
-        severity="fine",
-        cause="too little was measured to tell",
-        remedy=f"train for at least {_FEWEST_STEPS} steps",
-    )
+    more = Advice(text=f"train for at least {_FEWEST_STEPS} steps", for_speed=False)
+    cause = "too little was measured to tell"
+    return replace(found("FD000", None, cause, more), severity="fine")
 
 
 def _no_workers(known: Unstamped) -> Finding | None:
     wanted, stall = _wanted_workers(known), known.summary.stall
-    if known.facts.num_workers != 0 or stall is None:
+    if known.facts.num_workers != 0 or stall is None or "num_workers" in known.seen.closed:
         return None
     if not wanted:
         remedy = "num_workers above 0, so that loading runs beside the training process"
-        return _late(known, "FD101", remedy)
+        return _late(known, "FD101", Advice(text=remedy, changes=("num_workers",)))
     # A step that waits takes as long as its batch: workers make no more of these than they are.
-    return _late(known, "FD101", _workers_text(known), least_ms=stall.mean_ms / wanted)
+    return _late(known, "FD101", _more_workers(known), least_ms=stall.mean_ms / wanted)
 
 
 def _workers_not_known(known: Unstamped) -> Finding | None:
     if known.facts.num_workers is not None and _wanted_workers(known) is not None:
         return None
-    remedy = "load with FastDataModule, or tell the number of workers, to learn which remedy fits"
-    return _late(known, "FD105", remedy, why=_small_costs(known))
+    return _late(known, "FD105", _LEARN)
 
 
 def _few_workers(known: Unstamped) -> Finding | None:
     wanted, workers, step = _wanted_workers(known), known.facts.num_workers, known.summary.step
     if not wanted or workers is None or workers >= wanted or step is None:
         return None
+    if "num_workers" in known.seen.closed:
+        return None
     least_ms = step.mean_ms * workers / wanted
-    return _late(known, "FD102", _workers_text(known), least_ms=least_ms)
+    return _late(known, "FD102", _more_workers(known), least_ms=least_ms)
 
 
 def _augments_on_cpu(known: Unstamped) -> Finding | None:
     if not device_could_augment(known.summary.device, known.facts):
         return None
-    remedy = "run the transforms on the device; every usable CPU has a worker already"
+    remedy = Advice(text="run the transforms on the device", changes=("augment_on",))
     return _late(known, "FD103", remedy)
 
 
 def _late_batches(known: Unstamped) -> Finding | None:
-    remedy = (
-        "FastDataModule or FastDataLoader, which tell why batches are late; more workers help "
-        "only against waiting for storage, a cache of samples against computing"
-    )
-    return _late(known, "FD104", remedy, why=_small_costs(known))
+    return _late(known, "FD104", _LEARN)
 
 
 def _epoch_starts(known: Unstamped) -> Finding | None:
@@ -113,20 +118,23 @@ def _epoch_starts(known: Unstamped) -> Finding | None:
     share = min(1.0, summary.cold_wait_ms * summary.cold_steps / (summary.duration_s * 1e3))
     if share <= EPOCH_START_HIGH:
         return None
-    remedy = "a dataset and a sampler that start faster, or longer epochs"
+    remedy = Advice(text="a dataset and a sampler that start faster, or longer epochs")
     if known.facts.persistent_workers is False:
-        remedy = "persistent_workers=True, so that workers start once and not in every epoch"
+        remedy = replace(KEEP, text="persistent_workers=True")
     cause = f"starting epochs takes {share:.0%} of the time"
-    return _finding(known, "FD106", cause, _of_loader(known, remedy), "loading", share=share)
+    finding = _finding(known, "FD106", cause, remedy, "loading", share=share)
+    each_ms = summary.duration_s * 1e3 / summary.steps
+    gain = Gain(before_ms=each_ms, after_ms=each_ms * (1 - share), basis="floor")
+    return replace(finding, gain=gain)
 
 
 def _transfer(known: Unstamped) -> Finding | None:
     phase = known.summary.transfer
     if phase is None or phase.share <= TRANSFER_HIGH or known.summary.device == "cpu":
         return None
-    remedy = "pin_memory=True; send uint8 and normalize on the device"
-    if known.facts.pinned:
-        remedy = "send uint8 and normalize on the device (batches are pinned already)"
+    small = Advice(text="send uint8 and normalize on the device", joins=True)
+    pin = replace(PIN, text="pin_memory=True")
+    remedy = (small,) if known.facts.pinned else (pin, small)
     cause = f"the transfer takes {phase.share:.0%} of each step"
     return _finding(known, "FD201", cause, remedy, "transfer", phase=phase)
 
@@ -135,7 +143,7 @@ def _augmentation(known: Unstamped) -> Finding | None:
     phase = known.summary.augment
     if phase is None or phase.share <= AUGMENT_HIGH:
         return None
-    remedy = "fewer or cheaper transforms on the device; interpolation and blur cost the most"
+    remedy = Advice(text="fewer or cheaper transforms on the device")
     cause = f"augmenting takes {phase.share:.0%} of each step"
     return _finding(known, "FD202", cause, remedy, "augmentation", phase=phase)
 
@@ -144,12 +152,11 @@ def _moderate_stall(known: Unstamped) -> Finding | None:
     stall = known.summary.stall
     if stall is None or stall.share < STALL_LOW:
         return None
-    remedy = "nothing urgent; look again when the model gets faster"
-    return _finding(known, "FD002", waiting_text(known.summary), remedy)
+    return _finding(known, "FD002", waiting_text(known.summary), ())
 
 
 def _free(known: Unstamped) -> Finding | None:
-    remedy = "data is free; optimize the model"
+    remedy = (OPTIMIZE,) if known.seen.model_computes else ()
     return _finding(known, "FD001", waiting_text(known.summary), remedy)
 
 
@@ -170,25 +177,28 @@ RULES: Final = tuple(Rule(*each, replaces=frozenset()) for each in _FINDERS)
 """In the order in which they are tried: each rests on those before it not holding."""
 
 
-def _late(
-    known: Unstamped, code: str, remedy: str, *, least_ms: float = 0.0, why: str = ""
-) -> Finding | None:
+def _late(known: Unstamped, code: str, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
-    With the remedy, a step takes ``least_ms`` at least. ``why`` is what stamps say in its place.
+    With the remedy, a step takes ``least_ms`` at least. Who takes stamps is not told to take some.
     """
     stall = known.summary.stall
-    if stall is None or stall.share <= STALL_HIGH:
+    if stall is None or stall.share <= STALL_HIGH or not costs_much(stall.mean_ms, stall.share):
         return None
-    remedy, cause = why or _of_loader(known, remedy), waiting_text(known.summary)
-    return _finding(known, code, cause, remedy, "loading", phase=stall, least_ms=least_ms)
+    cause, small = waiting_text(known.summary), _small_costs(known)
+    if small and remedy is _LEARN:
+        cause = f"{cause}; {small}"
+    if known.facts.loader is not None:
+        remedy = replace(remedy, text=f"{known.facts.loader}: {remedy.text}")
+    advice = () if small and remedy is _LEARN else (remedy,)
+    return _finding(known, code, cause, advice, "loading", phase=stall, least_ms=least_ms)
 
 
 def _finding(
     known: Unstamped,
     code: str,
     cause: str,
-    remedy: str,
+    remedy: Advice | tuple[Advice, ...],
     about: str = "",
     *,
     phase: PhaseSummary | None = None,
@@ -205,20 +215,21 @@ def _finding(
     return replace(finding, severity="fine") if share is None else finding
 
 
-def _of_loader(known: Unstamped, remedy: str) -> str:
-    return remedy if known.facts.loader is None else f"{known.facts.loader}: {remedy}"
-
-
-def _workers_text(known: Unstamped) -> str:
+def _more_workers(known: Unstamped) -> Advice:
     facts, wanted = known.facts, _wanted_workers(known)
-    return f"num_workers {facts.num_workers} -> {wanted}  ({facts.usable_cpus} CPUs are usable)"
+    free = f"{facts.usable_cpus} CPUs are usable"
+    taken = known.seen.taken_cpus(facts.usable_cpus)
+    if round(taken):
+        free += f", of which other programs use {taken:.1f}"
+    text = f"num_workers {facts.num_workers} -> {wanted}  ({free})"
+    return Advice(text=text, changes=("num_workers",))
 
 
 def _small_costs(known: Unstamped) -> str:
     """Return what to look at where stamps show no part of the wait to stand out."""
-    if known.parts is None:
+    if known.seen.parts is None:
         return ""
-    largest = sorted(known.parts.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+    largest = sorted(known.seen.parts.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
     shown = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
     return f"no single cost stands out: {shown} of the wait"
 
@@ -226,6 +237,8 @@ def _small_costs(known: Unstamped) -> str:
 def _wanted_workers(known: Unstamped) -> int | None:
     """Return as many workers as the loaders' plan takes by itself."""
     cpus = known.facts.usable_cpus
+    if cpus is not None:
+        cpus = max(1, cpus - round(known.seen.taken_cpus(cpus)))
     if cpus is None or cpus <= 2 or known.summary.device == "cpu":
         return cpus
     return cpus - 1  # one for the training process

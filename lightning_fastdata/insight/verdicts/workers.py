@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_fastdata.insight.model import contention, remedies
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Finding, Gain
+from lightning_fastdata.insight.model.finding import Advice, Finding, Gain
 from lightning_fastdata.insight.model.remedies import scaled_step_ms
 from lightning_fastdata.insight.verdicts.late_batches import largest
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
@@ -26,7 +26,7 @@ def _sampler(e: Evidence) -> Finding | None:
         e,
         "sampler",
         "FD323",
-        "asking the sampler or batch sampler which samples come next, in the training process,",
+        "asking the sampler which samples come next, in the training process,",
         "a sampler that computes the order of an epoch once, in __iter__, and then gives numbers "
         "of an array",
         "the number of workers: the sampler runs in the training process",
@@ -71,12 +71,14 @@ def _handover(e: Evidence) -> Finding | None:
         return None
     if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
         return None
-    remedy = "tensors or arrays and default collation, with LoaderOptions(executor='workers'), "
-    remedy += "which hands over memory instead of copies"
+    few = Advice(text="batches of few tensors or arrays", part=share)
+    memory = f"{few.text}, with LoaderOptions(executor='workers'), which hands over memory"
+    remedy: Advice | tuple[Advice, ...] = (replace(few, text=memory, changes=("executor",)), few)
     if e.setup is not None and e.setup.scheduling == "sample":
         # Batches are handed over as memory already.
-        remedy = "find threads of the training process that compute, such as loggers and "
-        remedy += "callbacks, as they hold the interpreter's lock; then smaller batches"
+        text = "find threads of the training process that compute, such as loggers and "
+        text += "callbacks, as they hold the interpreter's lock; then smaller batches"
+        remedy = Advice(text=text, part=share)
     cause = of_wait(e, share, "handing complete batches over")
     return found("FD308", e.stall_share, cause, remedy, gain, "the number of workers")
 
@@ -87,7 +89,8 @@ def _pinning(e: Evidence) -> Finding | None:
         return None
     cause = of_wait(e, share, "copying batches into page-locked memory")
     remedy = (
-        "samples of fewer bytes (images as uint8, made float on the device), or pin_memory=False"
+        Advice(text="samples of fewer bytes (images as uint8, made float on the device)"),
+        Advice(text="pin_memory=False", changes=("pin_memory",), joins=True),
     )
     gain = remedies.without(e, None if e.stall_ms is None else share * e.stall_ms)
     return found("FD311", e.stall_share, cause, remedy, gain, "the number of workers")

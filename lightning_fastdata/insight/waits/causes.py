@@ -32,6 +32,7 @@ _MOST_HELD: Final = 32
 _FEWEST_TIMES: Final = 100
 """Percentiles of fewer samples are not put into words."""
 _KEPT_SLOW: Final = 256
+_MOST_SPIKES: Final = 3
 WORTH_SAYING: Final = 0.05
 """Smaller shares are not put into words."""
 
@@ -90,11 +91,25 @@ class WaitCauses:
 
 
 class _Total:
-    __slots__ = ("batches", "ns", "overtaken")
+    __slots__ = ("batches", "longest", "ns", "overtaken")
 
     def __init__(self) -> None:
         self.batches = self.overtaken = 0
         self.ns = [0.0] * len(PARTS)
+        self.longest: list[list[float]] = []
+        """The longest waits of single batches, the longest first."""
+
+    def note(self, ns: list[float]) -> None:
+        """Keep a wait that was added, if it is among the longest."""
+        self.longest = sorted([*self.longest, ns], key=sum, reverse=True)[:_MOST_SPIKES]
+
+    def without(self, spikes: int) -> _Total:
+        """Return the same without so many of the longest waits."""
+        left = _Total()
+        left.add(self.ns, self.overtaken, self.batches)
+        for ns in self.longest[:spikes]:
+            left.add([-each for each in ns], 0, -1)
+        return left
 
     def add(self, ns: list[float], overtaken: int, batches: int = 1) -> None:
         self.batches += batches
@@ -145,6 +160,8 @@ class CauseTotals:
         typical_ms = cutter.typical_sample_ms or 0.0
         ns, slowest = cutter.cut(batch)
         (self._cold if batch.first else self._window).add(ns, batch.ready_ahead > 0)
+        if not batch.first:
+            self._before.note(ns)
         if slowest is not None:
             self._note_slow(loader, slowest, typical_ms)
         for task in batch.tasks:
@@ -185,13 +202,21 @@ class CauseTotals:
         return {f"{self._prefix}_wait/{k}": v for k, v in means.items() if v or k not in optional}
 
     def summary(
-        self, path_of: Callable[[int, object], str | None] = lambda _loader, _index: None
+        self,
+        path_of: Callable[[int, object], str | None] = lambda _loader, _index: None,
+        *,
+        spikes: int = 0,
     ) -> WaitCauses | None:
-        """Return why batches were late, or None; ``path_of`` knows files of a loader's samples."""
+        """Return why batches were late, or None; ``path_of`` knows files of a loader's samples.
+
+        ``spikes``: so many of the longest waits are no part of it.
+        """
         self._cut_held()
         warm = _Total()
         for each in (self._before, self._window):
             warm.add(each.ns, each.overtaken, each.batches)
+        warm.longest = self._before.longest
+        warm = warm.without(min(spikes, warm.batches - 1))
         total = warm if warm.batches else self._cold
         if not total.batches:
             return None

@@ -102,7 +102,9 @@ def build_loader(
     elif "batch_sampler" in overrides:
         replaced = [name for name in _REPLACED_BY_BATCH_SAMPLER if name not in overrides]
         arguments = _without(arguments, replaced)
-    return FastDataLoader(dataset, **arguments)
+    loader = FastDataLoader(dataset, **arguments)
+    loader.plan = plan
+    return loader
 
 
 def _share_of_rank(

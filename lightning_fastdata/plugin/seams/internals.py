@@ -42,6 +42,7 @@ class TrainerAttributes(Protocol):
     profiler: Any
     fast_dev_run: bool | int
     log_every_n_steps: int
+    reload_dataloaders_every_n_epochs: int
 
 
 def attributes_of(trainer: Trainer) -> TrainerAttributes:

@@ -12,6 +12,7 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
@@ -113,7 +114,6 @@ class RunJudge:
         host, ranks = self._recording.host, self.ranks
         slowest = None if val is None else costliest(val.loaders)
         ours, facts = own_datamodule(self._trainer), self.facts(train)
-        loaders = self._recording.loaders()
         evidence = self._recording.main.evidence(
             train,
             facts,
@@ -124,11 +124,31 @@ class RunJudge:
             transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
             augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
-            tuned=any(True for _ in tuned_loaders(_costliest_loader(loaders, train)[1])),
+            closed=self._closed(train, val),
+            val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
+            usable_cpus=self._usable_cpus,
+            loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
             **({} if ranks is None else rank_evidence(ranks.so_far)),
         )
         return judge(train, facts, evidence), evidence
+
+    @property
+    def _val_loaders(self) -> object:
+        return self._trainer.val_dataloaders if self._recording.fits else None
+
+    def _closed(self, train: StageSummary, val: StageSummary | None) -> dict[str, str]:
+        """Return the options that nobody is told to change, and why."""
+        _, loader = _costliest_loader(self._recording.loaders(), train)
+        _, of_val = _costliest_loader(self._val_loaders, val)
+        found = {**closed_options(loader), **closed_options(of_val, prefix="val.")}
+        ours = own_datamodule(self._trainer)
+        if ours is not None and ours.cache is not None:
+            found["cache"] = "cache= is set"
+        pixels = getattr(loader, "transform", None) is not None
+        if ours is not None and pixels and ours.placing.asked == "auto":
+            found["augment_on"] = "which is chosen by what batches take"
+        return found
 
     @contextmanager
     def spending(self) -> Iterator[None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
@@ -10,6 +13,7 @@ from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
+from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed
@@ -18,6 +22,7 @@ from lightning_fastdata.plugin.seams.profiler_tee import Listener
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.types import Stage
 
 _OTHER: Final = Activity("other")
@@ -27,6 +32,10 @@ _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
 FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
 LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
+_MAKING_LOADERS: Final = Activity("epoch_starts", "making loaders")
+_GARBAGE: Final = Activity("gc")
+_FULL_PAUSES: Final = 1
+"""Collections of younger generations are too short to be counted, and too many."""
 _OF_STEPS: Final = {
     "batch_to_device": Activity("transfer"),
     "on_after_batch_transfer": Activity("augment"),
@@ -61,6 +70,7 @@ class WallWatch:
         self._of_steps = {**_OF_STEPS, step: Activity("compute")}
         self._trainer = trainer
         self._ours = ours
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._epoch_start = FIRST_EPOCH
         self._starting = True
         self._interrupted = _OTHER
@@ -68,6 +78,8 @@ class WallWatch:
     def restart(self) -> None:
         """Begin anew where the training begins, after what tuners ran before it."""
         self.clock.forget()
+        self.stop()
+        gc.callbacks.append(self.collected)
         self._next_epoch(FIRST_EPOCH)
 
     def _next_epoch(self, start: Activity) -> None:
@@ -90,6 +102,11 @@ class WallWatch:
         if self.clock.state is _VALIDATION:
             self.clock.turn_to(self._interrupted)
 
+    def stop(self) -> None:
+        """Hear no more of the garbage collector."""
+        if self.collected in gc.callbacks:
+            gc.callbacks.remove(self.collected)
+
     def ended(self) -> None:
         """No more steps come."""
         self.clock.turn_to(_OTHER)
@@ -100,6 +117,8 @@ class WallWatch:
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
             return _nothing, partial(self._next_epoch, LATER_EPOCHS)
+        if last == "train_dataloader":
+            return self._making_loaders, self._made_loaders
         if last == self._fetches:
             return self._wait_began, self._wait_ended
         if last == "val_next":
@@ -112,6 +131,23 @@ class WallWatch:
             activity = self._of_callback(owner.removeprefix("[Callback]"), last)
             return None if activity is None else self._entering(activity)
         return self._of_module(last) if owner.startswith("[LightningModule]") else None
+
+    def _making_loaders(self) -> None:
+        # Those of the first epoch belong to the setup.
+        self.clock.enter(_MAKING_LOADERS if self.clock.state is LATER_EPOCHS else self.clock.state)
+
+    def _made_loaders(self) -> None:
+        self.clock.leave()
+
+    def collected(self, phase: str, info: Mapping[str, int]) -> None:
+        """Note that the garbage collector begins or ends; see ``gc.callbacks``."""
+        ours = threading.get_ident() == self._thread and os.getpid() == self._process
+        if not ours or info["generation"] < _FULL_PAUSES:
+            return
+        if phase == "start":
+            self.clock.enter(_GARBAGE)
+        else:
+            self.clock.leave()
 
     def _entering(self, activity: Activity) -> Listener:
         return partial(self.clock.enter, activity), self.clock.leave
@@ -255,6 +291,7 @@ class Recording:
 
     def stop(self) -> None:
         """Take no more stamps."""
+        self.wall.stop()
         for meter in self.meters:
             meter.stamps.stop()
 
@@ -264,8 +301,8 @@ class Recording:
         return {**self.main.metrics(), **host}
 
     def notes(self) -> tuple[str, ...]:
-        """Return what has to be said about stamps that could not be taken."""
-        meters = [meter for meter in self.meters if meter.timeline.history.steps]
+        """Return why it is not known why batches were late, of stages in which they were."""
+        meters = [meter for meter in self.meters if _waits(meter.summary())]
         some = tuple(
             f"Why batches of {label} were late is not known for {m.stage}: {why}."
             for m in meters
@@ -340,6 +377,11 @@ class Recording:
     def _augment_ended(self) -> None:
         if self._moving is not None and self.augments(self._moving.stage):
             self._moving.timeline.augment_ended()
+
+
+def _waits(summary: StageSummary | None) -> bool:
+    stall = None if summary is None else summary.stall
+    return stall is not None and stall.share >= STALL_LOW and costs_much(stall.mean_ms, stall.share)
 
 
 def _prefix(stage: Stage) -> str:

@@ -232,6 +232,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         recording = run.recording
         recording.main.step_ended(batch_samples(batch))
         run.live.step_ended()
+        if recording.host is not None:
+            recording.host.step_ended()
         if recording.optimizer_stepped:
             recording.main.updates = (recording.main.updates or 0) + 1
         if not (recording.optimizer_stepped or not pl_module.automatic_optimization):

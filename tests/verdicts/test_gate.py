@@ -1,0 +1,585 @@
+"""Advice survives being followed: what may be told of a run, and what is left out, with the reason.
+
+Nothing here rests on real time: figures are given, or a Trainer runs on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+import time
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule, Trainer
+from rig.virtual_crew import on_machine
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
+from lightning_fastdata.host import clock
+from lightning_fastdata.insight.measure.closed import closed_options
+from lightning_fastdata.insight.measure.host_metrics import Queued, queued_share
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.measure.wall import Activity, WallTime
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
+from lightning_fastdata.insight.model.finding import FAMILIES, Advice, Finding, Gain, family_of
+from lightning_fastdata.insight.model.loader_seen import model_computes
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.verdicts import gate
+from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
+from lightning_fastdata.tuning.moves import Move
+from lightning_fastdata.tuning.simulate import TrainingTimes
+from lightning_fastdata.tuning.tuner import Tuner
+from verdicts.planted import LOADING
+from verdicts.test_findings import CODES, TABLE, late
+from verdicts.workloads import Samples
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from trainings.followed import unlawful
+
+OPTIONS = ("num_workers", "prefetch_factor", "in_order", "executor", "persistent_workers", "cache",
+           "pin_memory", "augment_on")  # fmt: skip
+
+gains = st.none() | st.builds(
+    Gain, before_ms=st.floats(1, 100), after_ms=st.floats(0, 100), basis=st.just("floor")
+)
+advices = st.builds(
+    Advice,
+    text=st.text("abc", min_size=1, max_size=5),
+    changes=st.lists(st.sampled_from(OPTIONS), max_size=2).map(tuple),
+    gain=gains,
+    part=st.floats(0, 1),
+    joins=st.booleans(),
+    for_speed=st.booleans(),
+)
+
+
+# The gate
+
+
+@given(
+    st.lists(advices, max_size=5).map(tuple), gains,
+    st.dictionaries(st.sampled_from(OPTIONS), st.just("chosen")),
+)  # fmt: skip
+def test_what_is_given_gains_speaks_of_a_tenth_and_changes_nothing_that_is_closed(
+    advice, gain, closed
+):
+    proposed = Finding(
+        code="FD303", severity="high", cause="late", remedy="", gain=gain, advice=advice
+    )
+    told = gate.passed(proposed, closed)
+
+    def allowed(each):
+        if set(each.changes) & set(closed):
+            return False
+        own = each.gain or gain
+        return not each.for_speed or (each.part >= 0.1 and own is not None and own.factor > 1.03)
+
+    first = next((each for each in advice if allowed(each)), None)
+    assert told.advice == ()
+    assert [each.text for each in told.left_out] == [e.text for e in advice if not allowed(e)]
+    assert all(each.why for each in told.left_out)
+    if first is None:
+        assert (told.remedy, told.severity) == ("", "fine")
+        return
+    assert told.severity == "high"
+    assert told.gain == (first.gain or gain)
+    beside = [e.text for e in advice if e is not first and allowed(e) and e.joins]
+    joined = first.gain is None and beside
+    assert told.remedy == first.text or joined
+    assert set(told.remedy.split(", or ")) <= {first.text, *beside}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_finding_asks_for_an_option_that_is_closed(code):
+    closed = dict.fromkeys(chain(OPTIONS, (f"val.{each}" for each in OPTIONS)), "chosen")
+    for found in findings(replace(TABLE[code][0], closed=closed)):
+        assert not [each for each in OPTIONS if f"{each}=" in found.remedy], found
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_what_the_report_tells_is_lawful_and_what_was_left_out_is_in_it(code):
+    told = judge(stage(), evidence=TABLE[code][0])
+    written = json.loads(json.dumps(RunReport(stages=(stage(),), verdict=told).as_dict()))
+    assert unlawful(written["verdict"]) == []
+    for found in written["verdict"]["findings"]:
+        assert "advice" not in found
+        assert all(each["text"] and each["why"] for each in found["left_out"])
+
+
+@pytest.mark.parametrize("plant", LOADING, ids=[plant.code for plant in LOADING])
+def test_advice_on_planted_trainings_is_lawful(plant):
+    with plant.machine(plant.magnitudes[-1]):
+        evidence = plant.run(plant.magnitudes[-1])
+    for closed in ({}, dict.fromkeys(OPTIONS, "chosen")):
+        told = judge(stage(), evidence=replace(evidence, closed=closed))
+        verdict = RunReport(stages=(stage(),), verdict=told).as_dict()["verdict"]
+        assert unlawful(verdict, chosen=closed) == []
+
+
+# What is closed
+
+
+class Fixed(Dataset):
+    def __init__(self, length=64):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return {"a": torch.full((3,), float(index))}
+
+
+class Drawn(Fixed):
+    def __getitem__(self, index):
+        return {"a": torch.rand(3)}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(12.0))
+
+
+def of_module(dataset, **options):
+    module = FastDataModule.from_datasets(dataset, dataset, batch_size=4, **options)
+    return module.train_dataloader(), module.val_dataloader()
+
+
+def test_what_the_package_chose_is_closed_and_what_the_user_set_is_not():
+    for loader in (*of_module(Fixed()), FastDataLoader(Fixed(), 4, num_workers="auto")):
+        assert {"num_workers", "executor", "prefetch_factor"} <= set(closed_options(loader))
+    options = LoaderOptions(num_workers=1, executor="workers")
+    for loader in of_module(Fixed(), options=options):
+        assert not {"num_workers", "executor"} & set(closed_options(loader))
+        loader.close()
+    assert "num_workers" not in closed_options(FastDataLoader(Fixed(), 4, num_workers=2))
+    assert set(closed_options(DataLoader(Fixed(), 4))) == {"cache"}
+    assert set(closed_options(DataLoader(Fixed(), 4), prefix="val.")) == {"val.cache"}
+
+
+def test_a_cache_is_told_only_where_samples_were_seen_to_be_fixed():
+    assert "cache" not in closed_options(of_module(Fixed())[0])
+    stream = of_module(Stream(), options=LoaderOptions(split=False))[0]
+    for loader in (of_module(Drawn())[0], DataLoader(Fixed(), 4), stream):
+        assert "cache" in closed_options(loader)
+
+
+def test_what_this_run_has_tried_is_not_told_again():
+    loader = FastDataLoader(Fixed(), 4, num_workers=2, executor="workers")
+    loader.tune = Tuner(most_workers=8, cpus=8.0)
+    loader.tune.moves.append(
+        Move(batch=51, before=2, after=4, step_before_ms=10.0, wait_before_ms=5.0,
+             step_expected_ms=6.0, step_seen_ms=11.0, why="late", outcome="taken back")
+    )  # fmt: skip
+    closed = closed_options(loader)
+    assert "num_workers 2 -> 4 at batch 51" in closed["num_workers"]
+    first = findings(replace(TABLE["FD303"][0], closed=closed))[0]
+    assert "num_workers" not in first.remedy
+    assert "2 -> 4 at batch 51" in first.leave_alone
+
+
+def test_samples_that_no_default_collation_takes_keep_their_collate_fn():
+    assert not [code for code in CODES for found in findings(TABLE[code][0])
+                if "leave out" in found.remedy]  # fmt: skip
+
+
+# Validation
+
+
+def run_of(**parts_s):
+    named = {Activity("validation", "waiting for batches"): parts_s.pop("val_waits", 0.0)}
+    return WallTime(
+        total_s=sum(parts_s.values()), parts_s=parts_s, named_s=named, steps=100, samples=800
+    )
+
+
+STARVED = Evidence(step_ms=50.0, wait_ms=0.1, stall_ms=0.1, val_workers=0, usable_cpus=4,
+                   wall=run_of(compute=5.0, validation=4.0, val_waits=3.5))  # fmt: skip
+
+
+def test_validation_that_the_package_loads_is_no_fault_of_the_user():
+    told = judge(stage(stall=0.1), evidence=STARVED)
+    assert told.kind == "starved in validation"
+    assert "num_workers 0 -> 4" in told.findings[0].remedy
+    for own in (
+        replace(STARVED, closed=closed_options(of_module(Fixed())[1], prefix="val.")),
+        replace(STARVED, val_workers=4),
+    ):
+        told = judge(stage(stall=0.1), evidence=own)
+        assert told.kind == "compute-bound"
+        assert not any("validation" in each.remedy for each in told.findings)
+
+
+def test_validation_is_given_as_many_workers_as_training_and_tuned():
+    class Waits(Fixed):
+        def __getitem__(self, index):
+            time.sleep(0.001)
+            return super().__getitem__(index)
+
+    train, val = of_module(Waits(256))
+    assert val.num_workers == train.num_workers > 0
+    assert isinstance(val.tune, Tuner)
+    train.close()
+    val.close()
+
+
+# Waits that no option shortens
+
+
+def stage(stall=20.0, step=40.0, *, device="cpu", steps=60, **other):
+    history = StepHistory()
+    for number in range(steps):
+        history.append(timing(number, stall, step - stall))
+    return replace(history.summarize("train", duration_s=9.0, device=device), **other)
+
+
+def timing(number, stall, compute):
+    return StepTiming(
+        step=number, samples=16, cold=0, wait_ms=stall, stall_ms=stall, transfer_ms=0.0,
+        compute_ms=compute, gap_ms=0.0, step_ms=stall + compute,
+    )  # fmt: skip
+
+
+@given(
+    stall=st.floats(0.01, 1.5), step=st.floats(5.01, 12), workers=st.sampled_from([None, 0, 1, 4]),
+    part=st.sampled_from(["read_cpu_ms", "read_blocked_ms", "handover_ms", "unpack_ms", None]),
+)  # fmt: skip
+def test_a_wait_as_long_as_handing_over_takes_is_not_blamed(stall, step, workers, part):
+    facts = LoaderFacts(num_workers=workers, usable_cpus=4)
+    seen = Evidence()
+    if part is not None:
+        seen = replace(late({part: stall}), step_ms=step, wait_ms=stall, stall_ms=stall)
+    told = judge(stage(stall, step), facts, seen)
+    assert told.kind in ("balanced", "compute-bound")
+    assert not [
+        each for each in told.findings if each.severity == "high" or "workers" in each.remedy
+    ]
+
+
+@given(stall=st.floats(1.6, 40), rest=st.floats(1, 14))
+def test_a_longer_wait_is_blamed(stall, rest):
+    told = judge(stage(stall, stall + rest), LoaderFacts(num_workers=0, usable_cpus=4))
+    assert (told.kind, told.code) == ("data-bound", "FD101")
+
+
+# Single steps that took long
+
+
+@given(
+    place=st.integers(0, 94), spikes=st.integers(1, 3), seconds=st.floats(0.5, 20),
+    stall=st.floats(0, 3), phase=st.sampled_from(["stall", "compute"]),
+)  # fmt: skip
+def test_a_spike_is_named_and_the_run_is_judged_without_it(place, spikes, seconds, stall, phase):
+    spiked, others = StepHistory(), StepHistory()
+    places = {(place + 7 * number) % 95 for number in range(spikes)}
+    for number in range(95):
+        long = 1000 * seconds * (number in places)
+        spiked.append(
+            timing(number, stall + long * (phase == "stall"), 38 + long * (phase != "stall"))
+        )
+        if not long:
+            others.append(timing(number, stall, 38.0))
+    with_it, without = (each.summarize("train", duration_s=9.0) for each in (spiked, others))
+    assert {each.step for each in with_it.spikes} == places
+    assert all(each.seconds == pytest.approx(seconds, abs=0.05) for each in with_it.spikes)
+    for name in ("wait", "stall", "compute", "step"):
+        one, other = getattr(with_it, name), getattr(without, name)
+        assert one.mean_ms == pytest.approx(other.mean_ms, abs=1e-6)
+        assert one.share == pytest.approx(other.share, abs=1e-9)
+    assert with_it.samples_per_s == pytest.approx(without.samples_per_s)
+    facts = LoaderFacts(num_workers=1, usable_cpus=2)
+    told, calm = judge(with_it, facts), judge(without, facts)
+    assert (told.kind, told.code) == (calm.kind, calm.code)
+    said = "; ".join(told.evidence)
+    assert all(f"step {each} took" in said for each in places)
+    assert "judged without it" in said
+
+
+def test_what_comes_again_and_again_is_no_spike():
+    history = StepHistory()
+    for number in range(400):
+        history.append(timing(number, 900.0 if number % 50 == 7 else 0.1, 38.0))
+    found = history.summarize("train", duration_s=9.0)
+    assert found.spikes == ()
+    assert found.stall.share > 0.1
+
+
+def test_causes_and_costs_are_without_the_batch_that_took_long():
+    with on_machine():
+        usual = trained(Samples(60 * 16, cpu_s=0.001))
+    with on_machine():
+        spiked = trained(Samples(60 * 16, cpu_s=0.001, slow_s=3.0, slow_every=1000))
+    assert [each.phase for each in spiked[0].spikes] == ["stall"]
+    assert spiked[1].parts.total_ms == pytest.approx(usual[1].parts.total_ms, rel=0.1)
+    assert max(cost.blocked_ns for cost in spiked[1].costs) < 1e9
+    assert [f.code for f in findings(spiked[1])] == [f.code for f in findings(usual[1])]
+
+
+def trained(dataset):
+    from lightning_fastdata.insight.waits.causes import CauseTotals
+    from verdicts.workloads import Stage, Training, sleep_for
+
+    run = Stage.start(Training(dataset=dataset, step=sleep_for(0.01)))
+    try:
+        run.epoch()
+        summary, totals = run.summary(), CauseTotals()
+        for batch in run.records:
+            totals.add(batch)
+        spikes = sum(each.phase == "stall" for each in summary.spikes)
+        causes = totals.summary(spikes=spikes)
+        seen = run.evidence(parts=causes.wait)
+        return summary, seen
+    finally:
+        run.loader.close()
+
+
+# Who has the CPUs
+
+
+def beside_others(**more):
+    return {"other_cpus": 1.8, "machine_cpus": 2.0, "queued_share": 0.7, **more}
+
+
+def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
+    plain = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, workers=1, **beside_others())
+    facts = LoaderFacts(num_workers=1, usable_cpus=2)
+    ours = replace(TABLE["FD315"][0], machine_cpus=2.0, other_cpus=1.8)
+    for evidence in (plain, ours):
+        told = judge(stage(24.0), facts, evidence)
+        assert (told.kind, told.code) == ("held up by other programs", "FD315")
+        assert told.findings[0].gain.factor > 1.03
+    alone = replace(plain, other_cpus=0.1, queued_share=0.05)
+    assert judge(stage(24.0), facts, alone).code == "FD102"
+
+
+@pytest.mark.parametrize(
+    "known", [{"queued_share": 0.05}, {"other_cpus": 0.3}, {"workers": 0, "queued_share": 0.4}]
+)
+def test_other_programs_are_blamed_only_for_what_would_go_without_them(known):
+    seen = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, workers=1, **beside_others())
+    told = judge(stage(24.0), LoaderFacts(num_workers=1, usable_cpus=4), replace(seen, **known))
+    assert told.kind == "data-bound"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_number_of_workers_that_the_package_chose_is_not_called_too_few(workers):
+    facts = LoaderFacts(num_workers=workers, usable_cpus=8)
+    for parts in (None, late({"read_cpu_ms": 24.0}).parts):
+        seen = Evidence(step_ms=40.0, stall_ms=24.0, parts=parts)
+        blamed = judge(stage(24.0), facts, seen).findings
+        own = judge(stage(24.0), facts, replace(seen, closed={"num_workers": "chosen"})).findings
+        assert any(each.family == "too few workers" for each in blamed) is (parts is None)
+        assert not any(each.family == "too few workers" for each in own)
+
+
+def test_workers_are_not_told_to_take_the_cpus_of_others():
+    facts, seen = LoaderFacts(num_workers=0, usable_cpus=8), {"step_ms": 40.0, "stall_ms": 24.0}
+    busy = Evidence(**seen, other_cpus=5.0, machine_cpus=8.0)
+    alone, beside = (
+        judge(stage(24.0), facts, each).findings[0] for each in (Evidence(**seen), busy)
+    )
+    assert "num_workers 0 -> 8" in alone.remedy
+    assert "num_workers 0 -> 3" in beside.remedy
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 9), st.sampled_from([0.0, 0.25, 4.0]), st.floats(0, 1)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_the_queue_is_that_of_workers_and_without_any_that_of_the_training(times):
+    seen = {
+        number: Queued(first, queued, first + lasted, queued + share * lasted)
+        for number, (first, lasted, share) in enumerate(times)
+        for queued in (2.0,)
+    }
+    loading = times[1:] or times
+    lasted = sum(each[1] for each in loading)
+    found = queued_share(seen, 0)
+    assert (found is None) == (lasted == 0)
+    if lasted > 1e-3:
+        assert found == pytest.approx(sum(e[1] * e[2] for e in loading) / lasted, abs=1e-6)
+
+
+# The model
+
+
+def test_the_model_is_to_be_optimized_only_where_it_was_seen_to_compute():
+    for seen, told in ((True, True), (False, False), (None, False)):
+        for evidence in (Evidence(), Evidence(step_ms=40.0, wait_ms=0.1, stall_ms=0.1)):
+            verdict = judge(stage(0.1), evidence=replace(evidence, model_computes=seen))
+            assert any("optimize" in each.remedy for each in verdict.findings) is told
+            assert not any("optimize" in each.leave_alone for each in verdict.findings)
+
+
+@pytest.mark.parametrize(
+    ("summary", "times", "computes"),
+    [
+        ({}, {"cpu_s": 9.8}, True),
+        ({}, {"cpu_s": 2.0}, False),  # the step sleeps, or waits for a lock
+        ({}, {"cpu_s": 6.0, "runqueue_s": 3.9}, False),  # others have the CPUs
+        ({"device": "cuda"}, {"cpu_s": 9.9}, False),  # the host may be what is slow
+        ({"device": "cuda", "hidden": 9.0}, {"cpu_s": 1.0}, True),
+        ({"device": "cuda", "hidden": 9.0, "gap": 8.0}, {"cpu_s": 1.0}, False),
+    ],
+)
+def test_computing_is_seen_by_the_cpu_that_it_has_or_the_work_that_a_device_has_left(
+    summary, times, computes
+):
+    hidden, gap = summary.get("hidden", 0.0), summary.get("gap", 0.0)
+    steps = stage(0.1, device=summary.get("device", "cpu"))
+    more = {
+        "wait": replace(steps.wait, mean_ms=0.1 + hidden),
+        "gap": replace(steps.gap, mean_ms=gap),
+    }
+    spent = TrainingTimes(**{"wall_s": 10.0, "waited_s": 0.0, **times})
+    assert model_computes(replace(steps, **more), spent) is computes
+
+
+def test_headroom_where_workers_share_the_cpus_is_a_lower_bound():
+    free = {each.code: each for each in findings(Evidence(step_ms=40.0, stall_ms=0.2))}["FD319"]
+    here = findings(Evidence(step_ms=40.0, stall_ms=0.2, device="cpu"))[0]
+    assert ("at least" in free.cause, "at least" in here.cause) == (False, True)
+    for device in ("cpu", "cuda"):
+        report = RunReport(stages=(stage(device=device),)).as_dict()
+        assert report["stages"]["train"]["speedup_possible_is_least"] is (device == "cpu")
+
+
+# Findings of their own, by a Trainer on a virtual clock
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+
+class Model(LightningModule):
+    def __init__(self, val_s=0.0, making_s=0.0, collecting_s=0.0):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.val_s, self.making_s, self.collecting_s = val_s, making_s, collecting_s
+
+    def training_step(self, batch, _):
+        clock.sleep(0.02)
+        if self.collecting_s:
+            self.collect()
+        return self.layer(batch).mean()
+
+    def collect(self):
+        """Pretend that Python collects, as it tells those who listen."""
+        for phase in ("start", "stop"):
+            for listener in list(gc.callbacks):
+                listener(phase, {"generation": 2, "collected": 0, "uncollectable": 0})
+            if phase == "start":
+                clock.sleep(self.collecting_s)
+
+    def validation_step(self, batch, _):
+        clock.sleep(self.val_s)
+
+    def train_dataloader(self):
+        clock.sleep(self.making_s)
+        return DataLoader(Rows(), 2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def fitted(tmp_path, model, **options):
+    callback = DataThroughputCallback(summary=False)
+    val = {"val_dataloaders": DataLoader(Rows(), 2)} if model.val_s else {}
+    trainer = Trainer(
+        accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False, max_epochs=4,
+        enable_model_summary=False, logger=False, enable_checkpointing=False,
+        num_sanity_val_steps=0, callbacks=[callback], **options,
+    )  # fmt: skip
+    trainer.fit(model, **val)
+    return callback.report
+
+
+@pytest.mark.usefixtures("virtual")
+@pytest.mark.parametrize(
+    ("how", "trainer", "kind", "code", "words"),
+    [
+        ({"val_s": 0.04}, {}, "held up by validation", "FD331", "check_val_every_n_epoch"),
+        ({"making_s": 0.6}, {"reload_dataloaders_every_n_epochs": 1}, "paused between epochs",
+         "FD332", "reload_dataloaders_every_n_epochs=0"),
+        ({"collecting_s": 0.01}, {}, "held up by the garbage collector", "FD333", "gc.freeze()"),
+    ],
+)  # fmt: skip
+def test_costs_of_their_own_are_told(tmp_path, how, trainer, kind, code, words):
+    listening = len(gc.callbacks)
+    report = fitted(tmp_path, Model(**how), **trainer)
+    assert (report.verdict.kind, report.verdict.code) == (kind, code)
+    first = report.verdict.findings[0]
+    assert words in first.remedy
+    assert "persistent_workers" not in first.remedy
+    assert unlawful(report.as_dict()["verdict"]) == []
+    assert len(gc.callbacks) == listening
+    wall = report.wall
+    lost_s = {"FD331": 64 * 0.04 / 2, "FD332": 3 * 0.6, "FD333": 64 * 0.01}[code]
+    assert first.gain.saved_ms * wall.steps / 1000 == pytest.approx(lost_s)
+    assert sum(wall.parts_s.values()) == pytest.approx(wall.total_s)
+
+
+@pytest.mark.usefixtures("virtual")
+@pytest.mark.parametrize(
+    ("how", "trainer"),
+    [
+        ({"val_s": 0.005}, {}),
+        ({"making_s": 0.01}, {"reload_dataloaders_every_n_epochs": 1}),
+        ({"making_s": 0.6}, {}),  # once, before the first epoch
+        ({"collecting_s": 0.0005}, {}),
+    ],
+)
+def test_little_of_them_is_not_told(tmp_path, how, trainer):
+    report = fitted(tmp_path, Model(**how), **trainer)
+    assert report.verdict.kind == "compute-bound"
+    assert not {"FD331", "FD332", "FD333"} & {each.code for each in report.verdict.findings}
+
+
+# Words
+
+
+def told_texts():
+    more = [
+        Evidence(step_ms=50.0, stall_ms=0.1, epochs=4, loaders_anew=anew, persistent_workers=kept,
+                 wall=run_of(compute=2.0, validation=4.0, gc=2.0, callbacks=2.0, checkpoints=2.0,
+                             logging=2.0, epoch_starts=3.0, val_waits=waits))
+        for anew in (True, False) for kept in (None, True, False) for waits in (0.0, 3.5)
+    ]  # fmt: skip
+    for evidence in chain((TABLE[code][0] for code in CODES), more):
+        for found in judge(stage(), evidence=evidence).findings:
+            yield from (found.cause, found.remedy, found.leave_alone)
+
+
+def test_sentences_have_fewer_than_twenty_words():
+    for text in told_texts():
+        for sentence in re.split(r"[.;:] |, (?:or|and|which|so|because|although|as|but) ", text):
+            assert len(sentence.split()) < 20, sentence
+
+
+def test_nobody_is_told_of_stamps():
+    assert not [text for text in told_texts() if "stamp" in text]
+
+
+def test_about_a_dozen_families_have_every_code_once():
+    codes = " ".join(FAMILIES.values()).split()
+    assert sorted(codes) == sorted({rule.code for rule in RULES} | set(TITLES))
+    assert len(codes) == len(set(codes))
+    assert 10 <= len(FAMILIES) <= 14
+    assert all(family_of(code) for code in codes)
+    assert family_of("FD999") == ""
