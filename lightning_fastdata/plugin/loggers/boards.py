@@ -146,8 +146,7 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     axes.tick_params(labelsize=_FONT_PT)
     axes.spines[["top", "right"]].set_visible(False)
     if not drawn.any():
-        where = {"transform": axes.transAxes, "ha": "center", "fontsize": _FONT_PT}
-        axes.text(0.5, 0.5, "not measured", **where)
+        axes.set_title("not measured", y=0.5, fontsize=_FONT_PT)
         return figure
     total = columns["step_ms"][drawn]
     parts = np.array_split(np.arange(len(total)), min(len(total), _MOST_COLUMNS))
