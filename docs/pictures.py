@@ -1,6 +1,7 @@
 """Make the pictures of the documentation anew: needs Chromium, and two minutes.
 
     python docs/pictures.py [--browser chromium]
+    python docs/pictures.py --output      # only what the first block of README and start.md prints
 
 A training of three epochs with validation, whose storage answers in 3 ms, is read by one worker;
 its page and TensorBoard's are shown to a browser without a window. What the browser shows is
@@ -193,6 +194,30 @@ def check_last_text(texts: list[str]) -> None:
         sys.exit(f"The last text is not the summary: {newest}.")
 
 
+def write_output() -> None:
+    """Run the first block of the first pages, and write below it what it prints."""
+    readme, start = DOCS.parent / "README.md", DOCS / "start.md"
+    code = readme.read_text().split("```python\n")[1].split("```")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            check=True,
+            env={**os.environ, "COLUMNS": "80"},
+        )
+        printed = done.stdout.replace(f"{os.path.realpath(folder)}/", "")
+    text = printed[printed.index("fastdata · train · ") :].rstrip() + "\n"
+    head, *paragraphs = re.split(r"\n(?= \w)", text)
+    shown = [one for one in paragraphs if re.match(r" (?:DATA|wait|compute|why|try|skip)", one)]
+    short = "\n".join([head, *(one.strip("─\n") for one in shown)]) + "\n"
+    for page, output in ((start, text), (readme, short)):
+        before, after = page.read_text().split("fastdata · train · ", 1)
+        page.write_text(f"{before}{output}```{after.split('```', 1)[1]}")
+        print(f"{page} written.")
+
+
 def wait_for(address: str, seconds: float = 60) -> None:
     until_s = time.monotonic() + seconds
     while True:
@@ -209,10 +234,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--browser", default="chromium")
     parser.add_argument("--port", type=int, default=6017)
+    parser.add_argument("--output", action="store_true")
     options = parser.parse_args()
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    write_output()
+    if options.output:
+        return
     if shutil.which(options.browser) is None:
         sys.exit(f"There is no {options.browser!r}; give another one with --browser.")
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as profile:
         page = train(folder)
         browser = Browser(options.browser, profile)

@@ -91,10 +91,10 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             steps that are tried and undone before the fit; elsewhere 32.
         options: How to load; every ``"auto"`` is chosen for this machine. See
             :class:`LoaderOptions`. For all stages, or a dict with stages as keys.
-        num_workers: Short for the option of this name, for all stages; as are the next three.
-        pin_memory: As above.
-        persistent_workers: As above.
-        prefetch_factor: As above.
+        num_workers: Processes that read samples, for all stages; short for the option of this name.
+        pin_memory: Copy batches to page-locked memory; short for the option of this name.
+        persistent_workers: Keep the workers between epochs; short for the option of this name.
+        prefetch_factor: Batches each worker is ahead; short for the option of this name.
         shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
             ``"blocks"``: as :class:`BlockShuffleSampler` does. Default: training is, nothing else.
         augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
