@@ -154,6 +154,13 @@ def test_no_command_has_a_path_to_be_filled_in():
     assert not re.search(r"path/to|/the/clone|<[a-z-]+>|YOUR", code)
 
 
+def test_the_changelog_of_a_first_release_speaks_of_this_release():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    if len(re.findall(r"^## \[", text, re.MULTILINE)) == 1:
+        earlier = r"no longer|any more|(?:earlier|development) version|^### (?:Mended|Fixed)"
+        assert re.findall(earlier, text, re.MULTILINE) == []
+
+
 # -- what code means -------------------------------------------------------------------------------
 
 
