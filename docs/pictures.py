@@ -211,7 +211,7 @@ def write_output() -> None:
     text = printed[printed.index("fastdata · train · ") :].rstrip() + "\n"
     head, *paragraphs = re.split(r"\n(?= \w)", text)
     shown = [one for one in paragraphs if re.match(r" (?:DATA|wait|compute|why|try|skip)", one)]
-    short = "\n".join([head, *(one.strip("─\n") for one in shown)]) + "\n"
+    short = "\n".join([head, *(re.sub(r"\n +", " ", one.strip("─\n")) for one in shown)]) + "\n"
     for page, output in ((start, text), (readme, short)):
         before, after = page.read_text().split("fastdata · train · ", 1)
         page.write_text(f"{before}{output}```{after.split('```', 1)[1]}")
