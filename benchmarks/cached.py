@@ -1,9 +1,10 @@
 """Shuffled batches of 64 uint8 images of 256x256x3 from a warm memory map of 790 MB.
 
-    python benchmarks/cached.py [--rounds 7] [--json results.json]
+    python benchmarks/cached.py [--rounds 7] [--json results.json] [--publish]
 
-torch's DataLoader, our executors, and, as the limit, the same bytes copied in order into memory
-that is used again: all in one process, in turn, warm, with nothing done to the batches.
+torch's DataLoader with 0, 1, 2 and 4 workers, our executors, and, as the limit, the same bytes
+copied in order into memory that is used again: all in one process, in turn, warm, with nothing done
+to the batches.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from peers import ffcv_images
+from published import TORCH_WORKERS, add_publish, over_best, publish
 from rates import compare, show, summary
 from torch.utils.data import DataLoader, Dataset
-from turns import arguments, write
+from turns import arguments, machine, write
 
 from lightning_fastdata.loading.loader import FastDataLoader
 
 COUNT, SHAPE, BATCH = 4000, (256, 256, 3), 64
-BASE = "torch DataLoader, 2 workers"
+BASE = "torch DataLoader, 0 workers"
 
 
 class Cached(Dataset):
@@ -38,6 +40,14 @@ class Cached(Dataset):
         return torch.from_numpy(self.images[index].copy())
 
 
+def torchs(workers: int) -> str:
+    return f"torch DataLoader, {workers} workers"
+
+
+def kept(workers: int) -> dict:
+    return {"num_workers": workers, "persistent_workers": workers > 0}
+
+
 def read(loader) -> int:
     return sum(len(batch) for batch in loader)
 
@@ -49,7 +59,9 @@ def copy_all(images, out) -> int:
 
 
 def main() -> None:
-    asked = arguments(__doc__.splitlines()[0]).parse_args()
+    parser = arguments(__doc__.splitlines()[0])
+    add_publish(parser)
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     with tempfile.TemporaryDirectory() as folder:
@@ -60,10 +72,9 @@ def main() -> None:
         del images
         data = Cached(path)
         how = {"batch_size": BATCH, "shuffle": True, "drop_last": True}
-        two = {**how, "num_workers": 2, "persistent_workers": True}
+        two = {**how, **kept(2)}
         loaders = {
-            "torch DataLoader, 0 workers": DataLoader(data, **how),
-            BASE: DataLoader(data, **two),
+            **{torchs(n): DataLoader(data, **how, **kept(n)) for n in TORCH_WORKERS},
             "ours, workers": FastDataLoader(data, **two, executor="workers"),
             "ours, gather": FastDataLoader(data.images, **how, executor="gather"),
             "ours, gather ahead": FastDataLoader(
@@ -83,6 +94,12 @@ def main() -> None:
         show(f"Cached images, {asked.rounds} rounds", "images", rows)
         raw = {name: [asdict(turn) for turn in found] for name, found in turns.items()}
         write(asked.json, "cached", {"medians": rows, "turns": raw})
+        spent = {name: [1 / turn.per_s for turn in found] for name, found in turns.items()}
+        by_workers = {n: spent[torchs(n)] for n in TORCH_WORKERS}
+        named = {name: f"cached/{name.removeprefix('ours, ').partition(',')[0]}" for name in spent}
+        ours = [name for name in spent if name.startswith(("ours", "FFCV"))]
+        ratios = {named[name]: over_best(spent[name], by_workers) for name in ours}
+        publish(ratios, machine(), asked=asked.publish)
 
 
 if __name__ == "__main__":

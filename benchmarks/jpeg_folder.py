@@ -1,15 +1,16 @@
 """Training batches from a folder of JPEG photographs: the peers' loaders and ours, in turn.
 
-    python benchmarks/jpeg_folder.py [--rounds 7] [--json FILE] [--rows DataLoader,workers]
+    python benchmarks/jpeg_folder.py [--rounds 7] [--json FILE] [--publish] [--rows DataLoader,timm]
 
 Shuffled batches of 64, decode, RandomResizedCrop(224), horizontal flip, delivered as uint8 and as
 normalised float32, over crops of photographs of about 480 x 375 px (JPEG quality 92, 4:2:0) in the
-page cache. Every loader gets as many workers or threads (--workers, 2). Each round reads one epoch
-with every loader, beginning with another one each time; loaders and their workers stay between
-rounds, and the first round is not counted. Ratios are medians over rounds of the ratio within a
-round. "decode alone" is what the two threads decode when they do nothing else: nobody can load
-faster without decoding less. CPU ms/img is the CPU time of all threads and processes, which other
-programs on the machine disturb less than they disturb the speed.
+page cache. Every loader gets as many workers or threads (--workers, 2); torch's own DataLoader of
+an ImageFolder is also measured with 0, 1, 2 and 4, of which the best is published against. Each
+round reads one epoch with every loader, beginning with another one each time; loaders and their
+workers stay between rounds, and the first round is not counted. Ratios are medians over rounds of
+the ratio within a round. "decode alone" is what the two threads decode when they do nothing else:
+nobody can load faster without decoding less. CPU ms/img is the CPU time of all threads and
+processes, which other programs on the machine disturb less than they disturb the speed.
 FastImageFolder normalises where it decodes.
 """
 
@@ -21,6 +22,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -34,8 +36,10 @@ import psutil
 import simplejpeg
 import torch
 from peers import Epoch, JpegTask
+from published import TORCH_WORKERS, Ratio, add_publish, over_best, publish
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
+from turns import machine
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import FastDataLoader, FastDataModule, FastImageFolder
@@ -104,9 +108,26 @@ def decode_alone(task: JpegTask, *, processes: bool) -> Epoch:
     return lambda: (torch.empty(n) for n in [len(list(threads.map(decode, paths)))])
 
 
+def torchs(workers: int) -> str:
+    return f"{BASE}, {workers} workers"
+
+
+def torch_with(workers: int) -> Callable[[JpegTask], Epoch | str]:
+    return lambda task: peers.torch_jpeg(replace(task, workers=workers))
+
+
+PUBLISHED = {
+    "": WORKERS,
+    " ImageFolder": PLAIN,
+    " LitData": "LitData",
+    " FFCV": FFCV,
+    " DALI": DALI,
+}
+"""End of the name of a ratio -> its row."""
 # Those that fork workers come first, before the others have started threads of their own.
 ROWS = {
     BASE: peers.torch_jpeg,
+    **{torchs(workers): torch_with(workers) for workers in TORCH_WORKERS},
     "timm": peers.timm_jpeg,
     "WebDataset": peers.webdataset_jpeg,
     "LitData": peers.litdata_jpeg,
@@ -232,6 +253,16 @@ def verdicts(found: dict[str, dict]) -> list[dict]:
     ]
 
 
+def over_torch(kind: str, rates: dict[str, list[float]]) -> dict[str, Ratio]:
+    """Return the ratios that are published; none if torch was not measured in full."""
+    spent = {row: [1 / rate for rate in found] for row, found in rates.items()}
+    by_workers = {n: spent[torchs(n)] for n in TORCH_WORKERS if torchs(n) in spent}
+    if len(by_workers) < len(TORCH_WORKERS):
+        return {}
+    measured = {end: row for end, row in PUBLISHED.items() if row in spent}
+    return {f"jpeg/{kind}{end}": over_best(spent[row], by_workers) for end, row in measured.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -240,6 +271,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="uint8,float32")
     parser.add_argument("--rows", default="", help="only rows that contain one of these, a,b,c")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
+    add_publish(parser)
     options = parser.parse_args()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
@@ -265,6 +297,7 @@ def main() -> None:
             rates, costs, absent = measure(variant, rows, options.rounds)
             found[kind], spent[kind], missing[kind] = rates, costs, absent
             print("\n".join(table(kind, rates, costs, absent)), end="\n\n", flush=True)
+            publish(over_torch(kind, rates), machine(), asked=options.publish)
     judged = verdicts(found)
     for verdict in judged:
         against, measured = " / ".join(verdict["against"]), verdict["measured"]

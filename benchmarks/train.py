@@ -1,13 +1,14 @@
-"""Training on JPEG photographs: the usual loaders and ours, in turn, in one process.
+"""Training on JPEG photographs: torch's loaders and ours, in turn, in one process.
 
-    python benchmarks/train.py [--rounds 5] [--steps 40]
+    python benchmarks/train.py [--rounds 5] [--epochs 3] [--publish]
 
-Prints, per way of loading, the median samples per second over the rounds (wall clock from the first
-to the last step), its ratio to the first row within the same round, and the share of the step spent
-waiting for data. DataLoader and the first FastDataModule read the very same dataset, which calls
-its Albumentations pipeline itself; the others read an image folder and are given the pipeline. The
-network is that of the demo. Each way trains once before it is measured. Without a GPU the model
-computes on half of the CPUs where there are workers, also for DataLoader.
+Each round trains once in each way: torch's DataLoader with 0, 1, 2 and 4 workers, kept between
+epochs, and ours. Told is the wall time of the whole run, from making the loader to the end of
+``trainer.fit``: starts of workers, what is tried beforehand and first batches are in it. A ratio is
+over the best of torch's, chosen in the other rounds (``published.py``). torch and the first of ours
+read the very same dataset, which calls its Albumentations pipeline itself; the others read an image
+folder and are given the pipeline. The network is that of the demo. A first round is not counted.
+Without a GPU the model computes on half of the CPUs where there are workers, also for torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -26,9 +30,11 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import lightning.pytorch as lightning
 import torch
 from albumentations import Compose
+from published import TORCH_WORKERS, add_publish, over_best, publish
 from torch.utils.data import DataLoader
+from turns import in_turn, machine, spread
 
-from demo.photos import cut_photographs
+from demo.photos import Cut, cut_photographs
 from demo.training import (
     BATCH_SIZE,
     CROP_SCALE,
@@ -40,7 +46,6 @@ from demo.training import (
 )
 from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.machine import describe_machine, read_versions
 
 
 def plain(folder: Path, workers: int) -> dict:
@@ -61,26 +66,27 @@ def same(folder: Path) -> dict:
     return {"datamodule": FastDataModule.from_datasets(dataset, batch_size=BATCH_SIZE)}
 
 
-def ours(folder: Path) -> dict:
+def with_augment(folder: Path) -> dict:
     module = FastDataModule.from_datasets(
         photo_folder(folder), batch_size=BATCH_SIZE, augment=train_augmentation()
     )
     return {"datamodule": module}
 
 
-def ours_folder(folder: Path) -> dict:
+def with_folder(folder: Path) -> dict:
     crops = FastImageFolder(folder, size=IMAGE_PX, scale=CROP_SCALE)
     after_crop = Compose(train_augmentation().transforms[1:])
     module = FastDataModule.from_datasets(crops, batch_size=BATCH_SIZE, augment=after_crop)
     return {"datamodule": module}
 
 
-def train(data: dict, steps: int, threads: int) -> tuple[float, float]:
-    """Return samples per second of wall time and the share of the step spent waiting."""
+def train(way: Callable[[], dict], epochs: int, threads: int) -> tuple[float, float]:
+    """Return the seconds of the whole run and the share of a step spent waiting."""
     torch.set_num_threads(threads)
     callback = DataThroughputCallback(summary=False, report=False)
+    began = time.perf_counter()
     trainer = lightning.Trainer(
-        max_steps=steps,
+        max_epochs=epochs,
         accelerator="auto",
         devices=1,
         logger=False,
@@ -90,56 +96,55 @@ def train(data: dict, steps: int, threads: int) -> tuple[float, float]:
         enable_progress_bar=False,
         limit_val_batches=0,
     )
-    trainer.fit(PhotoClassifier(), **data)
-    stage = callback.report.stages[0]
-    return stage.samples / stage.duration_s, stage.stall_share or 0.0
+    trainer.fit(PhotoClassifier(), **way())
+    spent_s = time.perf_counter() - began
+    return spent_s, callback.report.stages[0].stall_share or 0.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--crops", type=int, default=192, help="of each photograph")
+    add_publish(parser)
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
 
     cpus = read_cpu_limit().usable_cpus
     with tempfile.TemporaryDirectory() as folder:
-        photos = cut_photographs(Path(folder) / "photos") / "train"
-        ways = {
-            "DataLoader, no workers": lambda: plain(photos, 0),
-            f"DataLoader, {cpus} workers": lambda: plain(photos, cpus),
-            "FastDataModule, the very same dataset": lambda: same(photos),
-            "FastDataModule, ImageFolder and augment=": lambda: ours(photos),
-            "FastDataModule, FastImageFolder and augment=": lambda: ours_folder(photos),
+        cut = Cut(train_per_class=arguments.crops, val_per_class=1)
+        photos = cut_photographs(Path(folder) / "photos", cut) / "train"
+        torchs = {
+            f"DataLoader, {workers} workers": partial(plain, photos, workers)
+            for workers in TORCH_WORKERS
         }
-        # Without a GPU the model's threads and the workers share the CPUs. Both ways with workers
+        ours = {
+            "same dataset": partial(same, photos),
+            "augment": partial(with_augment, photos),
+            "FastImageFolder": partial(with_folder, photos),
+        }
+        # Without a GPU the model's threads and the workers share the CPUs. All ways with workers
         # leave them half; without workers torch's default is best.
-        half = max(1, cpus // 2)
-        on_gpu = torch.cuda.is_available()
-        threads = {
-            name: cpus if on_gpu or name == "DataLoader, no workers" else half for name in ways
-        }
-        speeds: dict[str, list[float]] = {name: [] for name in ways}
-        waits: dict[str, list[float]] = {name: [] for name in ways}
-        for round_ in range(arguments.rounds + 1):
-            for name, way in ways.items():
-                speed, wait = train(way(), arguments.steps, threads[name])
-                if round_:
-                    speeds[name].append(speed)
-                    waits[name].append(wait)
-    first = next(iter(speeds.values()))
-    print(
-        f"machine {describe_machine(torch.device('cuda' if torch.cuda.is_available() else 'cpu'))}"
-    )
-    print(f"versions {read_versions()}")
-    print(f"{arguments.rounds} rounds of {arguments.steps} steps, batch {BATCH_SIZE}\n")
-    print("| training on JPEG photographs | samples/s | ratio | wait for data |")
-    print("| --- | ---: | ---: | ---: |")
-    for name, values in speeds.items():
-        ratio = statistics.median(a / b for a, b in zip(values, first, strict=True))
-        wait = statistics.median(waits[name])
-        print(f"| {name} | {statistics.median(values):.0f} | {ratio:.2f} | {wait:.0%} |")
+        half = cpus if torch.cuda.is_available() else max(1, cpus // 2)
+        waits: dict[str, list[float]] = {name: [] for name in (*torchs, *ours)}
+
+        def one(name: str, way: Callable[[], dict]) -> float:
+            threads = cpus if name == "DataLoader, 0 workers" else half
+            spent_s, wait = train(way, arguments.epochs, threads)
+            waits[name].append(wait)
+            return spent_s
+
+        contenders = {name: partial(one, name, way) for name, way in {**torchs, **ours}.items()}
+        spent = in_turn(contenders, rounds=arguments.rounds)
+    print(f"{arguments.rounds} rounds of {arguments.epochs} epochs, batch {BATCH_SIZE}\n")
+    print("| training on JPEG photographs | s, lowest / median / highest | wait for data |")
+    print("| --- | ---: | ---: |")
+    for name, values in spent.items():
+        print(f"| {name} | {spread(values)} | {statistics.median(waits[name][1:]):.0%} |")
+    by_workers = {workers: spent[f"DataLoader, {workers} workers"] for workers in TORCH_WORKERS}
+    found = {f"train/{name}": over_best(spent[name], by_workers) for name in ours}
+    publish(found, machine(), asked=arguments.publish)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """How good the number of workers is that is planned, and that it is tuned to, beside a sweep.
 
-    python benchmarks/tune.py [--quick] [--only sleeps] [--rounds 3] [--json results.json]
+    python benchmarks/tune.py [--quick] [--only sleeps] [--rounds 3] [--json FILE] [--publish]
 
 For each workload: an automatic ``FastDataLoader`` trains for some hundred steps of 6 ms in which
 the training process sleeps, as one does whose device computes. It is compared with every choice
 that a user has by hand: the same loader with ``workers`` at 0 to 24 (the sweep), and torch's
-DataLoader with 0, 1, 2, 4 and as many workers as CPUs, which Lightning's and torch's own advice are
-among. Each of these is measured once; then the best of the sweep, the best of torch's and the
-automatic loader run in turn, and what is told are medians of ratios within a round.
+DataLoader with 0, 1, 2 and 4 workers. Each of these is measured once; then the best of the sweep,
+the best of torch's and the automatic loader run in turn, and what is told are medians of ratios
+within a round.
 
 Workloads that change: storage becomes slow, or quick, in the middle of an epoch. What is told is
 the step from the 200th after the change on, beside the best of a sweep under the new conditions.
@@ -32,16 +32,15 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import numpy as np
 import torch
 from auto_workloads import WORKLOADS, Timed, Workload, timed
+from published import TORCH_WORKERS, Ratio, add_publish, publish
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from turns import arguments, in_turn, ratio, write
+from turns import arguments, in_turn, machine, ratio, write
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.tuning.tuner import Tuner
 
 STEP_S = 0.006
-CPUS = len(os.sched_getaffinity(0))
 OURS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
-TORCHS = tuple(dict.fromkeys((0, 1, 2, 4, CPUS)))
 TUNED_STEPS = 300
 AFTER_CHANGE = 200
 MOST_S = 2.5
@@ -200,7 +199,7 @@ def measure(work: Workload, scratch: Path, *, rounds: int, numbers: Any) -> Foun
     """Measure one workload."""
     data = work.make(scratch, work.batch_size * 150)
     ours = swept(work, data, our_loader, numbers)
-    torchs = swept(work, data, torch_loader, TORCHS)
+    torchs = swept(work, data, torch_loader, TORCH_WORKERS)
     auto = our_loader(work, data, None)
     planned = f"{auto.executor} {auto.num_workers}"
     running = steps(auto)
@@ -273,6 +272,7 @@ def changed(name: str, scratch: Path, numbers: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=3)
+    add_publish(parser)
     parser.add_argument("--quick", action="store_true", help="a smaller sweep, one round")
     parser.add_argument("--only", default="", help="workloads whose names have this in them")
     chosen = parser.parse_args()
@@ -320,6 +320,21 @@ def main() -> None:
     if against:
         print(f"of the best of torch's: median {statistics.median(against):.2f}, "
               f"worst {min(against):.2f}")  # fmt: skip
+    if against and not chosen.only:
+        ends = {"median": statistics.median(against), "worst": min(against)}
+        best = {min(row["torch_ms"], key=row["torch_ms"].get) for row in rows.values()
+                if "torch_ms" in row}  # fmt: skip
+        publish(
+            {
+                f"tune/{name}": Ratio(
+                    median=value, lowest=min(against), highest=max(against), rounds=rounds,
+                    torch_workers=sorted(map(int, best)),
+                )
+                for name, value in ends.items()
+            },
+            machine(),
+            asked=chosen.publish,
+        )  # fmt: skip
     write(chosen.json, "tune", rows)
 
 

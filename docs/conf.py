@@ -31,12 +31,16 @@ exclude_patterns = ["_build", "README.md"]
 html_theme = "furo"
 html_title = f"lightning_fastdata {release}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 # Anchors as GitHub makes them, so that a link works in either place.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
 autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -60,9 +64,6 @@ def show_outside(app: Sphinx, page: str, source: list[str]) -> None:
     if shown is not None:
         app.env.note_dependency(str(shown))
         source[0] = shown.read_text(encoding="utf-8")
-    elif page == "index":
-        app.env.note_dependency(str(DOCS / "README.md"))
-        source[0] = (DOCS / "README.md").read_text(encoding="utf-8") + source[0]
     folder = (DOCS / page).parent if shown is None else shown.parent
     pages = {ROOT / path: DOCS / f"{name}.md" for name, path in SHOWN.items()}
     pages |= {DOCS / "README.md": DOCS / "index.md", ROOT / "docs": DOCS / "index.md"}

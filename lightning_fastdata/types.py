@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Batch_co = TypeVar("Batch_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    # Python 3.13 is the first whose own have a default.
+    Batch_co = TypeVar("Batch_co", covariant=True)
 
 Batch: TypeAlias = Any
 """Any nesting of tuples, lists, dicts, named tuples and dataclasses whose leaves may be tensors."""
+
+B = TypeVar("B")
+"""The type of a batch, for what hands batches on."""
 
 Stage: TypeAlias = Literal["train", "val", "test", "predict"]
 """What a loader or a transform is for. Lightning's sanity check counts as ``val``."""

@@ -48,6 +48,13 @@ def test_the_metadata_says_version_licence_and_every_extra(built):
     with zipfile.ZipFile(built[0]) as wheel:
         (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
         said = Parser().parsestr(wheel.read(name).decode())
+    assert CHECKS["wrong_in_metadata"](said.as_string()) == []
+    for name in ("Author", "Summary", "License-Expression"):
+        less = re.sub(f"^{name}: .*\n", "", said.as_string(), flags=re.MULTILINE)
+        assert CHECKS["wrong_in_metadata"](less) != []
+    for url in ("https://example.com/x", "github.com/x", "http://x.org"):
+        more = f"Project-URL: Home, {url}\n{said.as_string()}"
+        assert any("the URL 'Home'" in wrong for wrong in CHECKS["wrong_in_metadata"](more))
     assert said["Version"] == lightning_fastdata.__version__
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Description-Content-Type"] == "text/markdown"

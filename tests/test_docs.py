@@ -113,6 +113,54 @@ def test_code_that_is_not_run_compiles(page):
         compile("\n" * block.line + block.code, str(page), "exec")
 
 
+FIRST_PAGES = (ROOT / "README.md", ROOT / "docs/start.md")
+MOST_LINES = 10
+
+
+def test_the_first_block_is_ten_lines_that_need_nothing_before_them():
+    firsts = [blocks_of(page)[0] for page in FIRST_PAGES]
+    assert len({first.code for first in firsts}) == 1
+    assert all(first.runs for first in firsts)
+    assert len([line for line in firsts[0].code.splitlines() if line.strip()]) <= MOST_LINES
+    for page, first in zip(FIRST_PAGES, firsts, strict=True):
+        before = "\n".join(page.read_text().splitlines()[: first.line])
+        assert "<!-- setup" not in before
+
+
+@pytest.mark.parametrize("of", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_first_block_runs_with_either_package_and_prints_the_summary(of, tmp_path):
+    pytest.importorskip(of)
+    code = blocks_of(FIRST_PAGES[0])[0].code
+    if of == "pytorch_lightning":
+        code = code.replace(
+            "from lightning_fastdata ", "from lightning_fastdata.pytorch_lightning "
+        )
+        code = code.replace("from lightning.pytorch", "from pytorch_lightning")
+    (tmp_path / "first.py").write_text(code)
+    done = run_program(tmp_path / "first.py", cwd=tmp_path, threads=1)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"^fastdata · train · \d+ steps in", done.stdout, re.MULTILINE)
+    assert " try   num_workers 0 -> " in done.stdout
+
+
+def test_a_wheel_is_called_as_it_is_called():
+    name = f"lightning_fastdata-{lightning_fastdata.__version__}-py3-none-any.whl"
+    called = [re.findall(r"[\w.-]+\.whl", page.read_text()) for page in PAGES]
+    assert {found for each in called for found in each} == {name}
+
+
+def test_no_command_has_a_path_to_be_filled_in():
+    code = "\n".join(c for page in FIRST_PAGES for _, c in ANY_FENCED.findall(page.read_text()))
+    assert not re.search(r"path/to|/the/clone|<[a-z-]+>|YOUR", code)
+
+
+def test_the_changelog_of_a_first_release_speaks_of_this_release():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    if len(re.findall(r"^## \[", text, re.MULTILINE)) == 1:
+        earlier = r"no longer|any more|(?:earlier|development) version|^### (?:Mended|Fixed)"
+        assert re.findall(earlier, text, re.MULTILINE) == []
+
+
 # -- what code means -------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
+NOTEBOOK = EXAMPLES / "first_training.ipynb"
 CLI_SMALL = [
     *("fit", "--config", str(EXAMPLES / "config.yaml")),
     *("--trainer.max_epochs", "1", "--data.crops", "16", "--data.folder", "demo_data/few"),
@@ -40,6 +42,28 @@ def test_the_picture_of_a_pipeline_shows_each_draw_by_both_and_their_difference(
     assert "4 draws, at most" in done.stdout
     with Image.open(tmp_path / "augmented.png") as page:
         assert page.size == (3 * 192, 4 * 192)
+
+
+def cells_of(notebook):
+    return json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for number, cell in enumerate(cells_of(NOTEBOOK)):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    assert names["before"].stages[0].samples == names["after"].stages[0].samples == 2 * 512
+    assert capsys.readouterr().out.count("fastdata · train · 64 steps") == 2
+
+
+def test_the_notebook_is_whole_and_shows_nothing_of_another_machine():
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(NOTEBOOK, as_version=4))
+    code = [cell for cell in cells_of(NOTEBOOK) if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in code] == [[]] * len(code)
+    assert list(EXAMPLES.glob("*.ipynb")) == [NOTEBOOK]
 
 
 def test_every_example_is_run():

@@ -6,14 +6,17 @@ anew. The two files are left in ``dist``.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tempfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable
+from email.parser import Parser
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -62,6 +65,42 @@ def wrong_in_sdist(names: Iterable[str]) -> list[str]:
     return [f"{name} is not in the sdist" for name in sorted({*IN_SDIST, *package_files()} - held)]
 
 
+def wrong_in_metadata(text: str) -> list[str]:
+    """Return what is wrong with the metadata of a wheel, in words."""
+    said = Parser().parsestr(text)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    citation = (REPOSITORY / "CITATION.cff").read_text()
+    authors = ", ".join(author["name"] for author in project.get("authors", []))
+    urls = dict(url.split(", ", 1) for url in said.get_all("Project-URL") or [])
+    wanted = {
+        "Name": project["name"],
+        "Summary": project["description"],
+        "Author": authors,
+        "License-Expression": project["license"],
+        "Requires-Python": project["requires-python"],
+        "Description-Content-Type": "text/markdown",
+    }
+    return [
+        *(
+            f"{name} is {said[name]!r}, not {value!r}"
+            for name, value in wanted.items()
+            if not value or said[name] != value
+        ),
+        *(
+            f"{author!r} is not in CITATION.cff"
+            for author in authors.split(", ")
+            if author not in citation
+        ),
+        *(
+            f"the URL {name!r} is {url!r}"
+            for name, url in urls.items()
+            if not re.fullmatch(r"https://(?!example\.)[\w.-]+\.[a-z]+/?\S*", url)
+        ),
+        *([] if urls == project.get("urls", {}) else ["the URLs are not those of pyproject.toml"]),
+        *([] if said.get_payload() else ["there is no description"]),
+    ]
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         python = fresh_environment(Path(folder))
@@ -71,6 +110,8 @@ def main() -> None:
         (sdist,) = newest("*.tar.gz")
         with zipfile.ZipFile(wheel) as files:
             wrong = wrong_in_wheel(files.namelist())
+            (name,) = [each for each in files.namelist() if each.endswith(".dist-info/METADATA")]
+            wrong += wrong_in_metadata(files.read(name).decode())
         with tarfile.open(sdist) as archive:
             wrong += wrong_in_sdist(archive.getnames())
         if wrong:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -20,7 +20,7 @@ from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
-from lightning_fastdata.types import Batch, SampleKey, SetsEpoch
+from lightning_fastdata.types import B, Batch, Batch_co, SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def prefetch(
-    loader: Iterable[Batch],
+    loader: Iterable[B],
     device: torch.device | str | int,
     transform: Callable[..., Any] | None = None,
     *,
     seed: int = 0,
     streams: Callable[[torch.device], DeviceStreams | None] = device_streams,
-) -> Prefetched:
+) -> Prefetched[B]:
     """Return the batches of a loader on a device, transformed there, each one batch ahead.
 
     On CUDA a batch is copied and transformed on a side stream while the step before it computes;
@@ -112,12 +112,12 @@ class _Count(NamedTuple):
     samples: int
 
 
-class Prefetched:
+class Prefetched(Generic[Batch_co]):
     """What :func:`prefetch` returns."""
 
     def __init__(
         self,
-        loader: Iterable[Batch],
+        loader: Iterable[Batch_co],
         device: torch.device,
         transform: Callable[..., Any] | None,
         *,
@@ -138,7 +138,7 @@ class Prefetched:
         self._epochs = 0
         self._next_epoch: int | None = None
         self._work: _Work | None = None
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Iterator[Batch_co] | None = None
         self._start = _Count(0, 0)
         """Batches and samples of the next epoch that were used before."""
 
@@ -165,7 +165,7 @@ class Prefetched:
             if isinstance(owner, SetsEpoch):
                 owner.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch_co]:
         """Begin an epoch."""
         epoch = self._epochs if self._next_epoch is None else self._next_epoch
         self._next_epoch, self._epochs = None, epoch + 1
@@ -177,14 +177,15 @@ class Prefetched:
         self._work = work = _Work(self, epoch, start, aside=lane is not None)
         batches = iter(self.loader)
         if lane is None:
-            self._batches = map(work, batches)
+            self._batches = cast("Iterator[Batch_co]", map(work, batches))
             return self._batches
         # What was drawn by sample reads the batch and nothing else; a callable may read anything.
         waits = self._transform is not None
-        self._batches = OneAhead(
+        ahead: Iterator[Batch_co] = OneAhead(
             batches, lambda batch: lane.send(batch, work, after_consumer=waits), Crossing.land
         )
-        return self._batches
+        self._batches = ahead
+        return ahead
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the training has come, as ``FastDataLoader.state_dict()`` does.
@@ -211,7 +212,7 @@ class Prefetched:
 class _Work:
     """Moves and transforms the batches of one epoch."""
 
-    def __init__(self, owner: Prefetched, epoch: int, start: _Count, *, aside: bool) -> None:
+    def __init__(self, owner: Prefetched[Any], epoch: int, start: _Count, *, aside: bool) -> None:
         self._device = owner.device
         self._aside = aside
         self._seed, self._epoch = owner.seed, epoch

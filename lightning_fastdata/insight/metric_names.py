@@ -27,7 +27,6 @@ class Metric(NamedTuple):
     """The same where the host computes."""
 
 
-_MAIN_PARTS: Final = ("collate_ms", "handover_ms")
 _BAND: Final = {"p50": "median", "p95": "95th percentile", "max": "maximum"}
 
 STEPS: Final = (
@@ -39,29 +38,29 @@ STEPS: Final = (
         "between two events recorded on the compute stream around `next()`",
         "the same as the wait",
     ),
-    Metric("data/time_transfer_ms", "host to device copy", True, "events", "host clock"),
+    Metric("data/time_compute_ms", "forward, backward, optimizer", True, "events", "host clock"),
+    Metric("data/step_ms", "stall + transfer + augment + compute", True),
+    Metric("data/throughput_samples_per_s", "samples over `step_ms`", True),
     Metric(
-        "data/time_augment_ms",
+        "data/throughput_if_data_were_free_samples_per_s",
+        "the same without the stall: the most that faster data can give; "
+        "the least without a GPU, as workers take CPUs from the model",
+        True,
+    ),
+    Metric("data_step/transfer_ms", "host to device copy", True, "events", "host clock"),
+    Metric(
+        "data_step/augment_ms",
         "what runs in `on_after_batch_transfer`",
         True,
         "events",
         "host clock",
     ),
-    Metric("data/time_compute_ms", "forward, backward, optimizer", True, "events", "host clock"),
-    Metric("data/step_ms", "stall + transfer + augment + compute", True),
-    Metric("data/throughput_samples_per_s", "samples over `step_ms`", True),
-    Metric(
-        "data_headroom/throughput_if_data_were_free_samples_per_s",
-        "the same without the stall: the most that faster data can give; "
-        "the least without a GPU, as workers take CPUs from the model",
-        True,
-    ),
-    Metric("data_headroom/speedup_possible", "the second over the first"),
+    Metric("data_headroom/speedup_possible", "throughput if data were free, over throughput"),
     *(
         Metric(
             f"data_band/{phase}_{key}_ms",
             f"{words} of the {phase}",
-            phase == "stall" and key != "max",
+            phase == "stall" and key == "p95",
         )
         for phase in ("stall", "compute", "step")
         for key, words in _BAND.items()
@@ -90,7 +89,7 @@ STEPS: Final = (
 """Means over the steps since a number was last logged, unless said otherwise."""
 
 WAITS: Final = tuple(
-    Metric(f"data_wait/{part}", words, part.startswith("read_") or part in _MAIN_PARTS)
+    Metric(f"data_wait/{part}", words, part.startswith("read_"))
     for part, words in PART_WORDS.items()
 )
 """What the wait for a batch consisted of, the mean; the parts add up to it."""
@@ -139,9 +138,7 @@ MACHINE: Final = (
 
 FAULTS: Final = (
     Metric("data_faults/samples", "times that a bad sample was replaced or left out", True),
-    Metric(
-        "data_faults/retries", "times that a sample was read again, as its error may pass", True
-    ),
+    Metric("data_faults/retries", "times that a sample was read again, as its error may pass"),
     Metric("data_faults/deaths", "worker processes that died and were replaced", True),
 )
 """What went wrong in reading so far; absent while nothing has."""
@@ -151,12 +148,10 @@ TUNE: Final = (
     Metric(
         "data_tune/gain_expected_percent",
         "of a step: what the last change of their number was to save",
-        True,
     ),
     Metric(
         "data_tune/gain_seen_percent",
         "the same as it was measured afterwards; a change that did not pay was taken back",
-        True,
     ),
     Metric("data_tune/spent_s", "what tuning took so far"),
 )
@@ -164,4 +159,4 @@ TUNE: Final = (
 
 METRICS: Final = (*STEPS, *WAITS, *RANKS, *MACHINE, *FAULTS, *TUNE)
 MAIN: Final = frozenset(metric.name for metric in METRICS if metric.main)
-"""What people look at: 26 at most, several of them only where there is something to measure."""
+"""What people look at: 20 at most, several of them only where there is something to measure."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -24,10 +24,10 @@ from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.types import STAGES
+from lightning_fastdata.types import STAGES, Batch_co
 
 if TYPE_CHECKING:
-    from lightning_fastdata.types import Batch, Stage
+    from lightning_fastdata.types import B, Stage
 
 
 class StepTimer:
@@ -83,7 +83,7 @@ class StepTimer:
         self._transfer = Phase(self, StepTimeline.transfer_began, StepTimeline.transfer_ended)
         self._augment = Phase(self, StepTimeline.augment_began, StepTimeline.augment_ended)
 
-    def batches(self, loader: Iterable[Batch], stage: Stage = "train") -> TimedBatches:
+    def batches(self, loader: Iterable[B], stage: Stage = "train") -> TimedBatches[B]:
         """Return the batches of a loader, each of which begins a step.
 
         A step that the loop leaves by ``break``, ``return`` or an exception is not counted, as it
@@ -177,7 +177,7 @@ class StepTimer:
     def _in_order(self) -> list[LoopStage]:
         return [self._stages[name] for name in STAGES if name in self._stages]
 
-    def _iterate(self, loader: Iterable[Batch], name: Stage) -> Generator[Batch, None, None]:
+    def _iterate(self, loader: Iterable[B], name: Stage) -> Generator[B, None, None]:
         stage = self._stages.get(name)
         if stage is None:
             stage = self._stages[name] = LoopStage(name, self.device)
@@ -277,15 +277,15 @@ class StepTimer:
             self._running = None
 
 
-class TimedBatches:
+class TimedBatches(Generic[Batch_co]):
     """What :meth:`StepTimer.batches` returns."""
 
-    def __init__(self, timer: StepTimer, loader: Iterable[Batch], stage: Stage) -> None:
+    def __init__(self, timer: StepTimer, loader: Iterable[Batch_co], stage: Stage) -> None:
         self.loader = loader
         self.stage: Stage = stage
         self._timer = timer
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch_co]:
         """Begin an epoch."""
         return self._timer._iterate(self.loader, self.stage)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, cast
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -45,7 +44,7 @@ from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.tuning.tuner import Tuner
-from lightning_fastdata.types import Batch, Shuffle, Stage
+from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -63,8 +62,11 @@ _PIPELINE_CHANGED: Final = (
 )
 
 
-class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
+class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
+
+    To a type checker its batches are what ``collate_fn`` returns; ``FastDataLoader[Batch]`` says
+    what those of torch's collation are.
 
     All of torch's arguments keep their meaning and are found under the same attributes, so that
     Lightning, Fabric and every sampler tool treat it as the DataLoader it is. Albumentations
@@ -134,9 +136,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
             (``batch_size=None``).
     """
 
-    # As torch's class, it may be annotated with what it gives: FastDataLoader[Batch].
-    __class_getitem__: Any = classmethod(GenericAlias)
-
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -145,7 +144,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int | Literal["auto"] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Batch_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -297,7 +296,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any]):
         self._reported["batches"] = length
         return length
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Batch_co]:  # type: ignore[override]
         """Return the batches of an epoch, which begins when the first of them is asked for.
 
         Order and randomness are those of ``epoch()``.

@@ -13,7 +13,8 @@ class BatchSizeGuard(GuardHooks, Callback):  # noqa: D101 - its docstring is the
     __doc__ = GuardHooks.__doc__
 
 
-class FastDataModule(DataModuleHooks, LightningDataModule):  # noqa: D101
+# Lightning's from_datasets() takes any keyword.
+class FastDataModule(DataModuleHooks, LightningDataModule):  # type: ignore[misc]  # noqa: D101
     __doc__ = DataModuleHooks.__doc__
 
     _guard_callback = BatchSizeGuard

@@ -97,7 +97,7 @@ def test_twenty_scalars_at_most_unless_all_are_asked_for(tmp_path, scalars):
         "data/throughput_samples_per_s",
         "data/time_compute_ms",
         "data/time_wait_ms",
-        "data_headroom/throughput_if_data_were_free_samples_per_s",
+        "data/throughput_if_data_were_free_samples_per_s",
         "data_run/samples_per_s",
         "data_val/stall_percent",
     }

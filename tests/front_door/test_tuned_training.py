@@ -190,7 +190,7 @@ def test_explicit_settings_stay(tmp_path, options):
 
 def test_scalars_say_what_was_expected_and_what_came(tmp_path):
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
-    watch = DataThroughputCallback(every_n_steps=10, report=False)
+    watch = DataThroughputCallback(every_n_steps=10, report=False, scalars="all")
     data = Data(Waiting(BATCH * 200, quick=0))
     trainer = quiet_trainer(logger=logger, callbacks=[watch], log_every_n_steps=10)
     trainer.fit(Module(), data)

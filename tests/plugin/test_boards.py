@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as lightning
@@ -21,6 +22,7 @@ from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.report.html import report_html
+from lightning_fastdata.insight.report.summary_text import WIDTH
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, chosen, custom_scalar_layout
@@ -68,7 +70,7 @@ def test_tensorboard_shows_scalars_text_figure_and_layout(tmp_path, history):
     assert event.step == 50
     assert event.value == pytest.approx(scalars["data/stall_percent"], rel=1e-6)
     (image,) = events.Images("data/timeline")
-    assert (image.width, image.height) == (600, 360)
+    assert (image.width, image.height) == (600, 420)
     (text,) = events.Tensors("data/verdict/text_summary")
     assert text.tensor_proto.string_val[0].decode() == markdown
     assert "custom_scalars__config__" in events.Tags()["tensors"]
@@ -106,7 +108,7 @@ def test_wandb_still_takes_the_parameters_that_are_used():
     assert {"key", "images", "step"} <= set(inspect.signature(WandbLogger.log_image).parameters)
 
 
-@pytest.mark.parametrize(("which", "charts"), [("main", 2), ("all", 3)])
+@pytest.mark.parametrize(("which", "charts"), [("main", 2), ("all", 4)])
 def test_layout_names_only_scalars_that_are_logged(history, which, charts):
     measured = {**window_means(history.newest()), PREDICTED_STEP: 1.0}
     logged = chosen(measured, which)
@@ -116,9 +118,54 @@ def test_layout_names_only_scalars_that_are_logged(history, which, charts):
         assert {tag.removesuffix("$") for tag in tags} <= set(logged)
 
 
-def test_the_first_group_has_eight_cards_at_most(history):
+def test_wait_and_compute_of_the_step_are_one_chart_and_the_first():
+    kind, tags = next(iter(custom_scalar_layout()["Data"].values()))
+    assert (kind, tags) == ("Multiline", ["data/time_wait_ms$", "data/time_compute_ms$"])
+
+
+def test_the_first_group_has_six_scalars(history):
     scalars = [name for name in window_means(history.newest()) if name.startswith("data/")]
-    assert len([*scalars, "data/timeline"]) == 8
+    assert len(scalars) == 6
+
+
+SHOWN_PX = 350
+"""TensorBoard shows a picture so wide."""
+
+
+def test_a_figure_is_legible_where_tensorboard_shows_it(history):
+    figure = boards.phase_figure(history.newest())  # all four phases
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    figure_px = figure.bbox
+    letters = [*axes.get_legend().get_texts(), axes.xaxis.label, *figure.texts]
+    for text in [*letters, *axes.get_yticklabels()]:
+        assert text.get_fontsize() * figure.dpi / 72 * SHOWN_PX / figure_px.width >= 12
+    for text in letters:
+        box = text.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure_px.x1
+        assert box.y1 <= figure_px.y1
+
+
+def test_of_many_steps_a_column_is_the_mean_of_several():
+    steps = [
+        StepTiming(step=i, compute_ms=i % 2 * 20.0, step_ms=i % 2 * 20.0, samples=1, cold=False)
+        for i in range(1000)
+    ]
+    figure = boards.phase_figure(steps)
+    (axes,) = figure.axes
+    (area,) = axes.collections
+    heights = area.get_paths()[0].vertices[:, 1]
+    assert len(heights) < 1000
+    assert set(np.round(heights[heights > 0])) <= {9, 10, 11}
+    assert "several" in axes.get_xlabel()
+
+
+def test_names_of_python_are_no_bold_letters(history):
+    summary = history.summarize("train", duration_s=4.0)
+    verdict = replace(judge(summary), sentence="all of it is in Scans.__getitem__ (`x.__len__`)")
+    text = boards.verdict_markdown(verdict, summary)
+    assert "`Scans.__getitem__` (`x.__len__`)" in text
 
 
 def test_a_figure_draws_only_measured_phases_and_the_floor_below_the_wait():
@@ -131,7 +178,7 @@ def test_a_figure_draws_only_measured_phases_and_the_floor_below_the_wait():
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["wait 5.0", "compute 10.0"]
     assert axes.lines[0].get_ydata()[0] == 10.0
-    assert figure.get_suptitle() == "step 15.0 ms   ·····  10.0 if data were free"
+    assert figure.get_suptitle() == "step 15.0 ms   ····· 10.0 if data were free"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -142,7 +189,7 @@ def test_a_figure_of_hardly_any_steps_is_drawn(steps):
     ]
     figure = boards.phase_figure(timings)
     figure.canvas.draw()
-    assert figure.canvas.get_width_height() == (600, 360)
+    assert figure.canvas.get_width_height() == (600, 420)
 
 
 def test_the_verdict_tells_each_finding_with_remedy_and_gain(history):
@@ -182,11 +229,12 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     trainer = quiet_trainer(
         max_epochs=2,
         logger=logger,
-        callbacks=[DataThroughputCallback(summary=False, scalars="all")],
+        callbacks=[watch := DataThroughputCallback(summary=False, scalars="all")],
         log_every_n_steps=2,
     )
     trainer.fit(Model(), FastDataLoader(Photos(), batch_size=4, num_workers=0))
-    scalars = set(read_back(logger.log_dir).Tags()["scalars"])
+    events = read_back(logger.log_dir)
+    scalars = set(events.Tags()["scalars"])
     for charts in custom_scalar_layout("all").values():
         for _, tags in charts.values():
             assert {tag.removesuffix("$") for tag in tags} <= scalars
@@ -194,6 +242,11 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page == report_html(told)
+    # The last text is the summary of the whole run, as it is printed.
+    last = events.Tensors("data/verdict/text_summary")[-1]
+    printed = watch.report.text(WIDTH)
+    assert "fastdata · train · 24 steps" in printed
+    assert last.tensor_proto.string_val[0].decode().startswith(f"```\n{printed}\n```\n")
 
 
 @pytest.mark.parametrize("suffix", [".json", ".html"])

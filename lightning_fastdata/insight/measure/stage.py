@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -261,6 +261,16 @@ def _unwrapped(loader: object) -> tuple[object, str]:
         loader = inner
 
 
+_MEANS: Final = {
+    "step_ms": "/step_ms",
+    "wait_ms": "/time_wait_ms",
+    "compute_ms": "/time_compute_ms",
+    "transfer_ms": "_step/transfer_ms",
+    "augment_ms": "_step/augment_ms",
+}
+"""Column -> what follows the prefix in the name of its mean."""
+
+
 def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
     """Return the scalars of a window of steps, as ``metric_names.STEPS`` has them.
 
@@ -269,10 +279,10 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
     columns = warm_steps(columns)
     step, stall, samples = columns["step_ms"], columns["stall_ms"], columns["samples"]
     scalars: dict[str, float] = {}
-    for phase in ("step", "time_augment", "time_compute", "time_transfer", "time_wait"):
-        values = measured(columns[f"{phase.removeprefix('time_')}_ms"])
+    for column, name in _MEANS.items():
+        values = measured(columns[column])
         if values.size:
-            scalars[f"{prefix}/{phase}_ms"] = float(values.mean())
+            scalars[f"{prefix}{name}"] = float(values.mean())
     timed = ~np.isnan(step)
     total = float(step[timed].sum())
     if total > 0:
@@ -284,7 +294,7 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
         scalars[f"{prefix}/stall_percent"] = 100.0 * stalled / total
     if total > max(0.0, stalled):
         free = float(samples[both].sum()) * 1e3 / (total - stalled)
-        scalars[f"{prefix}_headroom/throughput_if_data_were_free_samples_per_s"] = free
+        scalars[f"{prefix}/throughput_if_data_were_free_samples_per_s"] = free
         scalars[f"{prefix}_headroom/speedup_possible"] = total / (total - stalled)
     for phase in ("step", "stall", "compute"):
         values = measured(columns[f"{phase}_ms"])

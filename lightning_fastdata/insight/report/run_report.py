@@ -162,6 +162,9 @@ def comparison_text(
 ) -> str:
     """Return a bar of samples/s for each run, with its stall and its ratio to the first run.
 
+    Samples of training over the wall time of the whole run, where that is known: with validation,
+    starts of workers and all that is no step; else over the time of the steps.
+
     Args:
         reports: By name of the run; the first is what the others are compared with.
         width: Columns; the text is laid out for 60 at least and for 120 at most.
@@ -212,4 +215,6 @@ def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _rate(report: RunReport) -> float:
+    if report.wall is not None and report.wall.samples_per_s is not None:
+        return report.wall.samples_per_s
     return (report.stages[0].samples_per_s or 0.0) if report.stages else 0.0

@@ -7,7 +7,7 @@ neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, get_args
 
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
 from lightning_fastdata.errors import OptionsError
@@ -48,6 +48,26 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment import BatchImages
 
+
+class ModuleArguments(TypedDict, total=False):
+    """What the constructor takes besides ``batch_size``, ``num_workers`` and ``shuffle``."""
+
+    options: LoaderOptions | Mapping[str, LoaderOptions] | None
+    pin_memory: bool | Auto | None
+    persistent_workers: bool | Auto | None
+    prefetch_factor: int | Auto | None
+    augment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
+    augment_on: AugmentOn
+    image: str | int | None
+    mask: str | int | None
+    guard: GuardPolicy
+    prefetch: PrefetchName
+    cache: CacheFolder | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    drop_last: bool
+    seed: int | None
+
+
 _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor's default holds
 
 
@@ -71,10 +91,10 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             steps that are tried and undone before the fit; elsewhere 32.
         options: How to load; every ``"auto"`` is chosen for this machine. See
             :class:`LoaderOptions`. For all stages, or a dict with stages as keys.
-        num_workers: Short for the option of this name, for all stages; as are the next three.
-        pin_memory: As above.
-        persistent_workers: As above.
-        prefetch_factor: As above.
+        num_workers: Processes that read samples, for all stages; short for the option of this name.
+        pin_memory: Copy batches to page-locked memory; short for the option of this name.
+        persistent_workers: Keep the workers between epochs; short for the option of this name.
+        prefetch_factor: Batches each worker is ahead; short for the option of this name.
         shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
             ``"blocks"``: as :class:`BlockShuffleSampler` does. Default: training is, nothing else.
         augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
@@ -223,7 +243,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         return None
 
     @classmethod
-    def from_datasets(  # type: ignore[no-untyped-def]
+    def from_datasets(
         cls,
         train_dataset: object = None,
         val_dataset: object = None,
@@ -231,8 +251,10 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         predict_dataset: object = None,
         batch_size: int | Auto = _OF_THE_CLASS,
         num_workers: int | Auto | None = None,
-        **arguments: Any,
-    ):
+        *,
+        shuffle: Shuffle | Mapping[str, Shuffle] | None = None,
+        **arguments: Unpack[ModuleArguments],
+    ) -> Self:
         """Return a data module of datasets that exist already.
 
         Args:
@@ -242,10 +264,11 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             predict_dataset: Dataset to predict.
             batch_size: Samples per batch and rank. Default: the constructor's.
             num_workers: Processes that read samples. Default: chosen for this machine.
+            shuffle: As the constructor has it.
             **arguments: The other arguments of the constructor.
         """
         datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
-        given = {"num_workers": num_workers, **arguments}
+        given = {"num_workers": num_workers, "shuffle": shuffle, **arguments}
         if batch_size is not _OF_THE_CLASS:
             # Checked here, too: the constructor of a subclass may not look at it.
             auto = batch_size == "auto"
@@ -253,7 +276,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         return of_datasets(cls, datasets, given)
 
     @classmethod
-    def from_loaders(  # type: ignore[no-untyped-def]
+    def from_loaders(
         cls,
         train: object = None,
         val: object = None,
@@ -261,8 +284,9 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         predict: object = None,
         *,
         keep_workers: bool = False,
-        **arguments: Any,
-    ):
+        num_workers: int | Auto | None = None,
+        **arguments: Unpack[ModuleArguments],
+    ) -> Self:
         """Return a data module of the datasets of DataLoaders, in the same batches.
 
         Each is a ``torch.utils.data.DataLoader``, a list or dict of them, Lightning's
@@ -283,6 +307,7 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
                 without workers, which is read in the training process, and for the workers of a
                 stream, whose number decides its batches: ``num_workers="auto"`` has these chosen,
                 too.
+            num_workers: Processes that read samples.
             **arguments: The other arguments of the constructor, except ``batch_size`` and
                 ``shuffle``.
 
@@ -290,7 +315,8 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             OptionsError: Something is no DataLoader, or one that makes its batches in its own way.
         """
         loaders = dict(zip(STAGES, (train, val, test, predict), strict=True))
-        return of_loaders(cls, loaders, arguments, keep_workers=keep_workers)
+        given = {"num_workers": num_workers, **arguments}
+        return of_loaders(cls, loaders, given, keep_workers=keep_workers)
 
     def register_transform(
         self, transform: object, *, stage: Stage = "train"

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import glob
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_fastdata.errors import printable, require
-from lightning_fastdata.insight.measure.metrics import Columns, StageSummary, StepTiming, columns_of
+from lightning_fastdata.insight.measure.metrics import (
+    Columns,
+    StageSummary,
+    StepTiming,
+    Values,
+    columns_of,
+)
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
 from lightning_fastdata.insight.metric_names import MAIN
 from lightning_fastdata.insight.report.html import TEMPLATES
-from lightning_fastdata.insight.report.summary_text import measured_phases
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.summary_text import WIDTH, measured_phases
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
 from lightning_fastdata.insight.waits.lines import lines_table
@@ -37,10 +46,15 @@ Scalars: TypeAlias = Literal["main", "all"]
 PREDICTED_STEP: Final = "data_tune/predicted_step_ms"
 """What the model of the loader says that a step takes in the setup as it is."""
 _CHARTS: Final = {
+    "ms a step: wait and compute": (
+        "Multiline",
+        "data/time_wait_ms$",
+        "data/time_compute_ms$",
+    ),
     "samples/s, and if data were free": (
         "Multiline",
         "data/throughput_samples_per_s$",
-        "data_headroom/throughput_if_data_were_free_samples_per_s$",
+        "data/throughput_if_data_were_free_samples_per_s$",
     ),
     "ms a step, measured and predicted": ("Multiline", "data/step_ms$", f"{PREDICTED_STEP}$"),
     "ms of stall, median to p95": (
@@ -50,17 +64,23 @@ _CHARTS: Final = {
         "data_band/stall_p95_ms",
     ),
 }
+_DUNDER: Final = re.compile(r"(?<![`\w.])([\w.]*__\w+__)(?![`\w])")
+"""A name as ``Photos.__getitem__``, which Markdown takes for bold letters."""
 _STACK: Final = (
     ("compute", "compute_ms", "#4c9f70"),
     ("augment", "augment_ms", "#b07aa1"),
     ("transfer", "transfer_ms", "#59a1cf"),
     ("wait", "stall_ms", "#d1495b"),
 )
+_FONT_PT: Final = 10
+"""At 150 dpi, in a picture that TensorBoard shows with 0.6 of its width: 12 pixels high."""
+_MOST_COLUMNS: Final = 75
+"""So many a person tells apart at that size."""
 _LEGEND: Final = {
     "loc": "lower left",
     "bbox_to_anchor": (0, 1.0),
     "frameon": False,
-    "fontsize": 7,
+    "fontsize": _FONT_PT,
     "handlelength": 0.9,
     "handletextpad": 0.4,
     "columnspacing": 1.0,
@@ -102,8 +122,9 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     """Return the step as stacked areas over step number: compute, augment, transfer, wait.
 
     The legend has the mean of each phase. The dotted line is the floor that free data would give:
-    the median of ``step - stall``. Drawn without pyplot, so neither its state nor a display is
-    touched. 4 x 2.4 inches at 150 dpi.
+    the median of ``step - stall``. Of many steps, a column is the mean of several. Drawn without
+    pyplot, so neither its state nor a display is touched. 4 x 2.8 inches at 150 dpi, with letters
+    that can be read where TensorBoard shows it at 350 pixels.
 
     Args:
         steps: Timings, or their columns (`StepHistory.newest`). Steps without device figures are
@@ -119,16 +140,19 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     columns = steps if isinstance(steps, Mapping) else columns_of(steps)
     warm = columns["cold"] == 0
     drawn = ~np.isnan(columns["step_ms"]) & (warm if warm.any() else True)
-    figure = Figure(figsize=(4, 2.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(4, 2.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_xlabel("step", fontsize=8)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=_FONT_PT)
     axes.spines[["top", "right"]].set_visible(False)
     if not drawn.any():
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=9)
+        axes.set_title("not measured", y=0.5, fontsize=_FONT_PT)
         return figure
-    x, total = columns["step"][drawn], columns["step_ms"][drawn]
+    total = columns["step_ms"][drawn]
+    parts = np.array_split(np.arange(len(total)), min(len(total), _MOST_COLUMNS))
+    x = _means(columns["step"][drawn], parts)
+    several = len(total) > len(parts)
+    axes.set_xlabel("step (a column is several)" if several else "step", fontsize=_FONT_PT)
     phases = [
         (name, columns[column][drawn], color)
         for name, column, color in _STACK
@@ -136,7 +160,7 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     ]
     areas = axes.stackplot(
         x,
-        [np.nan_to_num(values) for _, values, _ in phases],
+        [_means(np.nan_to_num(values), parts) for _, values, _ in phases],
         labels=[f"{name} {np.nanmean(values):.1f}" for name, values, _ in phases],
         colors=[color for *_, color in phases],
         linewidth=0,
@@ -145,18 +169,22 @@ def phase_figure(steps: Sequence[StepTiming] | Columns) -> Figure:
     floor = float(np.median(total - np.nan_to_num(columns["stall_ms"][drawn])))
     axes.axhline(floor, color="black", linewidth=0.9, linestyle=":")
     # A few spikes must not press everything else flat.
-    axes.set_ylim(0, 1.15 * max(float(np.percentile(total, 95)), 1e-6))
+    axes.set_ylim(0, 1.15 * max(float(np.percentile(_means(total, parts), 95)), 1e-6))
     axes.set_xlim(float(x[0]), float(x[-1]) if x[-1] > x[0] else float(x[0]) + 1)
-    axes.legend(handles=areas[::-1], ncols=len(areas), **_LEGEND)
-    title = f"step {total.mean():.1f} ms   ·····  {floor:.1f} if data were free"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=8.5)
+    axes.legend(handles=areas[::-1], ncols=len(areas) if len(areas) < 4 else 2, **_LEGEND)
+    title = f"step {total.mean():.1f} ms   ····· {floor:.1f} if data were free"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=_FONT_PT + 1)
     return figure
+
+
+def _means(values: Values, parts: Sequence[npt.NDArray[np.intp]]) -> Values:
+    return np.array([values[part].mean() for part in parts])
 
 
 def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | None = None) -> str:
     """Return the verdict as markdown: a table of phases, the findings, and what was measured."""
     causes = summary.causes
-    return TEMPLATES.get_template("verdict.md").render(
+    text = TEMPLATES.get_template("verdict.md").render(
         verdict=verdict,
         phases=measured_phases(summary),
         facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
@@ -164,6 +192,15 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | N
         operations=causes and causes.operations and operations_table(causes).rstrip(),
         lines=causes and causes.lines and lines_table(causes.lines).rstrip(),
     )
+    return _DUNDER.sub(r"`\1`", text)
+
+
+def summary_markdown(report: RunReport) -> str:
+    """Return what is printed at the end of a run, and below it the verdict with its tables."""
+    printed = f"```\n{report.text(WIDTH)}\n```"
+    if report.verdict is None:
+        return printed
+    return f"{printed}\n\n{verdict_markdown(report.verdict, report.stages[0], report.wall)}"
 
 
 def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -> None:

@@ -323,9 +323,16 @@ class MeasuredRun:
         aged = now_s - self._shown_at_s >= _TEXT_STAYS_S
         if self.logs and (aged or verdict.code != self._shown):
             self._shown, self._shown_at_s = verdict.code, now_s
-            name = f"{self.recording.main.stamps.prefix}/verdict"
-            text = boards.verdict_markdown(verdict, summary, wall)
-            boards.log_text(self.trainer.loggers, name, text, self.step)
+            self._log_text(boards.verdict_markdown(verdict, summary, wall))
+
+    def show_last(self, report: RunReport) -> None:
+        """Show the summary of the whole run, as it is printed, to the loggers of texts."""
+        if self.logs:
+            self._log_text(boards.summary_markdown(report))
+
+    def _log_text(self, text: str) -> None:
+        name = f"{self.recording.main.stamps.prefix}/verdict"
+        boards.log_text(self.trainer.loggers, name, text, self.step)
 
     def _minutes_waited(self, wall: WallTime, ranks: RankRecords | None) -> float | None:
         """Return how long all devices waited for data so far; None outside of fits."""

@@ -86,7 +86,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             written after 50 steps, every two minutes, at ends of epochs and of the run, as long as
             judging takes below 1 % of the time; then loggers that keep files get it (W&B, MLflow,
             Comet, Lightning's own).
-        scalars: What loggers get: ``"main"``, 26 scalars at most, or ``"all"`` that is measured.
+        scalars: What loggers get: ``"main"``, 20 scalars at most, or ``"all"`` that is measured.
 
     Attributes:
         report: The report of the last run as :class:`RunReport`; None before.
@@ -319,7 +319,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
                 boards.log_files(run.trainer.loggers, (files.data, files.page))
         if report.verdict is not None:
             with survived("The verdict was not shown"):
-                run.show(report.verdict, report.stages[0], report.wall)
+                run.show_last(report)
         if self.summary:
             with survived("The summary was not printed"):
                 close_progress_bar(run.trainer)
