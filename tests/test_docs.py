@@ -140,7 +140,8 @@ def test_the_first_block_runs_with_either_package_and_prints_the_summary(of, tmp
     done = run_program(tmp_path / "first.py", cwd=tmp_path, threads=1)
     assert done.returncode == 0, done.stderr[-4000:]
     assert re.search(r"^fastdata · train · \d+ steps in", done.stdout, re.MULTILINE)
-    assert " try   num_workers 0 -> " in done.stdout
+    # What there is to try depends on what else the machine does.
+    assert re.search(r"^ wait {6}", done.stdout, re.MULTILINE)
 
 
 def test_a_wheel_is_called_as_it_is_called():
