@@ -222,14 +222,15 @@ def run_demo(
 def _usual(train: Path, val: Path, workers: int) -> dict[str, DataLoader[Any]]:
     """Return torch's loaders as ``trainer.fit`` takes them."""
     kept: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
-    augmented = (
-        AugmentedPhotos(train, train_augmentation()),
-        AugmentedPhotos(val, val_augmentation()),
-    )
-    return {
-        "train_dataloaders": DataLoader(augmented[0], BATCH_SIZE, shuffle=True, **kept),
-        "val_dataloaders": DataLoader(augmented[1], BATCH_SIZE, **kept),
-    }
+    photos = AugmentedPhotos(train, train_augmentation())
+    val_photos = AugmentedPhotos(val, val_augmentation())
+    with warnings.catch_warnings():
+        # torch warns of more workers than CPUs, which are to be tried, too.
+        warnings.filterwarnings("ignore", message=".*worker processes in total.*")
+        return {
+            "train_dataloaders": DataLoader(photos, BATCH_SIZE, shuffle=True, **kept),
+            "val_dataloaders": DataLoader(val_photos, BATCH_SIZE, **kept),
+        }
 
 
 @contextmanager
@@ -259,9 +260,8 @@ def _train(
     shown = name is not None
     throughput = DataThroughputCallback(summary=shown, report=shown)
     with warnings.catch_warnings():
-        # Some trainings are to have too few workers, or more than there are CPUs.
+        # Some trainings are to have too few workers.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*worker processes in total.*")
         # Lightning 2.6 with torch 2.9 and newer; nothing that a reader of the demo can change.
         warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*")
         trainer = lightning.Trainer(
