@@ -194,6 +194,12 @@ def check_last_text(texts: list[str]) -> None:
         sys.exit(f"The last text is not the summary: {newest}.")
 
 
+def on_one_line(text: str) -> str:
+    """Return a wrapped text on one line, if that is no longer than README's others."""
+    joined = re.sub(r"\n +", " ", text)
+    return joined if len(joined) <= 100 else text
+
+
 def write_output() -> None:
     """Run the first block of the first pages, and write below it what it prints."""
     readme, start = DOCS.parent / "README.md", DOCS / "start.md"
@@ -210,8 +216,9 @@ def write_output() -> None:
         printed = done.stdout.replace(f"{os.path.realpath(folder)}/", "")
     text = printed[printed.index("fastdata · train · ") :].rstrip() + "\n"
     head, *paragraphs = re.split(r"\n(?= \w)", text)
-    shown = [one for one in paragraphs if re.match(r" (?:DATA|wait|compute|why|try|skip)", one)]
-    short = "\n".join([head, *(re.sub(r"\n +", " ", one.strip("─\n")) for one in shown)]) + "\n"
+    left_out = r" (?:transfer|\d|val|note|page)"
+    shown = [one.strip("─\n") for one in paragraphs if not re.match(left_out, one)]
+    short = "\n".join([head, *map(on_one_line, shown)]) + "\n"
     for page, output in ((start, text), (readme, short)):
         before, after = page.read_text().split("fastdata · train · ", 1)
         page.write_text(f"{before}{output}```{after.split('```', 1)[1]}")
