@@ -144,6 +144,21 @@ def test_the_first_block_runs_with_either_package_and_prints_the_summary(of, tmp
     assert re.search(r"^ wait {6}", done.stdout, re.MULTILINE)
 
 
+def test_the_site_begins_with_one_picture_three_lines_of_code_and_four_ways_on():
+    text = (ROOT / "docs/index.md").read_text().partition("```{toctree}")[0]
+    (shown,) = [code for language, code in ANY_FENCED.findall(text) if language == "python"]
+    assert len(shown.splitlines()) == 3
+    assert text.count("](report.png)") == text.count("![") == 1
+    assert len(re.findall(r"^- \*\*\[", text, re.MULTILINE)) == 4
+    assert not re.search(r"\[[\w/.-]+\.md\]", text)  # no names of files
+
+
+def test_no_argument_of_a_public_name_is_explained_by_another():
+    public = [getattr(lightning_fastdata, name) for name in lightning_fastdata.__all__]
+    said = {one: inspect.getdoc(one) or "" for one in public if callable(one)}
+    assert [one for one, text in said.items() if "As above" in text] == []
+
+
 def test_a_wheel_is_called_as_it_is_called():
     name = f"lightning_fastdata-{lightning_fastdata.__version__}-py3-none-any.whl"
     called = [re.findall(r"[\w.-]+\.whl", page.read_text()) for page in PAGES]
