@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,10 @@ from demo.training import (
     train_augmentation,
     val_augmentation,
 )
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from trainings.followed import unlawful
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,16 @@ def test_what_is_printed_compares_and_names_the_tensorboard_folder(demo):
     assert "validation accuracy" in said
     assert f"tensorboard --logdir {folder / 'logs'}" in said
     assert "num_workers" in said
+
+
+@pytest.mark.slow
+def test_no_advice_is_against_what_the_package_chose_itself(demo):
+    _, _, reports = demo
+    decided = ("num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers")
+    chosen = [*decided, *(f"val.{each}" for each in decided)]
+    for report, own in zip(reports.values(), ((), chosen, chosen), strict=True):
+        assert unlawful(report.as_dict()["verdict"], own) == []
+        assert not own or report.verdict.kind != "starved in validation"
 
 
 @pytest.mark.slow

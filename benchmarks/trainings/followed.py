@@ -43,7 +43,8 @@ def unlawful(verdict: Mapping[str, Any], chosen: Collection[str] = ()) -> list[s
 
     Args:
         verdict: As the report has it.
-        chosen: Options of the training loader that the package chose.
+        chosen: Options of the training loader that the package chose; those of validation's begin
+            with ``"val."``.
     """
     wrong = []
     for found in verdict["findings"]:
@@ -57,8 +58,9 @@ def unlawful(verdict: Mapping[str, Any], chosen: Collection[str] = ()) -> list[s
         if "leave out collate_fn" in remedy:
             wrong.append(f"{told}: no batch may be possible without")
         written = remedy.replace("num_workers ", "num_workers=")
-        of_val = found["code"] == "FD318"
-        wrong += [f"{told}: {o} was chosen" for o in chosen if f"{o}=" in written and not of_val]
+        prefix = "val." if found["code"] == "FD318" else ""
+        own = [option for option in chosen if option.startswith("val.") == bool(prefix)]
+        wrong += [f"{told}: {o} was chosen" for o in own if f"{o.removeprefix(prefix)}=" in written]
     pause = verdict["kind"].startswith(("paused", "starved", "held"))
     if pause and not verdict["findings"][0]["remedy"]:
         wrong.append(f"{verdict['kind']}: nothing can be done")

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import time
+import warnings
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,7 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
+from misses import Misses
 from rig.virtual_crew import on_machine
+from thoroughness import LONG
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
@@ -43,6 +46,7 @@ from verdicts.workloads import Samples
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from auto_workloads import WORKLOADS
 from trainings.followed import unlawful
 
 OPTIONS = ("num_workers", "prefetch_factor", "in_order", "executor", "persistent_workers", "cache",
@@ -123,6 +127,27 @@ def test_advice_on_planted_trainings_is_lawful(plant):
         told = judge(stage(), evidence=replace(evidence, closed=closed))
         verdict = RunReport(stages=(stage(),), verdict=told).as_dict()["verdict"]
         assert unlawful(verdict, chosen=closed) == []
+
+
+def test_advice_on_the_workloads_of_automatic_loaders_is_lawful(tmp_path):
+    """Whatever is measured of them: no option is told that the plan has decided."""
+    with Misses() as misses, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for work in WORKLOADS if LONG else WORKLOADS[::7]:
+            module = FastDataModule.from_datasets(
+                work.make(tmp_path, 8 * work.batch_size), batch_size=work.batch_size,
+                collate_fn=work.collate_fn,
+            )  # fmt: skip
+            with misses.case(work.name):
+                loader = module.train_dataloader()
+                closed = closed_options(loader)
+                loader.close()
+                assert {"num_workers", "executor"} <= set(closed)
+                for code in CODES:
+                    seen = replace(TABLE[code][0], closed=closed)
+                    told = judge(stage(), LoaderFacts(num_workers=loader.num_workers), seen)
+                    report = RunReport(stages=(stage(),), verdict=told).as_dict()
+                    assert unlawful(report["verdict"], closed) == []
 
 
 # What is closed
