@@ -317,7 +317,7 @@ LOOPING = [
     ),
     *several(
         "slow on_after_batch_transfer",
-        Accepted(codes=("FD313", "FD202"), kinds=("balanced", "compute-bound"),
+        Accepted(codes=("FD313",), kinds=("balanced", "compute-bound"),
                  cost="between steps"),
         hooked,
         {

@@ -129,14 +129,19 @@ def test_shares_of_the_device_phases_add_up_to_one():
         ),
         ({}, {"num_workers": 3, "usable_cpus": 4, "augment_on": "device"}, "FD104", "data-bound"),
         ({}, {}, "FD105", "data-bound"),
-        ({"stall": 0.1, "transfer": 9.0}, {}, "FD201", "balanced"),
-        ({"stall": 0.1, "augment": 9.0}, {}, "FD202", "balanced"),
     ],
 )
 def test_each_measured_situation_has_its_code(measured, facts, code, kind):
     verdict = judge(summary(**measured), LoaderFacts(**facts))
     assert (verdict.code, verdict.kind) == (code, kind)
     assert bool(verdict.findings[0].remedy) == (code not in ("FD001", "FD002"))
+
+
+@pytest.mark.parametrize(("phase", "code"), [("transfer", "FD312"), ("augment", "FD313")])
+def test_what_makes_steps_longer_is_told_of_any_loader(phase, code):
+    measured = summary(**{"stall": 0.1, "augment": 1.0, phase: 9.0})
+    verdict = judge(measured, evidence=stage_evidence(measured))
+    assert (verdict.code, verdict.kind) == (code, "balanced")
 
 
 CPU_FACTS = {"num_workers": 3, "usable_cpus": 4, "augment_on": "cpu"}
@@ -176,8 +181,10 @@ def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
         history.append(timing(i, stall=2000.0 if i % 10 == 0 else 0.1, cold=i % 10 == 0))
     s = history.summarize("train", duration_s=10.0)
     assert (s.cold_steps, s.cold_wait_ms) == (4, 2000.0)
-    assert judge(s).code == "FD106"
-    assert judge(s, LoaderFacts(persistent_workers=True)).code != "FD106"
+    for kept in (None, True, False):
+        first = judge(s, evidence=stage_evidence(s, persistent_workers=kept)).findings[0]
+        assert first.code == "FD310"
+        assert ("persistent_workers=True" in first.remedy) is (kept is False)
 
 
 def test_an_unknown_loader_is_said_to_be_unknown():

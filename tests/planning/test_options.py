@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.planning.loader_plan import LoaderPlan, Situation
+from lightning_fastdata.planning.loader_plan import ExecutorChoice, LoaderPlan, Situation
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import plan_loader
 from lightning_fastdata.types import STAGES
@@ -161,6 +161,22 @@ def test_more_cpus_never_give_fewer_workers(situation: dict[str, Any], more: int
     }
     few_cpus = {**many, "cpu": few}
     assert plan(**many).num_workers >= plan(**few_cpus).num_workers
+
+
+@each("count", [1, 2, 3, 8, 64])
+@each("accelerator", ["cpu", "cuda"])
+@each("workers", ["auto", 3])
+def test_validation_has_what_training_has_and_is_tuned_as_it(
+    count: int, accelerator: str, workers: Any
+) -> None:
+    options = LoaderOptions(num_workers=workers)
+    engine = {"choice": ExecutorChoice("workers", "images"), "split": True}
+    train, val, test = (
+        plan(options, **engine, cpu=cpus(count), accelerator=accelerator, stage=stage)
+        for stage in ("train", "val", "test")
+    )
+    assert (val.num_workers, val.tune) == (train.num_workers, train.tune)
+    assert (val.tune, test.tune) == ("auto" if workers == "auto" else "off", "off")
 
 
 @each(

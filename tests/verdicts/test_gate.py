@@ -9,7 +9,6 @@ import gc
 import json
 import re
 import sys
-import time
 import warnings
 from dataclasses import replace
 from itertools import chain
@@ -242,19 +241,6 @@ def test_validation_that_the_package_loads_is_no_fault_of_the_user():
         told = judge(stage(stall=0.1), evidence=own)
         assert told.kind == "compute-bound"
         assert not any("validation" in each.remedy for each in told.findings)
-
-
-def test_validation_is_given_as_many_workers_as_training_and_tuned():
-    class Waits(Fixed):
-        def __getitem__(self, index):
-            time.sleep(0.001)
-            return super().__getitem__(index)
-
-    train, val = of_module(Waits(256))
-    assert val.num_workers == train.num_workers > 0
-    assert isinstance(val.tune, Tuner)
-    train.close()
-    val.close()
 
 
 # Waits that no option shortens

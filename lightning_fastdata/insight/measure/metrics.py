@@ -96,7 +96,8 @@ class PhaseSummary:
     up to 1; ``wait`` may exceed the stall, and ``gap`` lies outside the step."""
 
 
-class Spike(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Spike:
     """A step so long that the mean of all is above the 95th percentile because of it."""
 
     step: int

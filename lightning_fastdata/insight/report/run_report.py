@@ -194,7 +194,6 @@ def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any
     values = dataclasses.asdict(stage)
     values |= {"stall_share": stage.stall_share, "speedup_possible": stage.speedup_possible}
     values["speedup_possible_is_least"] = stage.device == "cpu"
-    values["spikes"] = [spike._asdict() for spike in stage.spikes]
     if recent is not None:
         values["recent"] = {
             name: [None if math.isnan(each) else each for each in column[-_MOST_RECENT:].tolist()]

@@ -51,6 +51,8 @@ TITLES: Final[dict[str, str]] = {rule.code: rule.title for rule in reversed(RULE
 TITLES.update((rule.code, rule.title) for rule in without_stamps.RULES)
 """Code -> what it stands for."""
 _SEVERITIES: Final = ("high", "moderate", "fine")
+_OF_STEPS: Final = ("FD312", "FD313")
+"""Besides data and the model, what makes a step longer."""
 _SPIKE_WORDS: Final = {"stall": "waiting for data", "compute": "computing"}
 _CLEARLY: Final = 1.5
 """One gain is clearly larger than another if it is so many times as large."""
@@ -188,10 +190,11 @@ def judge(
         )
     late = stall.share > STALL_HIGH and costs_much(stall.mean_ms, stall.share)
     kind: Kind = "data-bound" if late else "balanced"
-    if stall.share < STALL_LOW and cost.finding.severity == "fine":
-        kind = "compute-bound"
     sentence = without_stamps.waiting_text(summary)
     order, pause = ranked(evidence, cost)
+    costly = any(each.rule.code in _OF_STEPS for each in order)
+    if stall.share < STALL_LOW and not costly:
+        kind = "compute-bound"
     rule, first = order[0]
     if pause is not None:
         kind, sentence = pause.rule.kind or kind, pause.finding.cause

@@ -32,6 +32,10 @@ _MOST_OF_START: Final = 0.5
 _LONG_VALIDATION: Final = 1 / 3
 """Of the run, without its waits for data."""
 _FASTER_START: Final = Advice(text="a dataset and a sampler that start faster, or longer epochs")
+_MADE_ONCE: Final = (
+    "reload_dataloaders_every_n_epochs=0, and a dataset that is built once, in setup()"
+)
+_BETWEEN: Final = "paused between epochs"
 _COLLECTOR: Final = "held up by the garbage collector"
 _WITHIN_EPOCHS: Final = "the loader within epochs"
 _SAVE_LESS: Final = (
@@ -49,35 +53,23 @@ _HOLD_UPS: Final = {
 """Part of the wall time -> code of its finding, and what to try."""
 
 
-def _epoch_starts(e: Evidence) -> Finding | None:
+def _epoch_starts(e: Evidence, *, anew: bool = False) -> Finding | None:
+    """Return the finding that epochs start slowly; ``anew``: because their loaders are made."""
     wall = e.wall
+    if e.loaders_anew is not anew:
+        return None
     if wall is None:
         return _first_batches(e)
-    later_s, each_s, what = _later_starts(e, wall)
-    if e.loaders_anew:
-        return None
-    return _pause(wall, later_s, "FD310", what, _for_epoch_starts(e, each_s), _WITHIN_EPOCHS)
-
-
-def _later_starts(e: Evidence, wall: WallTime) -> tuple[float, float, str]:
-    """Return what all starts of epochs after the first took, and each, in seconds; and in words."""
-    names_s = dict(wall.names_of("epoch_starts"))
-    later_s = names_s.get("later epochs", 0.0) + names_s.get("making loaders", 0.0)
+    later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
     each_s = later_s / max(1, (e.epochs or 2) - 1)
     what = (
         f"starting epochs after the first took {duration_text(later_s)} of "
         f"{duration_text(wall.training_s)}, {duration_text(each_s)} each"
     )
-    return later_s, each_s, what
-
-
-def _loaders_anew(e: Evidence) -> Finding | None:
-    if e.wall is None or not e.loaders_anew:
-        return None
-    later_s, _, what = _later_starts(e, e.wall)
-    what = f"loaders are made anew in the course of the training, and {what}"
-    remedy = "reload_dataloaders_every_n_epochs=0, and a dataset that is built once, in setup()"
-    return _pause(e.wall, later_s, "FD332", what, remedy, _WITHIN_EPOCHS)
+    if anew:
+        what = f"loaders are made anew in the course of the training, and {what}"
+        return _pause(wall, later_s, "FD332", what, _MADE_ONCE, _WITHIN_EPOCHS)
+    return _pause(wall, later_s, "FD310", what, _for_epoch_starts(e, each_s), _WITHIN_EPOCHS)
 
 
 def _for_epoch_starts(e: Evidence, each_s: float) -> Advice | tuple[Advice, ...]:
@@ -234,10 +226,10 @@ def _hold_up(part: str, title: str, kind: Kind) -> Rule[Evidence]:
 
 
 RULES: Final = (
-    Rule("FD310", "epochs start slowly", _epoch_starts, "run", kind="paused between epochs"),
+    Rule("FD310", "epochs start slowly", _epoch_starts, "run", kind=_BETWEEN),
     Rule("FD318", "validation waits for data", _validation, "run", kind="starved in validation"),
     Rule("FD331", "validation takes long", _long_validation, "run", kind="held up by validation"),
-    Rule("FD332", "loaders are made anew", _loaders_anew, "run", kind="paused between epochs"),
+    Rule("FD332", "loaders are made anew", partial(_epoch_starts, anew=True), "run", kind=_BETWEEN),
     Rule("FD333", "the garbage collector takes long", _garbage, "run", kind=_COLLECTOR),
     _hold_up("callbacks", "callbacks take long", "held up by a callback"),
     _hold_up("checkpoints", "checkpoints take long", "held up by checkpoints"),

@@ -10,7 +10,7 @@ from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.model.finding import Advice, Finding, Gain, Kind, severity_of
 
-SMALL_COSTS: Final = frozenset({"FD001", "FD002", "FD106", "FD201", "FD202"})
+SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
 ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104", "FD105"}
 """All findings without stamps: a cause of late batches replaces them."""

@@ -10,11 +10,9 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.model.evidence import device_could_augment
 from lightning_fastdata.insight.model.finding import (
-    AUGMENT_HIGH,
-    EPOCH_START_HIGH,
     STALL_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
@@ -24,9 +22,7 @@ from lightning_fastdata.insight.model.finding import (
     costs_much,
 )
 from lightning_fastdata.insight.verdicts.rule import (
-    KEEP,
     OPTIMIZE,
-    PIN,
     Found,
     Rule,
     Unstamped,
@@ -111,53 +107,15 @@ def _late_batches(known: Unstamped) -> Finding | None:
     return _late(known, "FD104", _LEARN)
 
 
-def _epoch_starts(known: Unstamped) -> Finding | None:
-    summary = known.summary
-    if summary.cold_wait_ms is None or summary.duration_s <= 0 or known.facts.persistent_workers:
-        return None
-    share = min(1.0, summary.cold_wait_ms * summary.cold_steps / (summary.duration_s * 1e3))
-    if share <= EPOCH_START_HIGH:
-        return None
-    remedy = Advice(text="a dataset and a sampler that start faster, or longer epochs")
-    if known.facts.persistent_workers is False:
-        remedy = replace(KEEP, text="persistent_workers=True")
-    cause = f"starting epochs takes {share:.0%} of the time"
-    finding = _finding(known, "FD106", cause, remedy, "loading", share=share)
-    each_ms = summary.duration_s * 1e3 / summary.steps
-    gain = Gain(before_ms=each_ms, after_ms=each_ms * (1 - share), basis="floor")
-    return replace(finding, gain=gain)
-
-
-def _transfer(known: Unstamped) -> Finding | None:
-    phase = known.summary.transfer
-    if phase is None or phase.share <= TRANSFER_HIGH or known.summary.device == "cpu":
-        return None
-    small = Advice(text="send uint8 and normalize on the device", joins=True)
-    pin = replace(PIN, text="pin_memory=True")
-    remedy = (small,) if known.facts.pinned else (pin, small)
-    cause = f"the transfer takes {phase.share:.0%} of each step"
-    return _finding(known, "FD201", cause, remedy, "transfer", phase=phase)
-
-
-def _augmentation(known: Unstamped) -> Finding | None:
-    phase = known.summary.augment
-    if phase is None or phase.share <= AUGMENT_HIGH:
-        return None
-    remedy = Advice(text="fewer or cheaper transforms on the device")
-    cause = f"augmenting takes {phase.share:.0%} of each step"
-    return _finding(known, "FD202", cause, remedy, "augmentation", phase=phase)
-
-
 def _moderate_stall(known: Unstamped) -> Finding | None:
     stall = known.summary.stall
     if stall is None or stall.share < STALL_LOW:
         return None
-    return _finding(known, "FD002", waiting_text(known.summary), ())
+    return _fine(known, "FD002")
 
 
 def _free(known: Unstamped) -> Finding | None:
-    remedy = (OPTIMIZE,) if known.seen.model_computes else ()
-    return _finding(known, "FD001", waiting_text(known.summary), remedy)
+    return _fine(known, "FD001", (OPTIMIZE,) if known.seen.model_computes else ())
 
 
 _FINDERS: Final = (
@@ -167,9 +125,6 @@ _FINDERS: Final = (
     ("FD102", "batches are late, and workers are fewer than free CPUs", _few_workers),
     ("FD103", "batches are late, and workers augment", _augments_on_cpu),
     ("FD104", "batches are late, though there are workers enough", _late_batches),
-    ("FD106", "epochs start slowly", _epoch_starts),
-    ("FD201", "the copy to the device takes long", _transfer),
-    ("FD202", "augmentation on the device takes long", _augmentation),
     ("FD002", "the device waits a little", _moderate_stall),
     ("FD001", "data is free", _free),
 )
@@ -185,34 +140,24 @@ def _late(known: Unstamped, code: str, remedy: Advice, *, least_ms: float = 0.0)
     stall = known.summary.stall
     if stall is None or stall.share <= STALL_HIGH or not costs_much(stall.mean_ms, stall.share):
         return None
-    cause, small = waiting_text(known.summary), _small_costs(known)
-    if small and remedy is _LEARN:
-        cause = f"{cause}; {small}"
+    cause, gain, step = waiting_text(known.summary), None, known.summary.step
+    small = _small_costs(known) if remedy is _LEARN else ""
     if known.facts.loader is not None:
         remedy = replace(remedy, text=f"{known.facts.loader}: {remedy.text}")
-    advice = () if small and remedy is _LEARN else (remedy,)
-    return _finding(known, code, cause, advice, "loading", phase=stall, least_ms=least_ms)
+    if small:
+        cause = f"{cause}; {small}"
+    if step is not None:
+        after_ms = max(step.mean_ms - stall.mean_ms, least_ms)
+        gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
+    leave = _leave_alone(known.summary, "loading")
+    return found(code, stall.share, cause, () if small else remedy, gain, leave)
 
 
-def _finding(
-    known: Unstamped,
-    code: str,
-    cause: str,
-    remedy: Advice | tuple[Advice, ...],
-    about: str = "",
-    *,
-    phase: PhaseSummary | None = None,
-    share: float | None = None,
-    least_ms: float = 0.0,
-) -> Finding:
-    """Return a finding about a phase that could go, about a share of the time, or about neither."""
-    summary, gain = known.summary, None
-    if phase is not None and summary.step is not None:
-        share, before_ms = phase.share, summary.step.mean_ms
-        after_ms = max(before_ms - phase.mean_ms, least_ms)
-        gain = Gain(before_ms=before_ms, after_ms=after_ms, basis="floor")
-    finding = found(code, share, cause, remedy, gain, _leave_alone(summary, about))
-    return replace(finding, severity="fine") if share is None else finding
+def _fine(known: Unstamped, code: str, advice: tuple[Advice, ...] = ()) -> Finding:
+    """Return the finding that hardly any batch is waited for."""
+    leave = _leave_alone(known.summary, "")
+    finding = found(code, None, waiting_text(known.summary), advice, leave_alone=leave)
+    return replace(finding, severity="fine")
 
 
 def _more_workers(known: Unstamped) -> Advice:

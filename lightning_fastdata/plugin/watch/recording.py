@@ -32,7 +32,6 @@ _VALIDATION: Final = Activity("validation")
 _WAIT_OF_VALIDATION: Final = Activity("validation", "waiting for batches")
 FIRST_EPOCH: Final = Activity("epoch_starts", "first epoch")
 LATER_EPOCHS: Final = Activity("epoch_starts", "later epochs")
-_MAKING_LOADERS: Final = Activity("epoch_starts", "making loaders")
 _GARBAGE: Final = Activity("gc")
 _FULL_PAUSES: Final = 1
 """Collections of younger generations are too short to be counted, and too many."""
@@ -117,8 +116,6 @@ class WallWatch:
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
             return _nothing, partial(self._next_epoch, LATER_EPOCHS)
-        if last == "train_dataloader":
-            return self._making_loaders, self._made_loaders
         if last == self._fetches:
             return self._wait_began, self._wait_ended
         if last == "val_next":
@@ -131,13 +128,6 @@ class WallWatch:
             activity = self._of_callback(owner.removeprefix("[Callback]"), last)
             return None if activity is None else self._entering(activity)
         return self._of_module(last) if owner.startswith("[LightningModule]") else None
-
-    def _making_loaders(self) -> None:
-        # Those of the first epoch belong to the setup.
-        self.clock.enter(_MAKING_LOADERS if self.clock.state is LATER_EPOCHS else self.clock.state)
-
-    def _made_loaders(self) -> None:
-        self.clock.leave()
 
     def collected(self, phase: str, info: Mapping[str, int]) -> None:
         """Note that the garbage collector begins or ends; see ``gc.callbacks``."""
