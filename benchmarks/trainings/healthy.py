@@ -74,6 +74,12 @@ QUIET: dict[str, dict[str, Any]] = {
     "200 ms, store": {
         "kind": "store", "form": "fast", "step_s": 0.2, "batches": 24, "num_workers": 2,
     },
+    "8 ms, records, no workers": {
+        "kind": "records", "form": "torch", "step_s": 0.008, "batches": 200,
+    },
+    "6 ms, torch's DataLoader": {
+        "kind": "rows", "form": "torch", "step_s": 0.006, "batches": 300, "num_workers": 1,
+    },
 }  # fmt: skip
 
 HEALTHY = [

@@ -409,18 +409,21 @@ def test_workers_are_not_told_to_take_the_cpus_of_others():
         max_size=5,
     )
 )
-def test_the_queue_is_that_of_workers_and_without_any_that_of_the_training(times):
+def test_the_queue_is_that_of_the_training_and_of_a_worker(times):
     seen = {
         number: Queued(first, queued, first + lasted, queued + share * lasted)
         for number, (first, lasted, share) in enumerate(times)
         for queued in (2.0,)
     }
-    loading = times[1:] or times
-    lasted = sum(each[1] for each in loading)
     found = queued_share(seen, 0)
-    assert (found is None) == (lasted == 0)
-    if lasted > 1e-3:
-        assert found == pytest.approx(sum(e[1] * e[2] for e in loading) / lasted, abs=1e-6)
+    assert (found is None) == (not any(lasted for _, lasted, _ in times))
+    if found is None:
+        return
+    shares = []
+    for those in (times[:1], times[1:]):
+        lasted = sum(each[1] for each in those)
+        shares.append(sum(e[1] * e[2] for e in those) / lasted if lasted else 0.0)
+    assert found == pytest.approx(min(1.0, sum(shares)), abs=1e-6)
 
 
 # The model

@@ -107,15 +107,20 @@ class Queued(NamedTuple):
 
 
 def queued_share(seen: Mapping[int, Queued], own: int) -> float | None:
-    """Return the part of its time in which what loads had no CPU; None: seen for no time.
+    """Return the part of its time in which what a step goes through had no CPU; None: not seen.
 
-    ``own`` is the training process, which loads where there is no worker.
+    That is the training process, ``own``, and a worker, where there are any: their mean.
     """
+
+    def share(those: Sequence[Queued]) -> float:
+        lasted_s = sum(each.last_s - each.first_s for each in those)
+        queued_s = sum(each.last_queued_s - each.first_queued_s for each in those)
+        return queued_s / lasted_s if lasted_s > 0 else 0.0
+
     workers = [each for process, each in seen.items() if process != own]
-    loading = workers or list(seen.values())
-    lasted_s = sum(each.last_s - each.first_s for each in loading)
-    queued_s = sum(each.last_queued_s - each.first_queued_s for each in loading)
-    return min(1.0, queued_s / lasted_s) if lasted_s > 0 else None
+    if not any(each.last_s > each.first_s for each in seen.values()):
+        return None
+    return min(1.0, share(workers) + share([seen[own]] if own in seen else []))
 
 
 def full_in_s(held: Sequence[tuple[float, int]], *, room_bytes: int) -> float | None:

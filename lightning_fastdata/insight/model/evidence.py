@@ -108,8 +108,8 @@ class Evidence:
     runqueue_share: float | None = None
     """Of the workers' busy time, that in which they were ready to run but had no CPU."""
     queued_share: float | None = None
-    """Of the time of workers (without any, of the training process), that in which they were ready
-    to run, but had no CPU; known of any loader."""
+    """Of the time of the training process, and of a worker, that in which they were ready to run,
+    but had no CPU; known of any loader."""
     throttled_share: float | None = None
     """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
