@@ -141,6 +141,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish(session):
     """Leave what was imported by now, and the tests, out of collections of garbage."""
+    gc.freeze()
     gc.enable()
     if not session.config.option.collectonly:
         settle()

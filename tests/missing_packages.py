@@ -18,7 +18,7 @@ def environment_without(folder: Path, hidden: set[str]) -> dict[str, str]:
     fails is not enough. So a folder of links to all others takes the place of site-packages.
 
     Args:
-        folder: For the links; it is made.
+        folder: For the links, with a name as packages are installed in; it is made.
         hidden: Names as they are imported.
     """
     folder.mkdir(parents=True)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from misses import each
 from programs import run_program
 from torch.utils.data import Subset
 from trainers import Keeps, quiet_trainer
@@ -107,7 +108,7 @@ def test_the_code_of_a_page_runs(page, cache_of_pages, photos, tmp_path):
     assert done.stdout.endswith(f"{AT_ITS_END}\n")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each("page", PAGES)
 def test_code_that_is_not_run_compiles(page):
     for block in blocks_of(page):
         compile("\n" * block.line + block.code, str(page), "exec")
@@ -255,7 +256,7 @@ def broken(link: str, page: Path, folder: Path) -> bool:
     return not target.exists() or bool(anchor and anchor not in anchors_of(target))
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name_of)
+@each("page", [*PAGES, *RESULTS])
 def test_links_lead_somewhere(page):
     links = LINK.findall(re.sub(r"`[^`\n]*`", "", without_code(page.read_text())))
     assert [link for link in links if broken(link, page, page.parent)] == []
@@ -301,7 +302,7 @@ def test_calls_in_the_pages_take_arguments_that_there_are():
     for page in PAGES:
         text = page.read_text()
         code = [*(block for _, block in ANY_FENCED.findall(text)), *IN_CODE.findall(text)]
-        for name, given in (call for each in code for call in CALL.findall(each)):
+        for name, given in (call for one in code for call in CALL.findall(one)):
             known = set(inspect.signature(public[name]).parameters) if name in public else None
             named = re.findall(r"(?:^|,)\s*(\w+)=(?!=)", re.sub(INNER, "", given))
             wrong += [(page.name, name, a) for a in named if known is not None and a not in known]

@@ -114,7 +114,7 @@ def train_without(hidden, tmp_path, package="lightning.pytorch"):
         timeout=280,
         cwd=tmp_path,
         env={
-            **environment_without(tmp_path / "site", hidden),
+            **environment_without(tmp_path / "site-packages", hidden),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         },

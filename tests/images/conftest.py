@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-import skimage
-import sklearn
 from PIL import Image
 
+# What imports them takes long, and has nothing of theirs but files.
+SKIMAGE, SKLEARN = (Path(find_spec(name).origin).parent for name in ("skimage", "sklearn"))
 PHOTOS = {
-    "china": Path(sklearn.__file__).parent / "datasets/images/china.jpg",
-    "flower": Path(sklearn.__file__).parent / "datasets/images/flower.jpg",
-    "rocket": Path(skimage.__file__).parent / "data/rocket.jpg",
-    "retina": Path(skimage.__file__).parent / "data/retina.jpg",
-    "coffee": Path(skimage.__file__).parent / "data/coffee.png",
+    "china": SKLEARN / "datasets/images/china.jpg",
+    "flower": SKLEARN / "datasets/images/flower.jpg",
+    "rocket": SKIMAGE / "data/rocket.jpg",
+    "retina": SKIMAGE / "data/retina.jpg",
+    "coffee": SKIMAGE / "data/coffee.png",
 }
 
 
