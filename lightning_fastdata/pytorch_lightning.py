@@ -11,6 +11,7 @@ from pytorch_lightning import Callback, LightningDataModule
 
 from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
 from lightning_fastdata.plugin.guard.callback import GuardHooks
+from lightning_fastdata.plugin.proving import ProvingHooks
 from lightning_fastdata.plugin.watch.throughput import AddedHooks, ThroughputHooks
 
 
@@ -30,6 +31,10 @@ class DataThroughputCallback(ThroughputHooks, Callback):  # type: ignore[misc]  
 
 class AddedCallback(AddedHooks, Callback):  # type: ignore[misc]
     __doc__ = AddedHooks.__doc__
+
+
+class ProvingCallback(ProvingHooks, Callback):  # type: ignore[misc]
+    __doc__ = ProvingHooks.__doc__
 
 
 __all__ = ["DataThroughputCallback", "FastDataModule"]

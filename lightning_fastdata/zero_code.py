@@ -1,9 +1,9 @@
-"""The callback for each Trainer of a script that ``fastdata run`` starts.
+"""The callback for each Trainer of a script that ``fastdata run`` or ``prove`` starts.
 
 Lightning asks the entry points ``lightning.pytorch.callbacks_factory`` for callbacks whenever a
 Trainer is made:
 https://lightning.ai/docs/pytorch/stable/extensions/entry_points.html
-This module is what it finds; without ``fastdata run`` it gives none, and imports nothing.
+This module is what it finds; without either it gives none, and imports nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.prove import settings as proving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +42,12 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> RunSettings | None
 
 def lightning_callbacks() -> list[Any]:
     """Return the callbacks for a Trainer of ``lightning.pytorch``."""
+    asked = proving.read_settings()
+    if asked is not None:
+        from lightning_fastdata.plugin.bindings import ProvingCallback
+
+        _silence()
+        return [ProvingCallback(asked)]
     settings = read_settings()
     if settings is None:
         return []
@@ -50,9 +58,26 @@ def lightning_callbacks() -> list[Any]:
 
 def pytorch_lightning_callbacks() -> list[Any]:
     """Return the callbacks for a Trainer of ``pytorch_lightning``."""
+    asked = proving.read_settings()
+    if asked is not None:
+        from lightning_fastdata.pytorch_lightning import ProvingCallback
+
+        _silence()
+        return [ProvingCallback(asked)]
     settings = read_settings()
     if settings is None:
         return []
     from lightning_fastdata.pytorch_lightning import AddedCallback
 
     return [AddedCallback(**asdict(settings))]
+
+
+def _silence() -> None:
+    """Have loggers write nothing until the callback takes them away, which it can in ``setup``.
+
+    They make their files when a fit begins, before any callback is asked, but on the first rank
+    alone.
+    """
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    rank_zero_only.rank = 1

@@ -1,4 +1,4 @@
-"""The command line: ``fastdata run``, ``top``, ``report``, ``compare``, ``doctor``..."""
+"""The command line: ``fastdata run``, ``prove``, ``top``, ``report``, ``compare``, ``doctor``..."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_fastdata.cli.commands import (
     replay,
     replay_parser,
 )
+from lightning_fastdata.cli.proofs import prove, prove_parser
 from lightning_fastdata.cli.runs import (
     compare,
     compare_parser,
@@ -45,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subcommands(dest="command")
     known: dict[str, tuple[Callable[..., None], ArgumentParser]] = {
         "run": (run, run_parser()),
+        "prove": (prove, prove_parser()),
         "top": (top, top_parser()),
         "report": (report, report_parser()),
         "compare": (compare, compare_parser()),

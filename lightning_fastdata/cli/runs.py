@@ -36,11 +36,7 @@ def run(command: Sequence[str], *, module: bool = False, report: str | None = No
         module: The first of them is a module, as of ``python -m``.
         report: Where the report is written; None: ``report.json`` in the log folder of the Trainer.
     """
-    if not any(each.value.startswith("lightning_fastdata.") for each in entry_points(group=GROUP)):
-        raise OptionsError(
-            "Lightning cannot find this package, since it is only on the path, or was installed "
-            "before it had `fastdata run`. Install it: pip install lightning-fastdata."
-        )
+    check_found_by_lightning()
     program = program_of(command, module=module)
     settings = RunSettings(report=None if report is None else str(Path(report).resolve()))
     sys.stderr.write(
@@ -48,6 +44,15 @@ def run(command: Sequence[str], *, module: bool = False, report: str | None = No
         "Lightning's Trainer is measured by StepTimer.\n"
     )
     _become(program, {**os.environ, VARIABLE: settings.as_text()})
+
+
+def check_found_by_lightning() -> None:
+    """Raise OptionsError unless Lightning finds what this package adds to a Trainer."""
+    if not any(each.value.startswith("lightning_fastdata.") for each in entry_points(group=GROUP)):
+        raise OptionsError(
+            "Lightning cannot find this package, since it is only on the path, or was installed "
+            "before it had `fastdata run`. Install it: pip install lightning-fastdata."
+        )
 
 
 def program_of(command: Sequence[str], *, module: bool) -> list[str]:

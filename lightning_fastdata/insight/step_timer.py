@@ -24,6 +24,7 @@ from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.prove.settings import read_settings
 from lightning_fastdata.types import STAGES, Batch_co
 
 if TYPE_CHECKING:
@@ -286,8 +287,14 @@ class TimedBatches(Generic[Batch_co]):
         self._timer = timer
 
     def __iter__(self) -> Iterator[Batch_co]:
-        """Begin an epoch."""
-        return self._timer._iterate(self.loader, self.stage)
+        """Begin an epoch; under ``fastdata prove``, a trial in its place."""
+        loader = self.loader
+        settings = read_settings() if self.stage == "train" else None
+        if settings is not None:
+            from lightning_fastdata.prove.session import trial_of_loop
+
+            loader = trial_of_loop(settings, loader, self._timer.device)
+        return self._timer._iterate(loader, self.stage)
 
     def __len__(self) -> int:
         """Batches of the loader; a TypeError if it has no length."""

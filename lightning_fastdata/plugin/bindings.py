@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningDataModule
 
 from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
 from lightning_fastdata.plugin.guard.callback import GuardHooks
+from lightning_fastdata.plugin.proving import ProvingHooks
 from lightning_fastdata.plugin.watch.throughput import AddedHooks, ThroughputHooks
 
 
@@ -26,3 +27,7 @@ class DataThroughputCallback(ThroughputHooks, Callback):  # noqa: D101
 
 class AddedCallback(AddedHooks, Callback):  # noqa: D101
     __doc__ = AddedHooks.__doc__
+
+
+class ProvingCallback(ProvingHooks, Callback):  # noqa: D101
+    __doc__ = ProvingHooks.__doc__

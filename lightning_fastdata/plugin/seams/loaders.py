@@ -16,6 +16,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
 from lightning_fastdata.order.samplers import EvaluationBatchSampler
 from lightning_fastdata.plugin.seams.internals import (
+    combined_mode,
     data_connector,
     data_source,
     itself,
@@ -44,9 +45,11 @@ class _Combined(Protocol):
 def watch_sources(
     trainer: Trainer,
     stages: Collection[Stage],
-    watch: Callable[[Stage, object], None],
+    watch: Callable[[Stage, object], object],
 ) -> Callable[[], None]:
     """Show a trainer's loaders before they are iterated, and return what stops that.
+
+    ``watch`` returns None, or what is to be iterated in their place.
 
     Lightning calls no hook between getting a loader and starting its workers. Where a version has
     no data source, the loaders are seen when the training starts.
@@ -79,7 +82,7 @@ class _ShownLoaders:
         self,
         ask: Callable[[], object],
         stage: Stage,
-        watch: Callable[[Stage, object], None],
+        watch: Callable[[Stage, object], object],
     ) -> None:
         self.ask = ask
         self.stage = stage
@@ -87,8 +90,8 @@ class _ShownLoaders:
 
     def __call__(self) -> object:
         loaders = self.ask()
-        self.watch(self.stage, loaders)
-        return loaders
+        others = self.watch(self.stage, loaders)
+        return loaders if others is None else others
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
         # A copy of the trainer is not measured.
@@ -98,6 +101,19 @@ class _ShownLoaders:
 def flattened(loaders: object) -> Iterator[Any]:
     """Return a trainer's loaders one by one, in whatever form they come."""
     return (loader for _, loader in with_paths(loaders))
+
+
+def mapped(loaders: Any, function: Callable[[Any], object]) -> Any:
+    """Return a trainer's loaders in the same form, each replaced by what the function returns."""
+    mode = combined_mode(loaders)
+    if mode is not None:
+        kind: Callable[..., Any] = type(loaders)
+        return kind(mapped(loaders.iterables, function), mode=mode)
+    if isinstance(loaders, Mapping):
+        return {key: mapped(loader, function) for key, loader in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return [mapped(loader, function) for loader in loaders]
+    return None if loaders is None else function(loaders)
 
 
 def keyed(loaders: object) -> list[tuple[LoaderKey, Any]]:

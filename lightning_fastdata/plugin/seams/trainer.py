@@ -9,7 +9,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_fastdata.errors import OptionsError, TransformError, has_package
 from lightning_fastdata.loading.position import Place
@@ -35,6 +38,14 @@ _STAGE_OF_FN: dict[str, Stage] = {
     "test": "test",
     "predict": "predict",
 }
+
+
+@runtime_checkable
+class _WithFolder(Protocol):
+    """A logger that writes into a folder of its own."""
+
+    @property
+    def log_dir(self) -> str | None: ...
 
 
 @runtime_checkable
@@ -284,14 +295,31 @@ def trainer_of_class(cls: type[object]) -> Trainer:
     return trainer
 
 
+def hide_loggers(trainer: Trainer) -> list[Path]:
+    """Have a trainer log nowhere, and return the folders in which its loggers would have written.
+
+    Loggers wrote nothing so far, as Lightning took this process for another than the first.
+    """
+    rank_zero_only.rank = trainer.global_rank
+    named = [one for one in trainer.loggers if isinstance(one, _WithFolder)]
+    folders = [Path(one.log_dir) for one in named if one.log_dir is not None]
+    loggers = importlib.import_module(f"{_package(trainer)}.loggers.logger")
+    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
+    return folders
+
+
+def _package(trainer: Trainer) -> str:
+    modules = (kind.__module__ for kind in type(trainer).__mro__)
+    return next(name for name in modules if name.startswith(PACKAGES)).split(".trainer")[0]
+
+
 @contextmanager
 def unseen_steps(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
     """Hide what happens in the block from callbacks, loggers and profiler; ``self.log`` is silent.
 
     All that is replaced for it is as it was behind the block.
     """
-    modules = (kind.__module__ for kind in type(trainer).__mro__)
-    package = next(name for name in modules if name.startswith(PACKAGES)).split(".trainer")[0]
+    package = _package(trainer)
     loggers = importlib.import_module(f"{package}.loggers.logger")
     profilers = importlib.import_module(f"{package}.profilers")
     hidden, attributes = attributes_of(trainer), vars(pl_module)

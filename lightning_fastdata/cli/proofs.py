@@ -1,0 +1,206 @@
+"""The command ``prove``: whether a change of the loader makes a script's training faster."""
+
+from __future__ import annotations
+
+import json as json_lines
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.cli.runs import check_found_by_lightning, program_of
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host import clock
+from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+    from lightning_fastdata.prove.trials import Trial
+
+_UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_LEAST_S: Final = 10.0
+_LOOK_EVERY_S: Final = 0.5
+_GRACE_S: Final = 20.0
+"""A script that was told to stop has so long to do it."""
+_OVER_S: Final = 300.0
+"""So long behind its budget a script is stopped: a step, or a validation, may take long."""
+_SHOWN_LINES: Final = 15
+_INTERRUPTED: Final = 130
+
+
+def prove(
+    command: Sequence[str], *, module: bool = False, budget: str = "10m", json: str | None = None
+) -> None:
+    """Try on a script's own training which change of the loader makes it faster.
+
+    Args:
+        command: A Python file and its arguments.
+        module: The first of them is a module, as of ``python -m``.
+        budget: How long that may take: ``90s``, ``10m``, ``1h``, or seconds.
+        json: File for what is found.
+
+    Raises:
+        SystemExit: With code 1 if a change is recommended, with code 2 if it is not known, with
+            code 130 if it was interrupted.
+    """
+    check_found_by_lightning()
+    budget_s = seconds_of(budget)
+    program = program_of(command, module=module)
+    script = " ".join(command)
+    with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder:
+        began_s = clock.unix_s()
+        settings = ProveSettings(
+            script=script,
+            file=str(Path(folder, "trial.json")),
+            budget_s=budget_s,
+            until_s=began_s + budget_s,
+        )
+        sys.stderr.write(
+            f"fastdata: {script} is run as a trial of up to {budget}, and goes no further. It logs "
+            "nowhere and saves nothing; what it prints is kept from the terminal.\n"
+        )
+        code, interrupted = _run(program, _environment(settings, folder), folder, settings)
+        trial = _read(Path(settings.file), script)
+        _sweep(trial.facts.get("logs", []), began_s)
+        if not trial.blocks and not trial.stopped and not interrupted:
+            trial.stopped = (
+                f"the script ended with code {code} before a training began"
+                if code
+                else "the script made no Lightning Trainer that fits. A loop of its own is tried "
+                "if it reads its batches through StepTimer().batches(loader)"
+            )
+        if interrupted and not trial.ended:
+            trial.stopped = "it was interrupted"
+        printed = Path(folder, "script.log").read_text("utf-8", "replace").splitlines()
+    from lightning_fastdata.prove.text import conclude
+
+    found = conclude(trial)
+    sys.stdout.write(f"{found.text()}\n")
+    if found.outcome == "not known" and not interrupted and printed:
+        sys.stderr.write("\nThe script printed at last:\n")
+        sys.stderr.writelines(f"  {line}\n" for line in printed[-_SHOWN_LINES:])
+    if json is not None:
+        text = json_lines.dumps(found.as_dict(), indent=1)
+        try:
+            Path(json).write_text(f"{text}\n", "utf-8")
+        except OSError as error:
+            raise OptionsError(f"{json} cannot be written: {error.strerror or error}.") from error
+    if interrupted or found.exit_code:
+        raise SystemExit(_INTERRUPTED if interrupted else found.exit_code)
+
+
+def seconds_of(text: str) -> float:
+    """Return a length of time that is written as ``90s``, ``10m``, ``1h`` or in seconds.
+
+    Raises:
+        OptionsError: It is none, or below ten seconds.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if found is None:
+        raise OptionsError(f"budget is {text!r}; write seconds, or a number with s, m or h: 10m.")
+    seconds = float(found[1]) * _UNITS_S[found[2]]
+    if seconds < _LEAST_S:
+        raise OptionsError(f"budget is {text!r}; below {_LEAST_S:.0f} s nothing can be compared.")
+    return seconds
+
+
+def _environment(settings: ProveSettings, folder: str) -> dict[str, str]:
+    """Return the environment of the script: its loggers' defaults are in a folder of the trial."""
+    return {
+        **os.environ,
+        VARIABLE: settings.as_text(),
+        "PL_TRAINER_DEFAULT_ROOT_DIR": str(Path(folder, "logs")),
+        "WANDB_MODE": "disabled",
+        "MLFLOW_TRACKING_URI": Path(folder, "mlruns").as_uri(),
+        "LIGHTNING_FASTDATA_CACHE": str(Path(folder, "cache")),
+    }
+
+
+def _run(
+    program: list[str], environ: dict[str, str], folder: str, settings: ProveSettings
+) -> tuple[int, bool]:
+    """Run the script to its end; return its code, and whether somebody has interrupted it."""
+    with Path(folder, "script.log").open("wb") as log:
+        child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        interrupted = False
+        said = ""
+        try:
+            while child.poll() is None:
+                if clock.unix_s() > settings.until_s + _OVER_S:
+                    _stop(child)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_LOOK_EVERY_S)
+                said = _say(settings.file, said)
+        except KeyboardInterrupt:
+            interrupted = True
+            _stop(child)
+    return child.returncode or 0, interrupted
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Have the script end; it may take the time that ending takes."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with suppress(KeyboardInterrupt):  # a second one of an impatient user
+            child.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_GRACE_S)
+                return
+    child.wait()
+
+
+def _say(file: str, said: str) -> str:
+    """Tell a terminal what is tried now, and return it."""
+    with suppress(OSError, ValueError):
+        now = str(json_lines.loads(Path(file).read_text())["facts"].get("now", ""))
+        if now and now != said and sys.stderr.isatty():
+            sys.stderr.write(f"fastdata: {now}\n")
+        return now
+    return said
+
+
+def _read(file: Path, script: str) -> Trial:
+    from lightning_fastdata.prove.trials import Trial, of_dict
+
+    try:
+        known: Any = json_lines.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return Trial(script=script)
+    return of_dict(known)
+
+
+def _sweep(folders: Sequence[str], began_s: float) -> None:
+    """Remove log folders that the script made in the trial; those with anything older stay."""
+    for folder in map(Path, folders):
+        with suppress(OSError):
+            inside = list(folder.rglob("*"))
+            if all(path.stat().st_mtime >= began_s for path in (folder, *inside)):
+                shutil.rmtree(folder)
+                folder.parent.rmdir()  # which fails where anything else is in it
+
+
+def prove_parser() -> ArgumentParser:
+    """Return the parser of ``prove``; what follows the script is the script's own."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Run a script's training as a trial that is thrown away, and say which change "
+        "of its loader makes it faster, if any does. Exit codes: 0 if nothing is to be changed, 1 "
+        "if a change is recommended, 2 if it is not known."
+    )
+    parser.add_argument(
+        "--budget", default="10m", help="How long it may take: 90s, 10m, 1h, or seconds."
+    )
+    parser.add_argument("--json", default=None, help="File for what is found.")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
+    )
+    parser.add_argument("command", nargs="...", help="A Python file and its arguments.")
+    return parser

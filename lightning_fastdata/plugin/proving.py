@@ -1,0 +1,195 @@
+"""The callback by which ``fastdata prove`` has the epochs of a training be parts of a trial."""
+# ruff: noqa: ARG002  # hooks are called with all that Lightning has
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.plugin.seams.internals import attributes_of, data_source
+from lightning_fastdata.plugin.seams.loaders import flattened, mapped, watch_sources
+from lightning_fastdata.plugin.seams.trainer import hide_loggers
+from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
+from lightning_fastdata.prove.session import Session, TrialEndedError
+from lightning_fastdata.prove.settings import ProveSettings
+from lightning_fastdata.prove.trials import Trial
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_fastdata.types import Stage
+
+_LEFT_OUT: Final = (
+    "Checkpoint", "EarlyStopping", "Timer", "LearningRateFinder", "BatchSizeFinder", "ProgressBar",
+    "StochasticWeightAveraging", "LearningRateMonitor", "SaveConfigCallback", "ModelSummary",
+)  # fmt: skip
+"""Classes of callbacks that write files, print, end the training, or change its course by epochs."""
+
+
+class ProvingHooks:
+    """Runs a trial in the place of a training, and ends the script behind it.
+
+    Args:
+        settings: What was asked for.
+    """
+
+    def __init__(self, settings: ProveSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.session: Session | None = None
+        self._loaders: dict[str, object] = {}
+        self._limits: dict[str, float | int | None] = {}
+        self._every: tuple[Any, Any] = (1, 1.0)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep loggers and checkpoints out of the way, and have the loaders come from the trial.
+
+        Raises:
+            OptionsError: Several processes train together.
+        """
+        made = hide_loggers(trainer)
+        if stage != "fit":
+            return
+        if self.session is not None:
+            raise TrialEndedError(0)
+        settings = self.settings
+        trial = Trial(script=settings.script)
+        self.session = Session(
+            trial,
+            Path(settings.file),
+            until_s=settings.until_s,
+            budget_s=settings.budget_s,
+            cuda=trainer.strategy.root_device.type == "cuda",
+            make_fast=self._fast_loaders(trainer),
+        )
+        if trainer.world_size > 1:
+            error = OptionsError(
+                f"{trainer.world_size} processes train together, and `fastdata prove` tries one. "
+                "Give the script one device, as by devices=1."
+            )
+            self.session.ended_by(error)
+            raise error
+        trial.facts["given_to_fit"] = self.session.make_fast is not None
+        trial.facts["logs"] = [str(folder) for folder in made]
+        self._leave_out(trainer, trial)
+        self._every = trainer.check_val_every_n_epoch, trainer.val_check_interval
+        self._limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
+        trainer.limit_train_batches = 1.0
+        if trainer.limit_val_batches:
+            trainer.limit_val_batches = 1.0
+        trainer.check_val_every_n_epoch, trainer.val_check_interval = 1, 1.0
+        trainer.num_sanity_val_steps = 0
+        attributes: Any = trainer
+        attributes.reload_dataloaders_every_n_epochs = 1
+        watch_sources(trainer, ("train", "val"), self._give)
+
+    def _leave_out(self, trainer: Trainer, trial: Trial) -> None:
+        left_out, kept = [], []
+        for callback in attributes_of(trainer).callbacks:
+            names = {kind.__name__ for kind in type(callback).__mro__}
+            if names & set(_LEFT_OUT):
+                left_out.append(type(callback).__name__)
+                continue
+            kept.append(callback)
+            if isinstance(callback, ThroughputHooks):
+                callback.summary, callback.report_path = False, False
+        attributes_of(trainer).callbacks = kept
+        # On the instance: a script may ask for checkpoints of its own.
+        vars(trainer)["save_checkpoint"] = _save_nothing
+        said = ", ".join(dict.fromkeys(left_out))
+        trial.notes.append(
+            "Loggers are silent, learning rate schedules stand still, and nothing is saved by the "
+            f"trainer{f'; left out: {said}' if said else ''}. What these take is in no figure."
+        )
+
+    def _fast_loaders(self, trainer: Trainer) -> Callable[[str, Any], Any] | None:
+        """Return what makes loaders as ``from_loaders`` does; None: `fit` was given none."""
+        source = data_source(trainer.fit_loop)
+        owner = getattr(source, "instance", None)
+        if owner is None or hasattr(owner, "training_step") or hasattr(owner, "prepare_data"):
+            return None
+        tree = type(trainer).__mro__[-2].__module__.partition(".")[0]
+        name = "lightning_fastdata.pytorch_lightning" if tree == "pytorch_lightning" else None
+        bindings = importlib.import_module(name or "lightning_fastdata.plugin.bindings")
+
+        def make(stage: str, loader: Any) -> Any:
+            data = bindings.FastDataModule.from_loaders(**{stage: loader}, num_workers="auto")
+            return data.train_dataloader() if stage == "train" else data.val_dataloader()
+
+        return make
+
+    def _give(self, stage: Stage, loaders: object) -> object:
+        """Return what a loop reads in the place of the loaders of the script."""
+        session = self.session
+        if session is None:
+            return None
+        if stage not in self._loaders:
+            self._loaders[stage] = mapped(
+                loaders, lambda own: session.loader(stage, own, _limit(own, self._limits[stage]))
+            )
+        if stage == "train":
+            train = list(flattened(loaders))
+            session.validations = _validations(*self._every, _length(train[0])) if train else 0.0
+            session.advance()
+        given = self._loaders[stage]
+        return mapped(given, lambda loader: loader)  # Lightning keeps counts in a CombinedLoader
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let nothing but the trial end the training."""
+        trainer.fit_loop.max_epochs = -1
+        trainer.fit_loop.min_epochs = 10**9
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        if pl_module.automatic_optimization:
+            # A schedule for so many steps raises an error behind them.
+            trainer.strategy.lr_scheduler_configs = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note when a step ends."""
+        if self.session is not None:
+            self.session.stepped()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note when the validation has ended."""
+        if self.session is not None:
+            self.session.validated()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Keep what is known where the script fails."""
+        if self.session is not None:
+            self.session.ended_by(exception)
+
+
+def _save_nothing(*_: object, **__: object) -> None:
+    """Take the place of ``trainer.save_checkpoint``."""
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _limit(loader: object, limit: float | int | None) -> int | None:
+    """Return the batches that a limit of the trainer leaves; None: all of them."""
+    length = _length(loader)
+    if isinstance(limit, float):
+        return None if length is None or limit >= 1.0 else max(1, int(length * limit))
+    return limit
+
+
+def _validations(every_epochs: int | None, interval: object, batches: int | None) -> float:
+    """Return how often an epoch validates, on average."""
+    once = 1.0
+    if isinstance(interval, float) and interval > 0:
+        once = float(int(1 / interval + 1e-9))
+    elif isinstance(interval, int) and batches:
+        once = batches / interval if every_epochs is None else float(batches // interval)
+    return once / (every_epochs or 1)

@@ -1,0 +1,1 @@
+"""Whether a change of the loader makes a training faster, tried on the training itself."""

@@ -1,0 +1,216 @@
+"""Loaders with one thing changed, in the same order of samples, and parts of an epoch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+
+from lightning_fastdata.caches.cached import CachedDataset
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.samplers import is_drawn_at_start
+from lightning_fastdata.prove.remedies import CallSeen, Change, Reader
+from lightning_fastdata.torch_internals import MAKES_BATCHES
+from lightning_fastdata.tree import leaves, replace_leaves
+from lightning_fastdata.types import Batch
+
+_OF_WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory")
+
+
+def reader_of(loader: object) -> Reader:
+    """Return whose loader it is, which decides how it can be changed."""
+    if isinstance(loader, FastDataLoader):
+        return "chosen" if loader.chosen or loader.transform is not None else "fast"
+    if not isinstance(loader, DataLoader):
+        return "other"
+    own = [n for n in MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
+    return "other" if own else "torch"
+
+
+def is_stream(loader: object) -> bool:
+    """Return whether a loader reads an iterable dataset, which has no index."""
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def batches_in(loader: object) -> int | None:
+    """Return the batches of an epoch; None: that is not known."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def can_be_cut(loader: object) -> bool:
+    """Return whether a part of an epoch can be read as an epoch of its own."""
+    made = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+    return reader_of(loader) == "torch" and made and not is_stream(loader)
+
+
+def what_is_read(loader: object) -> tuple[object, ...]:
+    """Return what decides the samples of a loader, apart from a sampler that is torch's own."""
+    if not isinstance(loader, DataLoader):
+        return (loader,)
+    source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    order = () if is_stream(loader) or is_drawn_at_start(source) else (source,)
+    return (loader.dataset, loader.collate_fn, *order)
+
+
+class Pieces:
+    """The batches of a sampler, of which each part of an epoch takes the next few."""
+
+    def __init__(self, batch_sampler: Iterable[Any]) -> None:
+        self._sampler = batch_sampler
+        self._batches: Iterator[Any] = iter(())
+
+    def take(self, count: int) -> list[Any]:
+        """Return so many batches of indices; behind the last one the sampler begins again."""
+        taken = list(islice(self._batches, count))
+        while len(taken) < count:
+            self._batches = iter(self._sampler)
+            more = list(islice(self._batches, count - len(taken)))
+            if not more:
+                break
+            taken += more
+        return taken
+
+
+class Cut(Sampler[Any]):
+    """A batch sampler of one part after the other; ``again``: of the same part each time."""
+
+    def __init__(self, pieces: Pieces, count: int, *, again: bool = False) -> None:
+        self._pieces, self._count, self._again = pieces, count, again
+        self._kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        taken = self._kept or self._pieces.take(self._count)
+        self._kept = taken if self._again else []
+        return iter(taken)
+
+
+def remade(
+    loader: DataLoader[Any], change: Change, cut: Cut | None = None, *, cache_folder: str = ""
+) -> DataLoader[Any]:
+    """Return a loader of the same batches with some arguments changed.
+
+    Args:
+        loader: Of torch or of this package.
+        change: What is to be other.
+        cut: The part of an epoch to read; None: all of it.
+        cache_folder: Where samples are kept that the change asks to keep; empty: as it says.
+    """
+    workers = loader.num_workers if change.num_workers is None else change.num_workers
+    given: dict[str, Any] = {
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+        "timeout": loader.timeout,
+        "in_order": loader.in_order,
+        "pin_memory": loader.pin_memory or change.pin_memory,
+        **_order(loader, cut, keyed=change.fast),
+    }
+    if loader.collate_fn not in (default_collate, default_convert):
+        given["collate_fn"] = loader.collate_fn
+    dataset = loader.dataset
+    if change.cache:
+        dataset = CachedDataset(dataset, cache_folder or change.cache)
+    if change.fast:
+        return FastDataLoader(dataset, num_workers="auto", **given)
+    given |= {"num_workers": workers}
+    if workers:
+        given["persistent_workers"] = loader.persistent_workers or change.persistent_workers
+        given["multiprocessing_context"] = loader.multiprocessing_context
+        given["prefetch_factor"] = loader.prefetch_factor
+    if isinstance(loader, FastDataLoader):
+        executor = loader.executor if workers and loader.num_workers else None
+        kept = {"seed": loader.seed, "on_bad_sample": loader.on_bad_sample, "executor": executor}
+        return FastDataLoader(dataset, **given, **kept)
+    return DataLoader(dataset, **given)
+
+
+def _order(loader: DataLoader[Any], cut: Cut | None, *, keyed: bool) -> dict[str, Any]:
+    if cut is not None:
+        return {"batch_sampler": cut}
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return {"batch_sampler": batches}
+    own: dict[str, Any] = {"batch_size": loader.batch_size}
+    if isinstance(loader.dataset, IterableDataset):
+        return own | {"drop_last": loader.drop_last}
+    own |= {"drop_last": loader.drop_last} if loader.batch_size is not None else {}
+    if keyed and is_shuffled(loader):
+        return own | {"shuffle": True}
+    return own | {"sampler": loader.sampler}
+
+
+def is_shuffled(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader was made with ``shuffle=True``, as far as it can be told."""
+    sampler: object = loader.sampler
+    if type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    return sampler.data_source is loader.dataset and len(sampler) == len(sampler.data_source)
+
+
+def call_of(loader: DataLoader[Any], stage: str) -> CallSeen:
+    """Return how a loader was made, in words of Python, as far as it can be told."""
+    given: dict[str, str] = {}
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler and loader.batch_size is None:
+        given["batch_sampler"] = "batch_sampler"
+    else:
+        given["batch_size"] = str(loader.batch_size)
+        if is_stream(loader):
+            pass
+        elif is_shuffled(loader):
+            given["shuffle"] = "True"
+        elif type(loader.sampler) is not SequentialSampler:
+            given["sampler"] = "sampler"
+    defaults: tuple[object, ...] = (default_collate, default_convert, None)
+    for name in ("collate_fn", "worker_init_fn", "generator"):
+        if getattr(loader, name) not in defaults:
+            given[name] = name
+    if loader.drop_last:
+        given["drop_last"] = "True"
+    if loader.num_workers:
+        given["num_workers"] = str(loader.num_workers)
+        if loader.persistent_workers:
+            given["persistent_workers"] = "True"
+        if loader.prefetch_factor not in (None, 2):
+            given["prefetch_factor"] = str(loader.prefetch_factor)
+    if loader.pin_memory:
+        given["pin_memory"] = "True"
+    return CallSeen(stage=stage, dataset=type(loader.dataset).__name__, arguments=given)
+
+
+def copied(batch: Batch) -> Batch:
+    """Return a batch with tensors of its own."""
+    return replace_leaves(
+        batch, lambda _, leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    )
+
+
+def tensors_in(batch: Batch) -> list[torch.Tensor]:
+    """Return the tensors of a batch."""
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def close(loader: object) -> None:
+    """Let go of the workers that a loader has kept."""
+    ending: Callable[[], object] | None = getattr(loader, "close", None)
+    if isinstance(loader, FastDataLoader) and ending is not None:
+        ending()
+    elif isinstance(loader, DataLoader):
+        loader._iterator = None

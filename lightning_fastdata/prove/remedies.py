@@ -1,0 +1,305 @@
+"""Which changes of a loader are worth a try, by what is known of it, and which it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
+
+Changes: TypeAlias = Literal["nothing", "steps", "epochs", "unknown"]
+Reader: TypeAlias = Literal["torch", "fast", "chosen", "other"]
+
+_CPU_BOUND: Final = 0.7
+"""Of the CPUs that could read, the part in use from which on more workers than CPUs are no use."""
+_MOST_WORKERS: Final = 16
+_OWN_DRAWS: Final = (
+    "a shuffled order, and what is drawn for samples, follow from seed and epoch: other draws than "
+    "now"
+)
+_WORKERS_DRAW: Final = (
+    "what the dataset draws at random is drawn in the workers: other draws than now"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is other in a loader; None and False: as it is."""
+
+    num_workers: int | None = None
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    fast: bool = False
+    """This package's loader, which chooses who reads."""
+    cache: str | None = None
+    """Where samples are kept: ``"ram"`` or ``"disk"``."""
+
+    def __or__(self, other: Change) -> Change:
+        """Return both; the other's number of workers wins."""
+        number = self.num_workers if other.num_workers is None else other.num_workers
+        return Change(
+            num_workers=number,
+            persistent_workers=self.persistent_workers or other.persistent_workers,
+            pin_memory=self.pin_memory or other.pin_memory,
+            fast=self.fast or other.fast,
+            cache=self.cache or other.cache,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One change to try, or several together."""
+
+    name: str
+    """As the table calls it."""
+    change: Change
+    effort: int
+    """How much of the program it changes: of two that gain the same, the smaller is taken."""
+    says: tuple[str, ...] = ()
+    """What else changes with it."""
+
+    @classmethod
+    def of_dict(cls, known: Mapping[str, Any]) -> Remedy:
+        """Return what `dataclasses.asdict` made plain."""
+        says = tuple(known["says"])
+        return cls(**{**known, "change": Change(**known["change"]), "says": says})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A remedy that is not tried."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFacts:
+    """What decides which remedies there are."""
+
+    reader: Reader
+    """``"torch"``: a plain DataLoader; ``"fast"``: ours with a number of workers; ``"chosen"``:
+    ours, which chooses; ``"other"``: a class of loaders of its own, or several loaders."""
+    num_workers: int
+    cpus: int
+    """Usable ones."""
+    cuda: bool
+    """A CUDA device trains."""
+    used_cpus: float
+    """CPUs that the training and its workers used."""
+    wait_share: float
+    """Of an epoch, what free data would save, 0 to 1."""
+    start_share: float = 0.0
+    """Of an epoch, what its start takes until the first batch is there, 0 to 1."""
+    persistent: bool = False
+    pinned: bool = False
+    stream: bool = False
+    """The dataset is iterable: it has no index."""
+    changes: Changes = "nothing"
+    """What was seen to change the dataset, its collate_fn or its own sampler while it is read;
+    ``"unknown"``: they cannot be compared."""
+    cached: bool = False
+    keeps_bytes: float = 0.0
+    """What all samples take, as they come out of the loader."""
+    free_bytes: float = 0.0
+    """What a cache in memory may take."""
+    pipeline: str = ""
+    """An Albumentations pipeline that the dataset holds; empty: none that is known."""
+
+
+FAST: Final = "the loader of this package"
+PERSIST: Final = Remedy(
+    name="persistent_workers=True", change=Change(persistent_workers=True), effort=1
+)
+
+
+def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
+    """Return the remedies that the evidence names, and those of them that must not be tried."""
+    if facts.reader == "other":
+        why = "the batches come from no plain DataLoader, which alone can be made anew"
+        return [], [Refused(name="another loader", why=why)]
+    if facts.reader == "chosen":
+        why = "this package chooses them for the loader already"
+        return [], [Refused(name="workers, persistence and pinning", why=why)]
+    wanted = [*_workers(facts), *_flags(facts), *_others(facts)]
+    remedies, refused = [], []
+    for remedy in wanted:
+        why = _why_not(remedy.change, facts)
+        if why:
+            refused.append(Refused(name=remedy.name, why=why))
+        elif facts.changes == "unknown":
+            said = "what is read cannot be compared: make sure that no step changes it"
+            remedies.append(replace(remedy, says=(*remedy.says, said)))
+        else:
+            remedies.append(remedy)
+    if facts.pipeline:
+        where = "no CUDA device trains" if not facts.cuda else "it changes the dataset itself"
+        why = f"{where}; FastDataModule(augment=...) decides it by a trial of its own"
+        refused.append(Refused(name=f"augmentation of {facts.pipeline} on the device", why=why))
+    return remedies, refused
+
+
+def _workers(facts: LoaderFacts) -> list[Remedy]:
+    now, cpus = facts.num_workers, facts.cpus
+    computes = facts.used_cpus >= _CPU_BOUND * min(cpus, max(1, now))
+    if now < cpus:
+        numbers = [cpus] if computes else [cpus, 4 * cpus]
+    elif computes:
+        numbers = [cpus] if now > cpus else []
+    else:
+        numbers = [2 * now, 4 * now]
+    says = () if now else (_WORKERS_DRAW,)
+    return [
+        Remedy(
+            name=f"num_workers={number}", change=Change(num_workers=number), effort=1, says=says
+        )
+        for number in dict.fromkeys(min(number, _MOST_WORKERS) for number in numbers)
+        if number != now
+    ]
+
+
+def _flags(facts: LoaderFacts) -> list[Remedy]:
+    found = []
+    if facts.num_workers and not facts.persistent:
+        found.append(PERSIST)
+    if facts.cuda and not facts.pinned:
+        found.append(Remedy(name="pin_memory=True", change=Change(pin_memory=True), effort=1))
+    return found
+
+
+def _others(facts: LoaderFacts) -> list[Remedy]:
+    found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
+    if not facts.cached:
+        found.append(Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3))
+    return found
+
+
+
+
+def _why_not(change: Change, facts: LoaderFacts) -> str:
+    """Return why a change must not be tried; empty: it may."""
+    if facts.stream and (change.num_workers is not None or change.fast):
+        return "which samples a stream gives depends on the number of workers"
+    if facts.stream and change.cache:
+        return "a stream has no index by which samples could be kept"
+    if facts.stream and change.persistent_workers:
+        return "a part of a stream's epoch tells nothing of workers that stay"
+    moves = change.num_workers is not None or change.fast
+    if facts.changes == "steps" and change.cache:
+        return "its steps change what is read, and a cache keeps what was read before"
+    if facts.changes == "steps" and change.persistent_workers:
+        return "its steps change what is read, and workers that stay have what was there before"
+    if facts.changes == "steps" and moves and not facts.num_workers:
+        return "its steps change what is read, and workers would see that an epoch later"
+    if facts.changes == "steps" and change.fast:
+        return "its steps change what is read, and where it would be read is left open"
+    if facts.changes == "epochs" and (change.cache or change.persistent_workers):
+        return "what is read changes between epochs, and this keeps what was there in the first"
+    if change.cache and facts.keeps_bytes > facts.free_bytes:
+        return (
+            f"all samples take {facts.keeps_bytes / 1e9:.3g} GB, of which memory may hold "
+            f"{facts.free_bytes / 1e9:.3g} GB"
+        )
+    return ""
+
+
+def together(
+    remedies: Mapping[str, Remedy], gains: Mapping[str, float], *, may_persist: bool
+) -> list[Remedy]:
+    """Return the best remedies together, at most one of each kind of loader.
+
+    Args:
+        remedies: Those that were tried one at a time.
+        gains: How many times as fast an epoch is with those that help.
+        may_persist: Workers that were not there before may stay between epochs.
+    """
+    plain = [name for name in gains if remedies[name].change.num_workers is not None]
+    plain = [max(plain, key=gains.__getitem__)] if plain else []
+    flags = [remedies[n] for n in gains if _is_flag(remedies[n].change)]
+    if plain and may_persist and PERSIST.name not in remedies:
+        flags.insert(0, PERSIST)
+    workers = [*(remedies[n] for n in plain), *flags]
+    cache = [remedies[n] for n in gains if remedies[n].change.cache]
+    fast = [remedies[n] for n in gains if remedies[n].change.fast]
+    joined = {}
+    for parts in (workers, [*workers, *cache], [*fast, *cache]):
+        if len(parts) > 1:
+            both = _joined(parts)
+            joined[both.name] = both
+    return list(joined.values())
+
+
+def _is_flag(change: Change) -> bool:
+    return change.persistent_workers or change.pin_memory
+
+
+def _joined(parts: list[Remedy]) -> Remedy:
+    change = Change()
+    for part in parts:
+        change = change | part.change
+    return Remedy(
+        name=" + ".join(part.name for part in parts),
+        change=change,
+        effort=sum(part.effort for part in parts),
+        says=tuple(dict.fromkeys(said for part in parts for said in part.says)),
+    )
+
+
+def as_plain(remedy: Remedy) -> dict[str, Any]:
+    """Return a remedy as plain JSON types."""
+    return asdict(remedy)
+
+
+# -- what to write ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSeen:
+    """How a loader was made, as far as it can be told from the loader."""
+
+    stage: str
+    """``"training"`` or ``"validation"``."""
+    dataset: str
+    """The class of its dataset."""
+    arguments: Mapping[str, str]
+    """Name -> as it is written in Python; those that differ from the defaults."""
+
+
+def code_of(change: Change, calls: list[CallSeen], *, given_to_fit: bool) -> list[str]:
+    """Return the lines to paste.
+
+    Args:
+        change: What is to be other.
+        calls: The loaders that it concerns.
+        given_to_fit: ``trainer.fit(model, loader, ...)`` was given the loaders.
+    """
+    lines = []
+    dataset = "dataset"
+    if change.cache:
+        lines.append("from lightning_fastdata import CachedDataset")
+        dataset = f'CachedDataset(dataset, "{change.cache}")'
+    if change.fast and given_to_fit and not change.cache:
+        several = len(calls) > 1
+        named_ = "train_loader, val_loader" if several else "train_loader"
+        return [
+            "from lightning_fastdata import FastDataModule",
+            f'data = FastDataModule.from_loaders({named_}, num_workers="auto")',
+            "trainer.fit(model, datamodule=data)",
+        ]
+    if change.fast:
+        lines.append("from lightning_fastdata import FastDataLoader")
+    for call in calls:
+        arguments = dict(call.arguments)
+        if change.fast:
+            for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"):
+                arguments.pop(name, None)
+            arguments["num_workers"] = '"auto"'
+        if change.num_workers is not None:
+            arguments["num_workers"] = str(change.num_workers)
+        if change.persistent_workers:
+            arguments["persistent_workers"] = "True"
+        if change.pin_memory:
+            arguments["pin_memory"] = "True"
+        kind = "FastDataLoader" if change.fast else "DataLoader"
+        given = ", ".join([dataset, *(f"{name}={text}" for name, text in arguments.items())])
+        lines.append(f"{kind}({given})  # {call.stage}, of {call.dataset}")
+    return lines

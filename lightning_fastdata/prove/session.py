@@ -1,0 +1,517 @@
+"""A training whose epochs are parts of a trial: who reads the next one, and what it took."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.host import clock
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.host.system_calls import write_atomically
+from lightning_fastdata.host.usage import CpuUse, read_cpu_use
+from lightning_fastdata.caches.cached import CachedDataset
+from lightning_fastdata.prove import loaders as made
+from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, named
+from lightning_fastdata.prove.settings import ProveSettings
+from lightning_fastdata.prove.trials import (
+    AS_IS,
+    FREE,
+    Block,
+    Trial,
+    Turn,
+    as_dict,
+    bound_of,
+    epoch_s,
+    middle_step_s,
+    turns,
+)
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.types import Batch
+
+_FIRST_STEPS: Final = 8
+_PROBE_S: Final = 2.0
+_KEPT: Final = 8
+"""Batches that are used again and again in place of free data."""
+_LOOK_S: Final = 0.5
+"""CPU time that a comparison of what is read may take."""
+_BLOCKS: Final = 60
+"""About so many blocks make a trial; the budget is shared out among them."""
+_BLOCK_S: Final = (0.7, 10.0)
+_EVEN_STEPS: Final = 32
+"""A part of an epoch has so many steps, if that does not take much longer than a block may."""
+_CACHE_SHARE: Final = 0.25
+"""Of the memory that is free."""
+
+
+class TrialEndedError(SystemExit):
+    """The trial has come to its end: the script goes no further."""
+
+
+class TrialLoader:
+    """Stands where a loader of the script stood; each iteration reads what is its turn."""
+
+    def __init__(self, session: Session, place: Place) -> None:
+        self._session, self._place = session, place
+
+    def __len__(self) -> int:
+        return self._place.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._session.read(self._place)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._place.own, name)
+
+
+class Place:
+    """A loader of the script, and what takes its place."""
+
+    def __init__(self, stage: str, own: Any, limit: int | None) -> None:
+        self.stage, self.own = stage, own
+        length = made.batches_in(own)
+        known = [number for number in (length, limit) if number is not None]
+        self.batches: int | None = min(known) if known else None
+        """Of an epoch; None: not known."""
+        self.steps = min(_FIRST_STEPS, self.batches or _FIRST_STEPS)
+        """Of the part of an epoch that is read in one go."""
+        self.kept: list[Batch] = []
+        self.arms: dict[str, Any] = {}
+        self.pieces: made.Pieces | None = None
+        self.asked_s: list[float] = []
+        self.aside_s = 0.0
+        """What was spent on looking at what is read, which is no part of a step."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.batches is not None and self.steps >= self.batches
+
+    def loader(self, arm: str, change: Change, make: Callable[[Any], Any] | None) -> Any:
+        """Return the loader of an arm; it stays the same one until :meth:`cut`."""
+        if arm not in self.arms:
+            self.arms[arm] = self._made(change, make)
+        return self.arms[arm]
+
+    def _made(self, change: Change, make: Callable[[Any], Any] | None) -> Any:
+        cuts = made.can_be_cut(self.own) and not self.is_whole
+        if made.reader_of(self.own) == "other" or (change == Change() and not cuts):
+            return self.own
+        cut = None
+        if cuts:
+            self.pieces = self.pieces or made.Pieces(self.own.batch_sampler)
+            cut = made.Cut(self.pieces, self.steps, again=change.cache is not None)
+        if make is not None:
+            return make(made.remade(self.own, Change(), cut))
+        return made.remade(self.own, change, cut)
+
+    def cut(self, steps: int) -> None:
+        """Read so many batches in one go from now on."""
+        self.steps = max(1, steps if self.batches is None else min(steps, self.batches))
+        for arm in list(self.arms):
+            self.close(arm)
+
+    def close(self, arm: str) -> None:
+        """Let go of an arm's workers."""
+        loader = self.arms.pop(arm, None)
+        if loader is not None and loader is not self.own:
+            with suppress(Exception):
+                made.close(loader)
+
+
+class Session:
+    """The trial of one training.
+
+    Args:
+        trial: What is found goes there.
+        file: Is written after each part of an epoch.
+        until_s: When the budget is over, in seconds since 1970.
+        budget_s: The whole of it.
+        cuda: A CUDA device trains.
+        make_fast: Makes the loader that ``from_loaders`` would make of one, by its stage; None:
+            FastDataLoader takes its place.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        file: Path,
+        *,
+        until_s: float,
+        budget_s: float,
+        cuda: bool = False,
+        make_fast: Callable[[str, Any], Any] | None = None,
+    ) -> None:
+        self.trial, self.file = trial, file
+        self.until_s, self.cuda, self.make_fast = until_s, cuda, make_fast
+        self.validations = 0.0
+        """How often an epoch validates."""
+        self.block_s = min(max(budget_s / _BLOCKS, _BLOCK_S[0]), _BLOCK_S[1])
+        self._places: dict[str, list[Place]] = {"train": [], "val": []}
+        self._turns = turns(trial, self.left_s, self._name_remedies)
+        self._turn: Turn | None = None
+        self._repeats = 1
+        self._parts: list[tuple[float, float, float]] = []
+        """Of the block that runs: epoch, step and wall time of each part."""
+        self._probes = 0
+        self._bad = False
+        self._looks: dict[int, Fingerprint | None] = {}
+        self._changes: set[Changes] = set()
+        self._in_place = False
+        self._began_s = 0.0
+        self._stepped_s = self._validated_s = 0.0
+        self._first_s: list[float] = []
+        """Of parts of an epoch as it is: until the first batch was there."""
+        self._use: CpuUse | None = None
+        self._used: list[float] = []
+
+    # -- what the loops ask ------------------------------------------------------------------------
+
+    def left_s(self) -> float:
+        """Return what is left of the budget."""
+        return self.until_s - clock.unix_s()
+
+    def loader(self, stage: str, own: Any, limit: int | None = None) -> TrialLoader:
+        """Return what takes the place of a loader of the script."""
+        place = Place(stage, own, limit)
+        self._places[stage].append(place)
+        return TrialLoader(self, place)
+
+    def stepped(self) -> None:
+        """Note that a training step has ended."""
+        self._stepped_s = clock.monotonic()
+
+    def validated(self) -> None:
+        """Note that the validation after the last step has ended, if there is one."""
+        self._validated_s = clock.monotonic()
+
+    def advance(self) -> None:
+        """End a part of an epoch, if one runs, and begin the next.
+
+        Raises:
+            TrialEndedError: There is none.
+        """
+        if self.cuda:
+            torch.cuda.synchronize()
+        now_s = clock.monotonic()
+        if self._began_s:
+            self._part_ended(now_s)
+        self._write()
+        self._next_part()
+        for places in self._places.values():
+            for place in places:
+                place.asked_s, place.aside_s = [], 0.0
+        self._use = read_cpu_use(_tree())
+        self._began_s = self._stepped_s = self._validated_s = clock.monotonic()
+
+    def read(self, place: Place) -> Iterator[Batch]:
+        """Yield the batches of the part of an epoch that is its turn."""
+        arm = AS_IS if self._turn is None else self._turn.arm
+        place.asked_s.append(clock.monotonic())
+        if arm == FREE and place.kept:
+            for number in range(place.steps):
+                batch = place.kept[number % len(place.kept)]
+                yield made.copied(batch) if self._in_place else batch
+                place.asked_s.append(clock.monotonic())
+            return
+        probing = self._turn is None
+        if probing and place.stage == "train":
+            self._look_between(place)
+        batches = self._batches(place, arm)
+        for number, batch in enumerate(batches):
+            if probing:
+                yield from self._probed(place, batch)
+                place.asked_s.append(clock.monotonic() - place.aside_s)
+            else:
+                if number == 0 and arm == AS_IS and place.stage == "train":
+                    self._first_s.append(clock.monotonic() - place.asked_s[0])
+                yield batch
+                place.asked_s.append(clock.monotonic())
+            if number + 1 == place.steps:
+                return  # what is behind it is not read; the iterator ends with this generator
+
+    def _batches(self, place: Place, arm: str) -> Iterator[Batch]:
+        remedy = self.trial.remedies.get(arm)
+        if remedy is None:
+            yield from place.loader(AS_IS, Change(), None)
+            return
+        make = None
+        if remedy.change.fast and not remedy.change.cache and self.make_fast is not None:
+            fast = self.make_fast
+            make = lambda loader: fast(place.stage, loader)  # noqa: E731
+        try:
+            yield from place.loader(arm, remedy.change, make)
+        except Exception as error:  # whatever the dataset raises in other hands
+            self._failed(arm, error)
+
+    def _failed(self, arm: str, error: BaseException) -> None:
+        text = str(error).strip().partition("\n")[0]
+        self.trial.failed[arm] = f"{type(error).__name__}: {text:.300}"
+        self._bad = True
+
+    def ended_by(self, error: BaseException) -> None:
+        """Note that the training has ended by an error, which may be that of a remedy."""
+        if isinstance(error, TrialEndedError | KeyboardInterrupt):
+            return
+        if self._turn is not None and self._turn.arm in self.trial.remedies:
+            self._failed(self._turn.arm, error)
+        text = str(error).strip().partition("\n")[0]
+        self.trial.stopped = f"the script ended by {type(error).__name__}: {text:.300}"
+        self._write()
+
+    # -- the first parts: how long a step is, what its steps change --------------------------------
+
+    def _probed(self, place: Place, batch: Batch) -> Iterator[Batch]:
+        if len(place.kept) < _KEPT:
+            place.kept.append(made.copied(batch))
+        if place.stage != "train":
+            yield batch
+            return
+        tensors = made.tensors_in(batch)
+        before = [tensor._version for tensor in tensors]
+        look = self._look(place)
+        yield batch
+        self._in_place |= before != [tensor._version for tensor in tensors]
+        after = self._look(place)
+        if look is None or after is None:
+            self._changes.add("unknown")
+        elif look != after:
+            self._changes.add("steps")
+        self._looks[id(place)] = after
+
+    def _look_between(self, place: Place) -> None:
+        before = self._looks.get(id(place))
+        now = None if before is None else self._look(place)
+        if now is not None and before != now:
+            self._changes.add("epochs")
+
+    def _look(self, place: Place) -> Fingerprint | None:
+        began_s = clock.monotonic()
+        found = fingerprint(*made.what_is_read(place.own), within_s=_LOOK_S, roughly=True)
+        place.aside_s += clock.monotonic() - began_s
+        return found
+
+    def _changed(self) -> Changes:
+        order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
+        return next((each for each in order if each in self._changes), "nothing")
+
+    # -- the parts of an epoch ---------------------------------------------------------------------
+
+    def _next_part(self) -> None:
+        if not self._began_s:
+            return
+        if self._probes < 2:
+            self._probes += 1
+            if self._probes == 1:
+                self._cut(_PROBE_S)
+                return
+            self._settle()
+        if self._turn is not None and len(self._parts) < self._repeats and not self._bad:
+            if self._turn.warm:
+                self._parts = []
+            else:
+                return
+        self._block_ended()
+        if self.left_s() <= 0:
+            self._end("the time was over")
+        arms = {*self.trial.remedies}
+        self._turn = next(self._turns, None)
+        if self._turn is None:
+            self._end("")
+        for arm in {*arms} - {self._turn.arm}:
+            if arm in self.trial.failed or (self._turn.phase == "confirm"):
+                for place in (*self._places["train"], *self._places["val"]):
+                    place.close(arm)
+
+    def _end(self, why: str) -> NoReturn:
+        self.trial.stopped = why
+        self.trial.ended = not why
+        self._write()
+        for place in (*self._places["train"], *self._places["val"]):
+            for arm in list(place.arms):
+                place.close(arm)
+        raise TrialEndedError(0)
+
+    def _cut(self, seconds: float) -> None:
+        """Read parts of about so many seconds."""
+        for place in self._places["train"]:
+            step_s = middle_step_s(place.asked_s) or 1e-3
+            place.cut(max(_FIRST_STEPS, int(seconds / step_s)))
+        for place in self._places["val"]:
+            place.cut(_FIRST_STEPS)
+
+    def _settle(self) -> None:
+        """Decide how much of an epoch a block is."""
+        train, val = self._places["train"], self._places["val"]
+        first = train[0]
+        step_s = max(middle_step_s(first.asked_s), 1e-5)
+        val_s = sum((p.batches or p.steps) * middle_step_s(p.asked_s) for p in val)
+        train_s = (first.batches or first.steps) * step_s
+        enough_s = 1.5 * self.block_s
+        whole = first.batches is not None and train_s + val_s <= enough_s
+        if whole:
+            steps = max(place.batches or 1 for place in train)
+            self._repeats = max(1, round(self.block_s / max(train_s + val_s, 1e-3)))
+        else:
+            steps = int(self.block_s / step_s)
+            if _EVEN_STEPS * step_s <= 2 * enough_s:
+                steps = max(steps, _EVEN_STEPS)
+        for place in train:
+            place.cut(max(_FIRST_STEPS, steps))
+        for place in val:
+            share = 1.0 if whole else min(1.0, 0.4 * self.block_s / max(val_s, 1e-3))
+            place.cut(max(_FIRST_STEPS, int(share * (place.batches or place.steps))))
+        self.trial.facts |= {
+            "batches": first.batches,
+            "steps_a_block": first.steps,
+            "epochs_a_block": self._repeats,
+            "validation_batches": sum(place.batches or place.steps for place in val),
+            "validations_an_epoch": self.validations if val else 0.0,
+        }
+
+    def _part_ended(self, now_s: float) -> None:
+        train, val = self._places["train"], self._places["val"]
+        first = train[0]
+        if self._turn is None or len(first.asked_s) < 2:
+            return
+        steps = len(first.asked_s) - 1
+        cycle_s = now_s - self._began_s
+        step_s = middle_step_s(first.asked_s)
+        val_read = [place for place in val if len(place.asked_s) > 1]
+        val_steps = sum(len(place.asked_s) - 1 for place in val_read)
+        val_spent = sum(
+            (len(place.asked_s) - 1) * middle_step_s(place.asked_s) for place in val_read
+        )
+        val_batches = sum(place.batches or len(place.asked_s) - 1 for place in val_read)
+        validation_s = max(0.0, self._validated_s - self._stepped_s) if val_read else 0.0
+        whole_s = epoch_s(
+            cycle_s=cycle_s,
+            validation_s=validation_s,
+            steps=steps,
+            batches=max(place.batches or steps for place in train),
+            step_s=step_s,
+            validation_batches=val_batches,
+            validation_steps=val_steps,
+            validation_step_s=val_spent / val_steps if val_steps else 0.0,
+            validations=self.validations,
+        )
+        self._parts.append((max(whole_s, 1e-9), step_s, cycle_s))
+        use = read_cpu_use(_tree())
+        if self._turn.arm == AS_IS and self._use is not None and use is not None:
+            self._used.append((use.own_s - self._use.own_s) / max(cycle_s, 1e-3))
+
+    def _block_ended(self) -> None:
+        turn, parts, bad = self._turn, self._parts, self._bad
+        self._parts, self._bad = [], False
+        if turn is None or turn.warm or bad or not parts:
+            return
+        count = len(parts)
+        epoch, step, wall = (sum(each) for each in zip(*parts, strict=True))
+        self.trial.blocks.append(
+            Block(
+                arm=turn.arm,
+                phase=turn.phase,
+                epoch_s=epoch / count,
+                step_ms=1e3 * step / count,
+                wall_s=wall,
+            )
+        )
+
+    def _name_remedies(self) -> None:
+        facts = self._facts()
+        remedies, refused = named(facts)
+        self.trial.remedies.update({remedy.name: remedy for remedy in remedies})
+        self.trial.refused.extend(refused)
+        places = [p for stage in ("train", "val") for p in self._places[stage]]
+        words = {"train": "training", "val": "validation"}
+        self.trial.facts |= {
+            "changes": facts.changes,
+            "used_cpus": facts.used_cpus,
+            "calls": [
+                asdict(made.call_of(place.own, words[place.stage]))
+                for place in places
+                if made.reader_of(place.own) in ("torch", "fast")
+            ],
+            "may_persist": not facts.stream and facts.changes in ("nothing", "unknown"),
+        }
+
+    def _facts(self) -> LoaderFacts:
+        train = self._places["train"]
+        own = train[0].own
+        limit = read_cpu_limit()
+        reader = made.reader_of(own) if len(train) == 1 else "other"
+        is_loader = reader != "other"
+        as_is = [block.epoch_s for block in self.trial.blocks if block.arm == AS_IS]
+        sizes = [sum(t.nbytes for t in made.tensors_in(batch)) for batch in train[0].kept]
+        batch_bytes = sum(sizes) / max(1, len(sizes))
+        composes = find_composes(own.dataset) if is_loader else ()
+        return LoaderFacts(
+            reader=reader,
+            num_workers=own.num_workers if is_loader else 0,
+            cpus=limit.usable_cpus,
+            cuda=self.cuda,
+            used_cpus=sum(self._used) / max(1, len(self._used)),
+            wait_share=max(0.0, 1 - 1 / bound_of(self.trial).factor),
+            start_share=(sum(self._first_s) / max(1, len(self._first_s)))
+            / max(sum(as_is) / max(1, len(as_is)), 1e-9),
+            persistent=bool(own.persistent_workers) if is_loader else False,
+            pinned=bool(own.pin_memory) if is_loader else False,
+            stream=made.is_stream(own),
+            changes=self._changed(),
+            cached=is_loader and isinstance(own.dataset, CachedDataset),
+            keeps_bytes=batch_bytes * (train[0].batches or 0),
+            free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
+            pipeline=type(composes[0]).__name__ if composes else "",
+        )
+
+    def _write(self) -> None:
+        turn = self._turn
+        self.trial.facts["now"] = "" if turn is None else f"{turn.phase}: {turn.arm}"
+        write_atomically(self.file, json.dumps(as_dict(self.trial)))
+
+
+def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) -> Iterator[Batch]:
+    """Yield the batches of a trial, one part of an epoch after the other, until it ends.
+
+    Raises:
+        TrialEndedError: It has ended.
+    """
+    trial = Trial(script=settings.script)
+    session = Session(
+        trial,
+        Path(settings.file),
+        until_s=settings.until_s,
+        budget_s=settings.budget_s,
+        cuda=device.type == "cuda",
+    )
+    trial.notes.append(
+        "The loop was timed from batch to batch, within one epoch of its own; validation and what "
+        "it does between epochs are in no figure."
+    )
+    given = session.loader("train", loader)
+    try:
+        while True:
+            session.advance()
+            yield from given
+    except Exception as error:
+        session.ended_by(error)
+        raise
+
+
+def _tree() -> list[int]:
+    """Return this process and its children, which may be workers."""
+    import psutil
+
+    with suppress(psutil.Error):
+        children = psutil.Process().children(recursive=True)
+        return [os.getpid(), *(child.pid for child in children)]
+    return [os.getpid()]

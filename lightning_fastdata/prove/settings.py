@@ -1,0 +1,34 @@
+"""What ``fastdata prove`` asks of the process that runs the script, in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+VARIABLE: Final = "LIGHTNING_FASTDATA_PROVE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProveSettings:
+    """What was asked for."""
+
+    script: str
+    """As the report calls it."""
+    file: str
+    """Where what is known is written."""
+    budget_s: float
+    until_s: float
+    """When it is over, in seconds since 1970."""
+
+    def as_text(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(asdict(self))
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> ProveSettings | None:
+    """Return what was asked for; None: the program was started without ``fastdata prove``."""
+    text = environ.get(VARIABLE)
+    return ProveSettings(**json.loads(text)) if text else None

@@ -1,0 +1,215 @@
+"""A trial in words: a table, one line of verdict, what to write; and as JSON."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from lightning_fastdata.errors import printable
+from lightning_fastdata.prove.remedies import CallSeen, code_of
+from lightning_fastdata.prove.trials import (
+    AS_IS,
+    FREE,
+    LEAST_GAIN,
+    Gain,
+    Trial,
+    bound_of,
+    gain_of,
+    log_gains,
+    recommended,
+)
+
+Outcome: TypeAlias = Literal["change", "nothing to gain", "nothing found", "not known"]
+
+SCHEMA_VERSION: Final = 1
+EXIT_CODES: Final[dict[Outcome, int]] = {
+    "nothing to gain": 0,
+    "nothing found": 0,
+    "change": 1,
+    "not known": 2,
+}
+_WIDTH: Final = 88
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """What a trial comes to."""
+
+    trial: Trial
+    outcome: Outcome
+    verdict: str
+    """One sentence."""
+    remedy: str | None = None
+    """The name of the remedy that is recommended."""
+    gain: Gain | None = None
+    """Of it."""
+    code: tuple[str, ...] = ()
+    """Lines to paste."""
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing is to be changed; 1: a change is recommended; 2: it is not known."""
+        return EXIT_CODES[self.outcome]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; numbers that are not known are None."""
+        trial = self.trial
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "script": trial.script,
+            "outcome": self.outcome,
+            "verdict": self.verdict,
+            "recommended": None
+            if self.remedy is None
+            else {
+                "name": self.remedy,
+                "gain": _gain_dict(self.gain),
+                "code": list(self.code),
+                "says": list(trial.remedies[self.remedy].says),
+                "change": _change_dict(trial, self.remedy),
+            },
+            "rows": [
+                {
+                    "name": name,
+                    "epoch_s": _mean(trial, name, "epoch_s"),
+                    "step_ms": _mean(trial, name, "step_ms"),
+                    "gain": _gain_dict(gain),
+                }
+                for name, gain in _rows(trial)
+            ],
+            "not_tried": [{"name": each.name, "why": each.why} for each in trial.refused],
+            "failed": dict(trial.failed),
+            "notes": list(trial.notes),
+            "facts": trial.facts,
+            "stopped": trial.stopped,
+            "blocks": [
+                {
+                    "arm": block.arm,
+                    "phase": block.phase,
+                    "epoch_s": block.epoch_s,
+                    "step_ms": block.step_ms,
+                }
+                for block in trial.blocks
+            ],
+        }
+
+    def text(self) -> str:
+        """Return it for people."""
+        lines = [f"fastdata prove · {printable(self.trial.script, keep='')}", ""]
+        lines += _table(self.trial, self.remedy)
+        lines += ["", *_wrapped(self.verdict, "")]
+        if self.remedy is not None:
+            lines += ["", "Write:", *(f"    {line}" for line in self.code)]
+            says = self.trial.remedies[self.remedy].says
+            lines += [line for said in says for line in _wrapped(said, "know  ")]
+        told = [f"{each.name}: {each.why}" for each in self.trial.refused]
+        if told:
+            lines += ["", *(line for each in told for line in _wrapped(each, "not tried  "))]
+        for name, why in self.trial.failed.items():
+            lines += _wrapped(f"{name}: {why}", "failed  ")
+        if self.trial.stopped and self.trial.blocks:
+            lines += _wrapped(f"{self.trial.stopped}; this is what is known", "stopped  ")
+        lines += [line for note in self.trial.notes for line in _wrapped(note, "note  ")]
+        return "\n".join(lines)
+
+
+def conclude(trial: Trial) -> Conclusion:
+    """Return what the blocks of a trial say, whether it came to its end or not."""
+    found = recommended(trial)
+    if found is not None:
+        name, gain = found
+        calls = [CallSeen(**each) for each in trial.facts.get("calls", [])]
+        given = bool(trial.facts.get("given_to_fit"))
+        code = code_of(trial.remedies[name].change, calls, given_to_fit=given)
+        verdict = (
+            f"{name}: an epoch takes {1 / gain.factor:.0%} of its time, {gain.factor:.2f}x as "
+            f"fast ({gain.low:.2f} to {gain.high:.2f})."
+        )
+        return Conclusion(
+            trial=trial, outcome="change", verdict=verdict, remedy=name, gain=gain, code=tuple(code)
+        )
+    if not log_gains(trial.blocks, FREE, "bound"):
+        why = trial.stopped or "no training step was measured"
+        return Conclusion(trial=trial, outcome="not known", verdict=f"Nothing is known: {why}.")
+    bound = bound_of(trial)
+    share = min(1.0, 1 / bound.factor)
+    if bound.factor < LEAST_GAIN and bound.pairs > 1:
+        verdict = (
+            f"Nothing to gain: the model takes {share:.0%} of the time, and free data would bring "
+            f"{max(bound.factor, 1.0):.2f}x at most."
+        )
+        return Conclusion(trial=trial, outcome="nothing to gain", verdict=verdict)
+    free = f"free data would bring {bound.factor:.2f}x"
+    if trial.ended:
+        verdict = f"Nothing found: {free}, and no change that was tried brings 3 % for sure."
+        return Conclusion(trial=trial, outcome="nothing found", verdict=verdict)
+    verdict = f"Not decided: {free}, and no change has been confirmed yet."
+    return Conclusion(trial=trial, outcome="not known", verdict=verdict)
+
+
+def _rows(trial: Trial) -> list[tuple[str, Gain | None]]:
+    rows: list[tuple[str, Gain | None]] = [(AS_IS, None)]
+    if log_gains(trial.blocks, FREE, "bound"):
+        rows.append((FREE, bound_of(trial)))
+    rows += [(name, gain_of(trial, name)) for name in trial.remedies]
+    return [row for row in rows if row[1] is not None or _mean(trial, row[0], "epoch_s")]
+
+
+def _table(trial: Trial, chosen: str | None) -> list[str]:
+    rows = _rows(trial)
+    if not rows:
+        return [" nothing was measured"]
+    width = max(24, *(len(name) for name, _ in rows))
+    lines = [f" {'':<{width}}  {'step':>9}  {'epoch':>9}  {'gain':>6}  interval"]
+    for name, gain in rows:
+        step, epoch = _mean(trial, name, "step_ms"), _mean(trial, name, "epoch_s")
+        cells = f"{_number(step)} ms  {_number(epoch)} s "
+        told = "" if gain is None else f"  {gain.factor:>5.2f}x  {_interval(gain)}"
+        mark = " <-" if name == chosen else " at most" if name == FREE and gain is not None else ""
+        lines.append(f" {name:<{width}}  {cells}{told}{mark}".rstrip())
+    return lines
+
+
+def _interval(gain: Gain) -> str:
+    if math.isinf(gain.high) or gain.high > 99:
+        return "not known"
+    return f"{gain.low:.2f} to {gain.high:.2f}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return f"{'-':>7}"
+    digits = 1 if value < 1000 else 0
+    return f"{value:>7.{digits}f}" if value >= 10 else f"{value:>7.2f}"
+
+
+def _mean(trial: Trial, name: str, what: str) -> float | None:
+    known = [getattr(block, what) for block in trial.blocks if block.arm == name]
+    return statistics.fmean(known) if known else None
+
+
+def _gain_dict(gain: Gain | None) -> dict[str, float | int | None] | None:
+    if gain is None:
+        return None
+    high = None if math.isinf(gain.high) else gain.high
+    return {"factor": gain.factor, "low": gain.low, "high": high, "pairs": gain.pairs}
+
+
+def _change_dict(trial: Trial, name: str) -> dict[str, Any]:
+    change = trial.remedies[name].change
+    return {
+        "num_workers": change.num_workers,
+        "persistent_workers": change.persistent_workers,
+        "pin_memory": change.pin_memory,
+        "fast": change.fast,
+        "cache": change.cache,
+    }
+
+
+def _wrapped(text: str, head: str) -> list[str]:
+    return textwrap.wrap(
+        printable(text), _WIDTH, initial_indent=f" {head}", subsequent_indent=" " * (len(head) + 1)
+    )

@@ -1,0 +1,378 @@
+"""Which change is tried when, and what the measured blocks of epochs say of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+from lightning_fastdata.prove.remedies import Refused, Remedy, together
+
+Phase: TypeAlias = Literal["bound", "try", "confirm"]
+
+AS_IS: Final = "as it is"
+FREE: Final = "the same batches again"
+LEAST_GAIN: Final = 1.03
+"""A smaller gain is not worth a change of the code."""
+_LEVEL: Final = 0.05
+_BOUND_PAIRS: Final = 4
+_CONFIRMED_PAIRS: Final = (5, 12)
+"""Pairs of blocks that confirm a remedy, the fewest and the most."""
+_ROUNDS: Final = 2
+"""Of the remedies, one at a time."""
+_LOSES: Final = 0.9
+"""A remedy that is so slow in its first round has no second one."""
+_WITHOUT_A: Final = 3
+"""So many other blocks may lie between two of the training as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Some steps of a training with one setting, and what an epoch takes by them."""
+
+    arm: str
+    """The setting: ``AS_IS``, ``FREE`` or the name of a remedy."""
+    phase: Phase
+    epoch_s: float
+    """Wall time of an epoch with its start and its share of validation."""
+    step_ms: float
+    """Wall time of a step in the middle of an epoch, wait included."""
+    wall_s: float
+    """What the block itself took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What is to run next."""
+
+    arm: str
+    phase: Phase
+    warm: bool = False
+    """Its times do not count: workers start, caches are filled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """How many times as fast an epoch is, and between what that may lie."""
+
+    factor: float
+    low: float
+    """Of the interval, corrected for the number of tries."""
+    high: float
+    pairs: int
+    """Blocks of both kinds that were compared in turn."""
+
+    @property
+    def holds(self) -> bool:
+        """It is worth a change, and no chance."""
+        return self.factor > LEAST_GAIN and self.low > 1.0
+
+
+@dataclass(slots=True)
+class Trial:
+    """What is known of a training so far; it is filled while the blocks run."""
+
+    script: str
+    blocks: list[Block] = field(default_factory=list)
+    remedies: dict[str, Remedy] = field(default_factory=dict)
+    """Those that are tried, by name."""
+    refused: list[Refused] = field(default_factory=list)
+    """Those that are not."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Name of a remedy -> the error that ended it."""
+    notes: list[str] = field(default_factory=list)
+    """What was kept out of the way, and limits to know about."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Of the training: ``batches`` of an epoch, and so on."""
+    stopped: str = ""
+    """Why it ended before everything was tried; empty: it did not."""
+    ended: bool = False
+    """It came to its end."""
+
+
+# -- the order of the blocks -----------------------------------------------------------------------
+
+
+def turns(
+    trial: Trial, left_s: Callable[[], float], name_remedies: Callable[[], None]
+) -> Iterator[Turn]:
+    """Yield what is to run next; the block of each turn is in ``trial.blocks`` when it goes on.
+
+    First what free data would bring; where that is nothing, no remedy is tried. Then the remedies
+    one at a time, the best of them together, and the best of all once more, against blocks that had
+    no part in choosing it. The training as it is runs in between.
+
+    Args:
+        trial: Is read only.
+        left_s: Says what is left of the budget, in seconds.
+        name_remedies: Is called once the bound is known, and fills ``trial.remedies``.
+    """
+    yield Turn(arm=FREE, phase="bound", warm=True)
+    yield from _in_pairs(FREE, "bound", _BOUND_PAIRS)
+    if bound_of(trial).factor < LEAST_GAIN:
+        return
+    name_remedies()
+    yield from _tried(trial, left_s, list(trial.remedies))
+    may_persist = bool(trial.facts.get("may_persist"))
+    joined = together(trial.remedies, _worthwhile(trial), may_persist=may_persist)
+    for remedy in joined:
+        trial.remedies[remedy.name] = remedy
+    yield from _tried(trial, left_s, [remedy.name for remedy in joined])
+    best = candidate(trial)
+    if best is None:
+        return
+    least, most = _CONFIRMED_PAIRS
+    pair_s = _block_s(trial, AS_IS) + _block_s(trial, best)
+    pairs = max(least, min(most, int(left_s() / max(pair_s, 1e-3))))
+    yield from _in_pairs(best, "confirm", pairs)
+
+
+def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
+    """Yield A B B A A B B A ...: what drifts evenly hits both alike."""
+    for number in range(pairs):
+        both = (AS_IS, arm) if number % 2 == 0 else (arm, AS_IS)
+        for name in both:
+            yield Turn(arm=name, phase=phase)
+
+
+def _tried(trial: Trial, left_s: Callable[[], float], names: Sequence[str]) -> Iterator[Turn]:
+    """Yield rounds of some remedies, the second in the opposite order."""
+    for name in names:
+        yield Turn(arm=name, phase="try", warm=True)
+    for number in range(_ROUNDS):
+        left = [n for n in names if n not in trial.failed and not (number and _loses(trial, n))]
+        if not left:
+            return
+        block_s = _block_s(trial, AS_IS)
+        reserved_s = 2 * _CONFIRMED_PAIRS[0] * block_s
+        if number and left_s() < reserved_s + len(left) * block_s:
+            return
+        row = [AS_IS, *left]
+        for at in range(_WITHOUT_A + 1, len(row), _WITHOUT_A + 1):
+            row.insert(at, AS_IS)
+        for name in row if number % 2 == 0 else reversed(row):
+            if name not in trial.failed:
+                yield Turn(arm=name, phase="try")
+
+
+def _block_s(trial: Trial, arm: str) -> float:
+    known = [block.wall_s for block in trial.blocks if block.arm == arm]
+    return statistics.fmean(known) if known else 0.0
+
+
+def _loses(trial: Trial, name: str) -> bool:
+    logs = log_gains(trial.blocks, name)
+    return bool(logs) and statistics.fmean(logs) < math.log(_LOSES)
+
+
+def _worthwhile(trial: Trial) -> dict[str, float]:
+    """Return the remedies that seem to gain something, with their factors."""
+    found = {}
+    for name in trial.remedies:
+        logs = log_gains(trial.blocks, name, "try")
+        if logs and name not in trial.failed and statistics.fmean(logs) > 0.0:
+            found[name] = math.exp(statistics.fmean(logs))
+    return found
+
+
+def candidate(trial: Trial) -> str | None:
+    """Return the remedy to confirm: within 3 % of the best, the one that changes least."""
+    seen = _worthwhile(trial)
+    if not seen or max(seen.values()) <= LEAST_GAIN:
+        return None
+    best = max(seen.values())
+    near = [name for name, factor in seen.items() if factor * LEAST_GAIN >= best]
+    return min(near, key=lambda name: (trial.remedies[name].effort, -seen[name]))
+
+
+# -- what the blocks say ---------------------------------------------------------------------------
+
+
+def log_gains(blocks: Iterable[Block], arm: str, phase: Phase | None = None) -> list[float]:
+    """Return, for each block of an arm, the logarithm of how many times as fast it was.
+
+    It is compared with the nearest block of the training as it is, of the same phase, that no other
+    block of this arm is compared with: pairs are then independent of each other.
+    """
+    run = [block for block in blocks if phase is None or block.phase == phase]
+    plain = {at: block for at, block in enumerate(run) if block.arm == AS_IS}
+    logs = []
+    for at, block in enumerate(run):
+        same = [each for each in plain if plain[each].phase == block.phase]
+        if block.arm != arm or not same:
+            continue
+        nearest = min(same, key=lambda each: abs(each - at))
+        logs.append(math.log(plain.pop(nearest).epoch_s / block.epoch_s))
+    return logs
+
+
+def bound_of(trial: Trial) -> Gain:
+    """Return what free data would bring at most."""
+    return interval(log_gains(trial.blocks, FREE, "bound"))
+
+
+def gain_of(trial: Trial, name: str) -> Gain | None:
+    """Return what a remedy brings; None: nothing is known.
+
+    Of a remedy that was confirmed only those blocks count that had no part in choosing it. Of
+    others, which have few blocks each, the spread is that of all of them.
+    """
+    tries = max(1, len(trial.remedies) - len(trial.failed))
+    confirmed = log_gains(trial.blocks, name, "confirm")
+    if len(confirmed) >= _CONFIRMED_PAIRS[0]:
+        return interval(confirmed, tries=tries)
+    tried = log_gains(trial.blocks, name, "try")
+    if not tried:
+        return None
+    rows = [log_gains(trial.blocks, other, "try") for other in trial.remedies]
+    rows.append(log_gains(trial.blocks, FREE, "bound"))
+    return interval(tried, tries=tries, spread=_pooled(rows))
+
+
+def recommended(trial: Trial) -> tuple[str, Gain] | None:
+    """Return the remedy that was confirmed, if its gain holds."""
+    for name in trial.remedies:
+        if len(log_gains(trial.blocks, name, "confirm")) >= _CONFIRMED_PAIRS[0]:
+            gain = gain_of(trial, name)
+            if gain is not None and gain.holds:
+                return name, gain
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far single pairs are from their mean."""
+
+    deviation: float
+    """Standard deviation, of logarithms."""
+    freedom: int
+    """Degrees of freedom."""
+
+
+def _pooled(rows: Iterable[Sequence[float]]) -> Spread | None:
+    rows = [row for row in rows if len(row) > 1]
+    freedom = sum(len(row) - 1 for row in rows)
+    if not freedom:
+        return None
+    squares = sum((value - statistics.fmean(row)) ** 2 for row in rows for value in row)
+    return Spread(math.sqrt(squares / freedom), freedom)
+
+
+def interval(logs: Sequence[float], *, tries: int = 1, spread: Spread | None = None) -> Gain:
+    """Return the gain of some pairs, with Student's interval at 95 %, Bonferroni-corrected.
+
+    Args:
+        logs: Logarithms of the ratio of each pair; at least one.
+        tries: Over so many remedies the level is shared out.
+        spread: Of single pairs, where it is known from more than these.
+    """
+    middle = statistics.fmean(logs)
+    spread = _pooled([logs]) if spread is None else spread
+    if spread is None:
+        return Gain(factor=math.exp(middle), low=0.0, high=math.inf, pairs=len(logs))
+    quantile = student_quantile(1 - _LEVEL / (2 * tries), spread.freedom)
+    half = quantile * spread.deviation / math.sqrt(len(logs))
+    high = math.inf if middle + half > 700 else math.exp(middle + half)
+    return Gain(factor=math.exp(middle), low=math.exp(middle - half), high=high, pairs=len(logs))
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Return the quantile of Student's t distribution, of a probability above a half."""
+    low, high = 0.0, 1.0
+    while _student_above(high, freedom) > 1 - probability:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _student_above(middle, freedom) > 1 - probability:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _student_above(t: float, freedom: int) -> float:
+    """Return the probability of a value above ``t`` >= 0.
+
+    With t = sqrt(n) tan(u), the density is a power of cos(u), of which Simpson's rule is exact to
+    ten digits.
+    """
+    steps = 400
+    end = math.atan(t / math.sqrt(freedom))
+    width = (math.pi / 2 - end) / steps
+    ends = [math.cos(end + width * at) ** (freedom - 1) for at in range(steps)] + [
+        1.0 if freedom == 1 else 0.0
+    ]
+    total = ends[0] + ends[-1] + 4 * sum(ends[1:-1:2]) + 2 * sum(ends[2:-1:2])
+    scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
+    return math.exp(scale) / math.sqrt(math.pi) * total * width / 3
+
+
+# -- as plain data ---------------------------------------------------------------------------------
+
+
+def epoch_s(
+    *,
+    cycle_s: float,
+    validation_s: float,
+    steps: int,
+    batches: int,
+    step_s: float,
+    validation_batches: int,
+    validation_steps: int,
+    validation_step_s: float,
+    validations: float,
+) -> float:
+    """Return what an epoch takes by a part of it.
+
+    The start and the end of an epoch are in that part whole, and so are those of validation; what
+    is missing are steps from the middle.
+
+    Args:
+        cycle_s: What the part took, with validation.
+        validation_s: What validation took in it.
+        steps: Training steps in it.
+        batches: Training steps of an epoch.
+        step_s: A step in the middle.
+        validation_batches: Steps of a validation.
+        validation_steps: Those in it.
+        validation_step_s: One of them, in the middle.
+        validations: How often an epoch validates.
+    """
+    train_s = cycle_s - validation_s + (batches - steps) * step_s
+    once_s = validation_s + (validation_batches - validation_steps) * validation_step_s
+    return train_s + validations * once_s
+
+
+def middle_step_s(asked_s: Sequence[float]) -> float:
+    """Return the mean step in the middle half of an epoch.
+
+    What was read ahead is used up there, and the last batches are not made yet.
+
+    Args:
+        asked_s: When each batch was asked for; and when the last step had ended.
+    """
+    steps = len(asked_s) - 1
+    if steps < 1:
+        return 0.0
+    begin, end = (steps // 4, steps - steps // 4) if steps >= 8 else (0, steps)
+    return (asked_s[end] - asked_s[begin]) / (end - begin)
+
+
+def as_dict(trial: Trial) -> dict[str, Any]:
+    """Return a trial as plain JSON types, from which `of_dict` makes it again."""
+    return asdict(trial)
+
+
+def of_dict(known: Mapping[str, Any]) -> Trial:
+    """Return the trial of what `as_dict` returned."""
+    remedies = {name: Remedy.of_dict(each) for name, each in known["remedies"].items()}
+    return Trial(
+        **{
+            **known,
+            "blocks": [Block(**each) for each in known["blocks"]],
+            "remedies": remedies,
+            "refused": [Refused(**each) for each in known["refused"]],
+        }
+    )
