@@ -12,6 +12,8 @@ Reader: TypeAlias = Literal["torch", "fast", "chosen", "other"]
 _CPU_BOUND: Final = 0.7
 """Of the CPUs that could read, the part in use from which on more workers than CPUs are no use."""
 _MOST_WORKERS: Final = 16
+_START_SHARE: Final = 0.015
+"""Of an epoch: where it starts sooner, workers that stay cannot gain 3 %."""
 _OWN_DRAWS: Final = (
     "a shuffled order, and what is drawn for samples, follow from seed and epoch: other draws than "
     "now"
@@ -159,7 +161,7 @@ def _workers(facts: LoaderFacts) -> list[Remedy]:
 
 def _flags(facts: LoaderFacts) -> list[Remedy]:
     found = []
-    if facts.num_workers and not facts.persistent:
+    if facts.num_workers and not facts.persistent and facts.start_share > _START_SHARE:
         found.append(PERSIST)
     if facts.cuda and not facts.pinned:
         found.append(Remedy(name="pin_memory=True", change=Change(pin_memory=True), effort=1))
@@ -213,15 +215,17 @@ def together(
         may_persist: Workers that were not there before may stay between epochs.
     """
     plain = [name for name in gains if remedies[name].change.num_workers is not None]
-    plain = [max(plain, key=gains.__getitem__)] if plain else []
     flags = [remedies[n] for n in gains if _is_flag(remedies[n].change)]
     if plain and may_persist and PERSIST.name not in remedies:
         flags.insert(0, PERSIST)
-    workers = [*(remedies[n] for n in plain), *flags]
+    # Several numbers: the start of many workers is what they lose by, and where they stay, there
+    # is none.
+    workers = [[remedies[n], *flags] for n in sorted(plain, key=gains.__getitem__, reverse=True)]
+    workers = workers[:2] or [flags]
     cache = [remedies[n] for n in gains if remedies[n].change.cache]
     fast = [remedies[n] for n in gains if remedies[n].change.fast]
     joined = {}
-    for parts in (workers, [*workers, *cache], [*fast, *cache]):
+    for parts in (*workers, [*workers[0], *cache], [*fast, *cache]):
         if len(parts) > 1:
             both = _joined(parts)
             joined[both.name] = both

@@ -12,13 +12,13 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.host.usage import CpuUse, read_cpu_use
-from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.prove import loaders as made
 from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, named
 from lightning_fastdata.prove.settings import ProveSettings
@@ -30,6 +30,7 @@ from lightning_fastdata.prove.trials import (
     Turn,
     as_dict,
     bound_of,
+    candidate,
     epoch_s,
     middle_step_s,
     turns,
@@ -48,6 +49,8 @@ _BLOCKS: Final = 60
 _BLOCK_S: Final = (0.7, 10.0)
 _EVEN_STEPS: Final = 32
 """A part of an epoch has so many steps, if that does not take much longer than a block may."""
+_TUNED_STEPS: Final = 100
+"""Behind so many steps the number of workers of this package's loader has settled."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
 
@@ -254,7 +257,7 @@ class Session:
             self._failed(arm, error)
 
     def _failed(self, arm: str, error: BaseException) -> None:
-        text = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0].partition(". ")[0]
         self.trial.failed[arm] = f"{type(error).__name__}: {text:.300}"
         self._bad = True
 
@@ -315,22 +318,29 @@ class Session:
                 self._cut(_PROBE_S)
                 return
             self._settle()
-        if self._turn is not None and len(self._parts) < self._repeats and not self._bad:
-            if self._turn.warm:
-                self._parts = []
-            else:
+        if self._turn is not None and len(self._parts) < self._parts_of(self._turn):
+            if not self._bad and self.left_s() > 0:
                 return
         self._block_ended()
         if self.left_s() <= 0:
             self._end("the time was over")
-        arms = {*self.trial.remedies}
         self._turn = next(self._turns, None)
         if self._turn is None:
             self._end("")
-        for arm in {*arms} - {self._turn.arm}:
-            if arm in self.trial.failed or (self._turn.phase == "confirm"):
+        stays = candidate(self.trial) if self._turn.phase == "confirm" else None
+        for arm in self.trial.remedies:
+            if arm in self.trial.failed or (stays is not None and arm != stays):
                 for place in (*self._places["train"], *self._places["val"]):
                     place.close(arm)
+
+    def _parts_of(self, turn: Turn) -> int:
+        """Return how many parts of an epoch a turn takes."""
+        if not turn.warm:
+            return self._repeats
+        remedy = self.trial.remedies.get(turn.arm)
+        if remedy is None or not remedy.change.fast:
+            return 1
+        return max(1, -(-_TUNED_STEPS // self._places["train"][0].steps))
 
     def _end(self, why: str) -> NoReturn:
         self.trial.stopped = why
