@@ -43,6 +43,7 @@ class ProvingHooks:
         self._loaders: dict[str, object] = {}
         self._limits: dict[str, float | int | None] = {}
         self._every: tuple[Any, Any] = (1, 1.0)
+        self._advanced = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Keep loggers and checkpoints out of the way, and have the loaders come from the trial.
@@ -82,8 +83,8 @@ class ProvingHooks:
             trainer.limit_val_batches = 1.0
         trainer.check_val_every_n_epoch, trainer.val_check_interval = 1, 1.0
         trainer.num_sanity_val_steps = 0
-        attributes: Any = trainer
-        attributes.reload_dataloaders_every_n_epochs = 1
+        # Until it is known how many steps the parts of an epoch have.
+        attributes_of(trainer).reload_dataloaders_every_n_epochs = 1
         watch_sources(trainer, ("train", "val"), self._give)
 
     def _leave_out(self, trainer: Trainer, trial: Trial) -> None:
@@ -134,8 +135,18 @@ class ProvingHooks:
             train = list(flattened(loaders))
             session.validations = _validations(*self._every, _length(train[0])) if train else 0.0
             session.advance()
-        given = self._loaders[stage]
-        return mapped(given, lambda loader: loader)  # Lightning keeps counts in a CombinedLoader
+            self._advanced = True
+        return mapped(self._loaders[stage], lambda one: one)  # Lightning keeps counts in its form
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the next part of the trial, unless the loaders were asked for just now."""
+        if self.session is None:
+            return
+        if not self._advanced:
+            self.session.advance()
+        self._advanced = False
+        if self.session.settled:
+            attributes_of(trainer).reload_dataloaders_every_n_epochs = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let nothing but the trial end the training."""

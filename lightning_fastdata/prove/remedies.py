@@ -12,6 +12,8 @@ Reader: TypeAlias = Literal["torch", "fast", "chosen", "other"]
 _CPU_BOUND: Final = 0.7
 """Of the CPUs that could read, the part in use from which on more workers than CPUs are no use."""
 _MOST_WORKERS: Final = 16
+_KEEP_UP: Final = 0.03
+"""Of a step, the part below which workers keep up with the training."""
 _START_SHARE: Final = 0.015
 """Of an epoch: where it starts sooner, workers that stay cannot gain 3 %."""
 _OWN_DRAWS: Final = (
@@ -34,6 +36,11 @@ class Change:
     """This package's loader, which chooses who reads."""
     cache: str | None = None
     """Where samples are kept: ``"ram"`` or ``"disk"``."""
+
+    @property
+    def lasts(self) -> bool:
+        """Its first epoch does what later ones need not do again."""
+        return self.persistent_workers or self.fast or self.cache is not None
 
     def __or__(self, other: Change) -> Change:
         """Return both; the other's number of workers wins."""
@@ -90,6 +97,8 @@ class LoaderFacts:
     """CPUs that the training and its workers used."""
     wait_share: float
     """Of an epoch, what free data would save, 0 to 1."""
+    step_share: float = 1.0
+    """Of a step in the middle of an epoch, what free data would save, 0 to 1."""
     start_share: float = 0.0
     """Of an epoch, what its start takes until the first batch is there, 0 to 1."""
     persistent: bool = False
@@ -142,6 +151,8 @@ def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
 
 def _workers(facts: LoaderFacts) -> list[Remedy]:
     now, cpus = facts.num_workers, facts.cpus
+    if now and facts.step_share < _KEEP_UP:
+        return []
     computes = facts.used_cpus >= _CPU_BOUND * min(cpus, max(1, now))
     if now < cpus:
         numbers = [cpus] if computes else [cpus, 4 * cpus]

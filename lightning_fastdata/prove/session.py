@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -69,7 +70,9 @@ class TrialLoader:
         return self._place.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._session.read(self._place)
+        batches = self._session.read(self._place)
+        self._session.opened(batches)
+        return batches
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -163,12 +166,15 @@ class Session:
         self._turns = turns(trial, self.left_s, self._name_remedies)
         self._turn: Turn | None = None
         self._repeats = 1
-        self._parts: list[tuple[float, float, float]] = []
-        """Of the block that runs: epoch, step and wall time of each part."""
+        self._parts: list[tuple[float, float, float, float]] = []
+        """Of the block that runs: epoch, step and wall time of each part, and CPUs of others."""
         self._probes = 0
         self._bad = False
         self._looks: dict[int, Fingerprint | None] = {}
+        self._before: dict[int, Fingerprint | None] = {}
+        """As it was before the step that runs."""
         self._changes: set[Changes] = set()
+        self._open: list[Generator[Batch]] = []
         self._in_place = False
         self._began_s = 0.0
         self._stepped_s = self._validated_s = 0.0
@@ -178,6 +184,11 @@ class Session:
         self._used: list[float] = []
 
     # -- what the loops ask ------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """How many steps a part of an epoch has will not change any more."""
+        return self._turn is not None
 
     def left_s(self) -> float:
         """Return what is left of the budget."""
@@ -189,9 +200,15 @@ class Session:
         self._places[stage].append(place)
         return TrialLoader(self, place)
 
+    def opened(self, batches: Generator[Batch]) -> None:
+        """Note what is to be closed when the part of an epoch ends, as its workers end by it."""
+        self._open.append(batches)
+
     def stepped(self) -> None:
         """Note that a training step has ended."""
         self._stepped_s = clock.monotonic()
+        for place in self._places["train"] if self._turn is None else ():
+            self._look_behind(place)
 
     def validated(self) -> None:
         """Note that the validation after the last step has ended, if there is one."""
@@ -203,6 +220,9 @@ class Session:
         Raises:
             TrialEndedError: There is none.
         """
+        for batches in self._open:
+            batches.close()
+        self._open = []
         if self.cuda:
             torch.cuda.synchronize()
         now_s = clock.monotonic()
@@ -216,7 +236,7 @@ class Session:
         self._use = read_cpu_use(_tree())
         self._began_s = self._stepped_s = self._validated_s = clock.monotonic()
 
-    def read(self, place: Place) -> Iterator[Batch]:
+    def read(self, place: Place) -> Generator[Batch]:
         """Yield the batches of the part of an epoch that is its turn."""
         arm = AS_IS if self._turn is None else self._turn.arm
         place.asked_s.append(clock.monotonic())
@@ -242,7 +262,7 @@ class Session:
             if number + 1 == place.steps:
                 return  # what is behind it is not read; the iterator ends with this generator
 
-    def _batches(self, place: Place, arm: str) -> Iterator[Batch]:
+    def _batches(self, place: Place, arm: str) -> Generator[Batch]:
         remedy = self.trial.remedies.get(arm)
         if remedy is None:
             yield from place.loader(AS_IS, Change(), None)
@@ -273,7 +293,7 @@ class Session:
 
     # -- the first parts: how long a step is, what its steps change --------------------------------
 
-    def _probed(self, place: Place, batch: Batch) -> Iterator[Batch]:
+    def _probed(self, place: Place, batch: Batch) -> Generator[Batch]:
         if len(place.kept) < _KEPT:
             place.kept.append(made.copied(batch))
         if place.stage != "train":
@@ -281,13 +301,19 @@ class Session:
             return
         tensors = made.tensors_in(batch)
         before = [tensor._version for tensor in tensors]
-        look = self._look(place)
+        self._before[id(place)] = self._look(place)
         yield batch
         self._in_place |= before != [tensor._version for tensor in tensors]
-        after = self._look(place)
-        if look is None or after is None:
+        self._look_behind(place)
+
+    def _look_behind(self, place: Place) -> None:
+        """Look whether the step that has ended changed what is read."""
+        if id(place) not in self._before:
+            return
+        before, after = self._before.pop(id(place)), self._look(place)
+        if before is None or after is None:
             self._changes.add("unknown")
-        elif look != after:
+        elif before != after:
             self._changes.add("steps")
         self._looks[id(place)] = after
 
@@ -414,10 +440,14 @@ class Session:
             validation_step_s=val_spent / val_steps if val_steps else 0.0,
             validations=self.validations,
         )
-        self._parts.append((max(whole_s, 1e-9), step_s, cycle_s))
-        use = read_cpu_use(_tree())
-        if self._turn.arm == AS_IS and self._use is not None and use is not None:
-            self._used.append((use.own_s - self._use.own_s) / max(cycle_s, 1e-3))
+        use, before = read_cpu_use(_tree()), self._use
+        others = 0.0
+        if use is not None and before is not None:
+            own_s = use.own_s - before.own_s
+            others = max(0.0, use.all_s - before.all_s - own_s) / max(cycle_s, 1e-3)
+            if self._turn.arm == AS_IS:
+                self._used.append(own_s / max(cycle_s, 1e-3))
+        self._parts.append((max(whole_s, 1e-9), step_s, cycle_s, others))
 
     def _block_ended(self) -> None:
         turn, parts, bad = self._turn, self._parts, self._bad
@@ -425,7 +455,7 @@ class Session:
         if turn is None or turn.warm or bad or not parts:
             return
         count = len(parts)
-        epoch, step, wall = (sum(each) for each in zip(*parts, strict=True))
+        epoch, step, wall, others = (sum(each) for each in zip(*parts, strict=True))
         self.trial.blocks.append(
             Block(
                 arm=turn.arm,
@@ -433,6 +463,7 @@ class Session:
                 epoch_s=epoch / count,
                 step_ms=1e3 * step / count,
                 wall_s=wall,
+                others_cpus=others / count,
             )
         )
 
@@ -460,7 +491,12 @@ class Session:
         limit = read_cpu_limit()
         reader = made.reader_of(own) if len(train) == 1 else "other"
         is_loader = reader != "other"
-        as_is = [block.epoch_s for block in self.trial.blocks if block.arm == AS_IS]
+        blocks = self.trial.blocks
+        as_is = [block.epoch_s for block in blocks if block.arm == AS_IS]
+        steps = [
+            statistics.median(block.step_ms for block in blocks if block.arm == arm)
+            for arm in (AS_IS, FREE)
+        ]
         sizes = [sum(t.nbytes for t in made.tensors_in(batch)) for batch in train[0].kept]
         batch_bytes = sum(sizes) / max(1, len(sizes))
         composes = find_composes(own.dataset) if is_loader else ()
@@ -471,6 +507,7 @@ class Session:
             cuda=self.cuda,
             used_cpus=sum(self._used) / max(1, len(self._used)),
             wait_share=max(0.0, 1 - 1 / bound_of(self.trial).factor),
+            step_share=1 - steps[1] / max(steps[0], 1e-9),
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
             / max(sum(as_is) / max(1, len(as_is)), 1e-9),
             persistent=bool(own.persistent_workers) if is_loader else False,

@@ -32,6 +32,10 @@ EXIT_CODES: Final[dict[Outcome, int]] = {
     "not known": 2,
 }
 _WIDTH: Final = 88
+_OTHERS_CPUS: Final = 0.3
+"""CPUs of other programs from which on they are told of."""
+_UNSURE: Final = 1.1
+"""An upper end above which it is said that one cannot be sure of nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,7 @@ class Conclusion:
                     "phase": block.phase,
                     "epoch_s": block.epoch_s,
                     "step_ms": block.step_ms,
+                    "others_cpus": block.others_cpus,
                 }
                 for block in trial.blocks
             ],
@@ -112,6 +117,10 @@ class Conclusion:
             lines += _wrapped(f"{name}: {why}", "failed  ")
         if self.trial.stopped and self.trial.blocks:
             lines += _wrapped(f"{self.trial.stopped}; this is what is known", "stopped  ")
+        others = statistics.fmean(b.others_cpus for b in self.trial.blocks) if self.trial.blocks else 0
+        if others > _OTHERS_CPUS:
+            told = f"other programs used {others:.1f} CPUs meanwhile; what is gained without them"
+            lines += _wrapped(f"{told} may differ", "note  ")
         lines += [line for note in self.trial.notes for line in _wrapped(note, "note  ")]
         return "\n".join(lines)
 
@@ -141,6 +150,8 @@ def conclude(trial: Trial) -> Conclusion:
             f"Nothing to gain: the model takes {share:.0%} of the time, and free data would bring "
             f"{max(bound.factor, 1.0):.2f}x at most."
         )
+        if bound.high > _UNSURE:
+            verdict += f" (The blocks differ a lot: {bound.low:.2f} to {bound.high:.2f}.)"
         return Conclusion(trial=trial, outcome="nothing to gain", verdict=verdict)
     free = f"free data would bring {bound.factor:.2f}x"
     if trial.ended:

@@ -17,7 +17,10 @@ FREE: Final = "the same batches again"
 LEAST_GAIN: Final = 1.03
 """A smaller gain is not worth a change of the code."""
 _LEVEL: Final = 0.05
-_BOUND_PAIRS: Final = 4
+_BOUND_PAIRS: Final = (4, 4)
+"""Pairs of blocks that tell what free data would bring; the second time only where that is close."""
+_SURELY_NOTHING: Final = 1.06
+"""The upper end of what free data brings, where it brings nothing."""
 _CONFIRMED_PAIRS: Final = (5, 12)
 """Pairs of blocks that confirm a remedy, the fewest and the most."""
 _ROUNDS: Final = 2
@@ -41,6 +44,8 @@ class Block:
     """Wall time of a step in the middle of an epoch, wait included."""
     wall_s: float
     """What the block itself took."""
+    others_cpus: float = 0.0
+    """CPUs that other programs used meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +115,14 @@ def turns(
         name_remedies: Is called once the bound is known, and fills ``trial.remedies``.
     """
     yield Turn(arm=FREE, phase="bound", warm=True)
-    yield from _in_pairs(FREE, "bound", _BOUND_PAIRS)
-    if bound_of(trial).factor < LEAST_GAIN:
+    for pairs in _BOUND_PAIRS:
+        yield from _in_pairs(FREE, "bound", pairs)
+        bound = bound_of(trial)
+        if bound.factor < LEAST_GAIN and bound.high < _SURELY_NOTHING:
+            return
+        if bound.factor > _SURELY_NOTHING or left_s() <= 0:
+            break
+    if bound.factor < LEAST_GAIN:
         return
     name_remedies()
     yield from _tried(trial, left_s, list(trial.remedies))
@@ -140,7 +151,8 @@ def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
 def _tried(trial: Trial, left_s: Callable[[], float], names: Sequence[str]) -> Iterator[Turn]:
     """Yield rounds of some remedies, the second in the opposite order."""
     for name in names:
-        yield Turn(arm=name, phase="try", warm=True)
+        if trial.remedies[name].change.lasts:
+            yield Turn(arm=name, phase="try", warm=True)
     for number in range(_ROUNDS):
         left = [n for n in names if n not in trial.failed and not (number and _loses(trial, n))]
         if not left:
