@@ -1,11 +1,11 @@
 """One training as a script has it, for ``benchmarks/prove.py``; what was recommended is written in.
 
-    python benchmarks/provable.py NAME [--change JSON --epochs N --out FILE]
+    python benchmarks/provable.py NAME [--turns JSON --out FILE]
 
-The loaders are torch's. ``--change`` is what ``fastdata prove`` recommended, as one would write it:
-arguments of the DataLoader, a CachedDataset around the dataset, or ``FastDataModule.from_loaders``
-in the call of ``trainer.fit``. The wall time of each epoch, from the start of one to the start of
-the next, goes to ``--out``.
+The loaders are torch's. ``--turns`` are fits, one after the other, with what ``fastdata prove``
+recommended as one would write it: arguments of the DataLoader, a CachedDataset around the dataset,
+or ``FastDataModule.from_loaders`` in the call of ``trainer.fit``. The wall time of each epoch, from
+the start of one to the start of the next, goes to ``--out``.
 """
 
 from __future__ import annotations
@@ -309,27 +309,19 @@ def planted(name: str, folder: Path) -> Script:
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=(*REAL, *TRAININGS))
-    parser.add_argument("--change", type=json.loads, default={})
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.manual_seed(0)
+def fitted(name: str, change: dict[str, Any], max_epochs: int | None) -> list[float]:
+    """Make everything anew and fit; return the wall times of the epochs."""
     with tempfile.TemporaryDirectory() as folder:
-        make = REAL.get(chosen.name)
-        script = planted(chosen.name, Path(folder)) if make is None else make()
-        change, epochs = chosen.change, Epochs()
+        make = REAL.get(name)
+        script = planted(name, Path(folder)) if make is None else make()
+        epochs = Epochs()
         options = {
             "accelerator": "cpu", "devices": 1, "max_epochs": 3, "logger": False,
             "enable_checkpointing": False, "enable_progress_bar": False,
             "enable_model_summary": False, "default_root_dir": folder, **script.trainer,
         }  # fmt: skip
-        if chosen.epochs is not None:
-            options["max_epochs"] = chosen.epochs
+        if max_epochs is not None:
+            options["max_epochs"] = max_epochs
         trainer = lightning.Trainer(**options, callbacks=[*script.callbacks, epochs])
         train = loader(script.dataset, script.arguments, change)
         val = None if script.val is None else loader(script.val, script.val_arguments, change)
@@ -338,8 +330,20 @@ def main() -> None:
             trainer.fit(script.model, datamodule=data)
         else:
             trainer.fit(script.model, train, val)
+    return [b - a for a, b in zip(epochs.at_s, epochs.at_s[1:], strict=False)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=(*REAL, *TRAININGS))
+    parser.add_argument("--turns", type=json.loads, default=[[{}, None]], help="changes, epochs")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    spent = [fitted(chosen.name, change, epochs) for change, epochs in chosen.turns]
     if chosen.out is not None:
-        spent = [b - a for a, b in zip(epochs.at_s, epochs.at_s[1:], strict=False)]
         chosen.out.write_text(json.dumps(spent))
 
 

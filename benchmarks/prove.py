@@ -4,8 +4,8 @@
     python benchmarks/prove.py --folder FOLDER --table
 
 Each training of ``provable.py`` is proved as a user does it. What was recommended is then written
-into the script, which runs as it was and with the change in turn (A B B A), in processes of their
-own; compared are the wall times of an epoch with its start and validation, without the first one.
+into the script, which fits as it was and with the change in turn (A B B A), everything made anew
+each time; compared are the wall times of an epoch with its start and validation, without the first.
 Healthy trainings, some beside a program that burns a CPU, must get no recommendation.
 
 A training leaves one JSON in the folder, and is not run again while it is there: the benchmark may
@@ -31,7 +31,7 @@ from turns import machine
 from verdicts import environment, hogs
 
 HERE = Path(__file__).parent
-MEASURED_S = 4.0
+MEASURED_S = 3.0
 """Of epochs that are measured in one run, about."""
 TIME_LIMIT_S = 240
 PLANTED = (
@@ -105,37 +105,28 @@ def proved(name: str, budget: str) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def epoch_of(name: str, change: dict[str, Any], epochs: int) -> float:
-    """Run the script with a change; return the wall time of an epoch, without the first."""
+def got(name: str, found: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Fit as it was and changed, in turn; return how many times as fast an epoch is."""
+    change = found["recommended"]["change"]
+    rows = {row["name"]: row for row in found["rows"]}
+    epoch_s = (rows[key]["epoch_s"] for key in ("as it is", found["recommended"]["name"]))
+    slow, fast = (
+        (what, min(40, 1 + max(2, math.ceil(MEASURED_S / each_s))))
+        for what, each_s in zip(({}, change), epoch_s, strict=True)
+    )
+    turns = [turn for n in range(rounds) for turn in ((slow, fast) if n % 2 == 0 else (fast, slow))]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "epochs.json"
-        command = [sys.executable, str(HERE / "provable.py"), name, "--epochs", str(epochs)]
-        command += ["--change", json.dumps(change), "--out", str(file)]
+        command = [sys.executable, str(HERE / "provable.py"), name]
+        command += ["--turns", json.dumps(turns), "--out", str(file)]
         own = {**environment(), "LIGHTNING_FASTDATA_CACHE": str(Path(folder) / "cache")}
         subprocess.run(
             command, env=own, cwd=folder, capture_output=True, check=True, timeout=TIME_LIMIT_S
         )
-        spent = json.loads(file.read_text())
-    return statistics.fmean(spent[1:])
-
-
-def got(name: str, found: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Run the script as it was and changed, in turn; return how many times as fast it is."""
-    change = found["recommended"]["change"]
-    rows = {row["name"]: row for row in found["rows"]}
-    slow_s, fast_s = (
-        rows[key]["epoch_s"] for key in ("as it is", found["recommended"]["name"])
-    )
-    logs, seconds = [], []
-    for number in range(rounds):
-        pair = [
-            epoch_of(name, what, min(40, 1 + max(2, math.ceil(MEASURED_S / each_s))))
-            for what, each_s in ((({}, slow_s), (change, fast_s))[:: 1 if number % 2 == 0 else -1])
-        ]
-        before, after = pair if number % 2 == 0 else reversed(pair)
-        logs.append(math.log(before / after))
-        seconds.append((before, after))
-    return {"factor": math.exp(statistics.fmean(logs)), "epochs_s": seconds}
+        spent = [statistics.fmean(each[1:]) for each in json.loads(file.read_text())]
+    pairs = [spent[2 * n : 2 * n + 2][:: 1 if n % 2 == 0 else -1] for n in range(rounds)]
+    logs = [math.log(before / after) for before, after in pairs]
+    return {"factor": math.exp(statistics.fmean(logs)), "epochs_s": pairs}
 
 
 def row_of(name: str, budget: str, rounds: int) -> dict[str, Any]:
@@ -177,7 +168,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         found = row["found"]
         free = next(
-            (r["gain"]["factor"] for r in found.get("rows", []) if r["name"].startswith("the same")),
+            (
+                r["gain"]["factor"]
+                for r in found.get("rows", [])
+                if r["name"].startswith("the same")
+            ),
             None,
         )
         cells = [row["name"], "-" if free is None else f"{free:.2f}"]
@@ -205,7 +200,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
     near = sum(how["inside"] or abs(how["error"]) <= 0.05 for how in known)
     loses = [row["name"] for row in rows if (how := judged(row)) and how["got"] < 1.0]
     blamed = [row["name"] for row in fine if row["found"].get("recommended")]
-    unknown = [r["name"] for r in rows if r["found"].get("outcome", "error") in ("not known", "error")]
+    unknown = [
+        r["name"] for r in rows if r["found"].get("outcome", "error") in ("not known", "error")
+    ]
     return (
         f"{len(ill)} trainings, {len(known)} recommendations: promised against got, median "
         f"{statistics.median(errors):.1%}, 95th percentile {p95:.1%}; {inside} within their "

@@ -44,7 +44,8 @@ def prove(
     Args:
         command: A Python file and its arguments.
         module: The first of them is a module, as of ``python -m``.
-        budget: How long that may take: ``90s``, ``10m``, ``1h``, or seconds.
+        budget: How long that may take, from when the training begins: ``90s``, ``10m``, ``1h``, or
+            seconds.
         json: File for what is found.
 
     Raises:
@@ -61,7 +62,6 @@ def prove(
             script=script,
             file=str(Path(folder, "trial.json")),
             budget_s=budget_s,
-            until_s=began_s + budget_s,
         )
         sys.stderr.write(
             f"fastdata: {script} is run as a trial of up to {budget}, and goes no further. It logs "
@@ -130,12 +130,15 @@ def _run(
     """Run the script to its end; return its code, and whether somebody has interrupted it."""
     with Path(folder, "script.log").open("wb") as log:
         child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
-        interrupted = False
-        said = ""
+        interrupted, said = False, ""
+        began_s: float | None = None
         try:
+            file = Path(settings.file)
             while child.poll() is None:
-                if clock.unix_s() > settings.until_s + _OVER_S:
-                    _stop(child)
+                if file.exists():
+                    began_s = clock.monotonic() if began_s is None else began_s
+                    if clock.monotonic() > began_s + settings.budget_s + _OVER_S:
+                        _stop(child)
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(_LOOK_EVERY_S)
                 said = _say(settings.file, said)

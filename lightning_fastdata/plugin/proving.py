@@ -26,7 +26,7 @@ _LEFT_OUT: Final = (
     "Checkpoint", "EarlyStopping", "Timer", "LearningRateFinder", "BatchSizeFinder", "ProgressBar",
     "StochasticWeightAveraging", "LearningRateMonitor", "SaveConfigCallback", "ModelSummary",
 )  # fmt: skip
-"""Classes of callbacks that write files, print, end the training, or change its course by epochs."""
+"""Callbacks, by class, that write files, print, end the training, or change it with its epochs."""
 
 
 class ProvingHooks:
@@ -61,7 +61,6 @@ class ProvingHooks:
         self.session = Session(
             trial,
             Path(settings.file),
-            until_s=settings.until_s,
             budget_s=settings.budget_s,
             cuda=trainer.strategy.root_device.type == "cuda",
             make_fast=self._fast_loaders(trainer),
@@ -76,6 +75,8 @@ class ProvingHooks:
         trial.facts["given_to_fit"] = self.session.make_fast is not None
         trial.facts["logs"] = [str(folder) for folder in made]
         self._leave_out(trainer, trial)
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            self.session.epochs = trainer.max_epochs
         self._every = trainer.check_val_every_n_epoch, trainer.val_check_interval
         self._limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
         trainer.limit_train_batches = 1.0

@@ -136,7 +136,11 @@ def remade(
         given["prefetch_factor"] = loader.prefetch_factor
     if isinstance(loader, FastDataLoader):
         executor = loader.executor if workers and loader.num_workers else None
-        kept = {"seed": loader.seed, "on_bad_sample": loader.on_bad_sample, "executor": executor}
+        kept: dict[str, Any] = {
+            "seed": loader.seed,
+            "on_bad_sample": loader.on_bad_sample,
+            "executor": executor,
+        }
         return FastDataLoader(dataset, **given, **kept)
     return DataLoader(dataset, **given)
 
@@ -161,7 +165,8 @@ def is_shuffled(loader: DataLoader[Any]) -> bool:
     sampler: object = loader.sampler
     if type(sampler) is not RandomSampler or sampler.replacement:
         return False
-    return sampler.data_source is loader.dataset and len(sampler) == len(sampler.data_source)
+    source: object = sampler.data_source
+    return source is loader.dataset and sampler.num_samples == len(sampler.data_source)
 
 
 def call_of(loader: DataLoader[Any], stage: str) -> CallSeen:

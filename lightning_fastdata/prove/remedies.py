@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 Changes: TypeAlias = Literal["nothing", "steps", "epochs", "unknown"]
@@ -20,6 +21,7 @@ _OWN_DRAWS: Final = (
     "a shuffled order, and what is drawn for samples, follow from seed and epoch: other draws than "
     "now"
 )
+_FILLED: Final = "the first epoch fills it, and it ends with the program"
 _WORKERS_DRAW: Final = (
     "what the dataset draws at random is drawn in the workers: other draws than now"
 )
@@ -95,8 +97,6 @@ class LoaderFacts:
     """A CUDA device trains."""
     used_cpus: float
     """CPUs that the training and its workers used."""
-    wait_share: float
-    """Of an epoch, what free data would save, 0 to 1."""
     step_share: float = 1.0
     """Of a step in the middle of an epoch, what free data would save, 0 to 1."""
     start_share: float = 0.0
@@ -113,6 +113,8 @@ class LoaderFacts:
     """What all samples take, as they come out of the loader."""
     free_bytes: float = 0.0
     """What a cache in memory may take."""
+    epochs: float = math.inf
+    """Of the training."""
     pipeline: str = ""
     """An Albumentations pipeline that the dataset holds; empty: none that is known."""
 
@@ -131,7 +133,9 @@ def named(facts: LoaderFacts) -> tuple[list[Remedy], list[Refused]]:
     if facts.reader == "chosen":
         why = "this package chooses them for the loader already"
         return [], [Refused(name="workers, persistence and pinning", why=why)]
-    wanted = [*_workers(facts), *_flags(facts), *_others(facts)]
+    # What is most likely to help comes first, as the time may not do for all.
+    workers, others = _workers(facts), _others(facts)
+    wanted = [*others[:1], *workers[:1], *_flags(facts), *others[1:], *workers[1:]]
     remedies, refused = [], []
     for remedy in wanted:
         why = _why_not(remedy.change, facts)
@@ -162,9 +166,7 @@ def _workers(facts: LoaderFacts) -> list[Remedy]:
         numbers = [2 * now, 4 * now]
     says = () if now else (_WORKERS_DRAW,)
     return [
-        Remedy(
-            name=f"num_workers={number}", change=Change(num_workers=number), effort=1, says=says
-        )
+        Remedy(name=f"num_workers={number}", change=Change(num_workers=number), effort=1, says=says)
         for number in dict.fromkeys(min(number, _MOST_WORKERS) for number in numbers)
         if number != now
     ]
@@ -182,10 +184,10 @@ def _flags(facts: LoaderFacts) -> list[Remedy]:
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
     if not facts.cached:
-        found.append(Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3))
+        found.append(
+            Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3, says=(_FILLED,))
+        )
     return found
-
-
 
 
 def _why_not(change: Change, facts: LoaderFacts) -> str:
@@ -196,6 +198,8 @@ def _why_not(change: Change, facts: LoaderFacts) -> str:
         return "a stream has no index by which samples could be kept"
     if facts.stream and change.persistent_workers:
         return "a part of a stream's epoch tells nothing of workers that stay"
+    if facts.epochs <= 1 and (change.cache or change.persistent_workers):
+        return "the training has one epoch, and this helps from the second on"
     moves = change.num_workers is not None or change.fast
     if facts.changes == "steps" and change.cache:
         return "its steps change what is read, and a cache keeps what was read before"
@@ -259,11 +263,6 @@ def _joined(parts: list[Remedy]) -> Remedy:
     )
 
 
-def as_plain(remedy: Remedy) -> dict[str, Any]:
-    """Return a remedy as plain JSON types."""
-    return asdict(remedy)
-
-
 # -- what to write ---------------------------------------------------------------------------------
 
 
@@ -287,21 +286,16 @@ def code_of(change: Change, calls: list[CallSeen], *, given_to_fit: bool) -> lis
         calls: The loaders that it concerns.
         given_to_fit: ``trainer.fit(model, loader, ...)`` was given the loaders.
     """
-    lines = []
-    dataset = "dataset"
-    if change.cache:
-        lines.append("from lightning_fastdata import CachedDataset")
-        dataset = f'CachedDataset(dataset, "{change.cache}")'
     if change.fast and given_to_fit and not change.cache:
-        several = len(calls) > 1
-        named_ = "train_loader, val_loader" if several else "train_loader"
+        given = "train_loader, val_loader" if len(calls) > 1 else "train_loader"
         return [
             "from lightning_fastdata import FastDataModule",
-            f'data = FastDataModule.from_loaders({named_}, num_workers="auto")',
+            f'data = FastDataModule.from_loaders({given}, num_workers="auto")',
             "trainer.fit(model, datamodule=data)",
         ]
-    if change.fast:
-        lines.append("from lightning_fastdata import FastDataLoader")
+    names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * change.fast
+    lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
+    dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
     for call in calls:
         arguments = dict(call.arguments)
         if change.fast:

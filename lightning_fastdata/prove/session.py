@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Generator, Iterator
@@ -30,7 +31,6 @@ from lightning_fastdata.prove.trials import (
     Trial,
     Turn,
     as_dict,
-    bound_of,
     candidate,
     epoch_s,
     middle_step_s,
@@ -100,6 +100,7 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
+        """A part of an epoch is all of it."""
         return self.batches is not None and self.steps >= self.batches
 
     def loader(self, arm: str, change: Change, make: Callable[[Any], Any] | None) -> Any:
@@ -140,8 +141,7 @@ class Session:
     Args:
         trial: What is found goes there.
         file: Is written after each part of an epoch.
-        until_s: When the budget is over, in seconds since 1970.
-        budget_s: The whole of it.
+        budget_s: How long all of it may take, from now on.
         cuda: A CUDA device trains.
         make_fast: Makes the loader that ``from_loaders`` would make of one, by its stage; None:
             FastDataLoader takes its place.
@@ -152,15 +152,17 @@ class Session:
         trial: Trial,
         file: Path,
         *,
-        until_s: float,
         budget_s: float,
         cuda: bool = False,
         make_fast: Callable[[str, Any], Any] | None = None,
     ) -> None:
         self.trial, self.file = trial, file
-        self.until_s, self.cuda, self.make_fast = until_s, cuda, make_fast
+        self.cuda, self.make_fast = cuda, make_fast
+        self._until_s = clock.monotonic() + budget_s
         self.validations = 0.0
         """How often an epoch validates."""
+        self.epochs = math.inf
+        """Of the training."""
         self.block_s = min(max(budget_s / _BLOCKS, _BLOCK_S[0]), _BLOCK_S[1])
         self._places: dict[str, list[Place]] = {"train": [], "val": []}
         self._turns = turns(trial, self.left_s, self._name_remedies)
@@ -192,7 +194,7 @@ class Session:
 
     def left_s(self) -> float:
         """Return what is left of the budget."""
-        return self.until_s - clock.unix_s()
+        return self._until_s - clock.monotonic()
 
     def loader(self, stage: str, own: Any, limit: int | None = None) -> TrialLoader:
         """Return what takes the place of a loader of the script."""
@@ -344,12 +346,12 @@ class Session:
                 self._cut(_PROBE_S)
                 return
             self._settle()
-        if self._turn is not None and len(self._parts) < self._parts_of(self._turn):
-            if not self._bad and self.left_s() > 0:
-                return
+        turn, goes_on = self._turn, not self._bad and self.left_s() > 0
+        if turn is not None and goes_on and len(self._parts) < self._parts_of(turn):
+            return
         self._block_ended()
         if self.left_s() <= 0:
-            self._end("the time was over")
+            self._end("the time was over; --budget gives more")
         self._turn = next(self._turns, None)
         if self._turn is None:
             self._end("")
@@ -506,7 +508,6 @@ class Session:
             cpus=limit.usable_cpus,
             cuda=self.cuda,
             used_cpus=sum(self._used) / max(1, len(self._used)),
-            wait_share=max(0.0, 1 - 1 / bound_of(self.trial).factor),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
             / max(sum(as_is) / max(1, len(as_is)), 1e-9),
@@ -514,6 +515,7 @@ class Session:
             pinned=bool(own.pin_memory) if is_loader else False,
             stream=made.is_stream(own),
             changes=self._changed(),
+            epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
@@ -536,7 +538,6 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     session = Session(
         trial,
         Path(settings.file),
-        until_s=settings.until_s,
         budget_s=settings.budget_s,
         cuda=device.type == "cuda",
     )

@@ -20,8 +20,7 @@ class ProveSettings:
     file: str
     """Where what is known is written."""
     budget_s: float
-    until_s: float
-    """When it is over, in seconds since 1970."""
+    """How long the trial may take, from when the training begins."""
 
     def as_text(self) -> str:
         """Return the value of the environment variable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from lightning_fastdata.errors import printable
@@ -73,7 +73,7 @@ class Conclusion:
                 "gain": _gain_dict(self.gain),
                 "code": list(self.code),
                 "says": list(trial.remedies[self.remedy].says),
-                "change": _change_dict(trial, self.remedy),
+                "change": asdict(trial.remedies[self.remedy].change),
             },
             "rows": [
                 {
@@ -117,10 +117,14 @@ class Conclusion:
             lines += _wrapped(f"{name}: {why}", "failed  ")
         if self.trial.stopped and self.trial.blocks:
             lines += _wrapped(f"{self.trial.stopped}; this is what is known", "stopped  ")
-        others = statistics.fmean(b.others_cpus for b in self.trial.blocks) if self.trial.blocks else 0
+        others = (
+            statistics.fmean(b.others_cpus for b in self.trial.blocks) if self.trial.blocks else 0
+        )
         if others > _OTHERS_CPUS:
-            told = f"other programs used {others:.1f} CPUs meanwhile; what is gained without them"
-            lines += _wrapped(f"{told} may differ", "note  ")
+            said = (
+                f"other programs used {others:.1f} CPUs meanwhile; without them the gain may differ"
+            )
+            lines += _wrapped(said, "note  ")
         lines += [line for note in self.trial.notes for line in _wrapped(note, "note  ")]
         return "\n".join(lines)
 
@@ -207,17 +211,6 @@ def _gain_dict(gain: Gain | None) -> dict[str, float | int | None] | None:
         return None
     high = None if math.isinf(gain.high) else gain.high
     return {"factor": gain.factor, "low": gain.low, "high": high, "pairs": gain.pairs}
-
-
-def _change_dict(trial: Trial, name: str) -> dict[str, Any]:
-    change = trial.remedies[name].change
-    return {
-        "num_workers": change.num_workers,
-        "persistent_workers": change.persistent_workers,
-        "pin_memory": change.pin_memory,
-        "fast": change.fast,
-        "cache": change.cache,
-    }
 
 
 def _wrapped(text: str, head: str) -> list[str]:

@@ -17,12 +17,15 @@ FREE: Final = "the same batches again"
 LEAST_GAIN: Final = 1.03
 """A smaller gain is not worth a change of the code."""
 _LEVEL: Final = 0.05
-_BOUND_PAIRS: Final = (4, 4)
-"""Pairs of blocks that tell what free data would bring; the second time only where that is close."""
+_BOUND_PAIRS: Final = (2, 2, 4)
+"""Pairs of blocks that tell what free data would bring; more of them where that is close."""
+_SURELY_MUCH: Final = 1.2
 _SURELY_NOTHING: Final = 1.06
 """The upper end of what free data brings, where it brings nothing."""
 _CONFIRMED_PAIRS: Final = (5, 12)
-"""Pairs of blocks that confirm a remedy, the fewest and the most."""
+"""Pairs of blocks that confirm a remedy, the fewest and the most that are planned."""
+_LEAST_PAIRS: Final = 3
+"""Of these, what there has to be where the time was over before."""
 _ROUNDS: Final = 2
 """Of the remedies, one at a time."""
 _LOSES: Final = 0.9
@@ -120,7 +123,7 @@ def turns(
         bound = bound_of(trial)
         if bound.factor < LEAST_GAIN and bound.high < _SURELY_NOTHING:
             return
-        if bound.factor > _SURELY_NOTHING or left_s() <= 0:
+        if bound.factor > _SURELY_MUCH or left_s() <= 0:
             break
     if bound.factor < LEAST_GAIN:
         return
@@ -135,9 +138,12 @@ def turns(
     if best is None:
         return
     least, most = _CONFIRMED_PAIRS
-    pair_s = _block_s(trial, AS_IS) + _block_s(trial, best)
-    pairs = max(least, min(most, int(left_s() / max(pair_s, 1e-3))))
+    pairs = max(least, min(most, int(left_s() / max(_pair_s(trial, best), 1e-3))))
     yield from _in_pairs(best, "confirm", pairs)
+
+
+def _pair_s(trial: Trial, arm: str) -> float:
+    return _block_s(trial, AS_IS) + _block_s(trial, arm)
 
 
 def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
@@ -149,22 +155,25 @@ def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
 
 
 def _tried(trial: Trial, left_s: Callable[[], float], names: Sequence[str]) -> Iterator[Turn]:
-    """Yield rounds of some remedies, the second in the opposite order."""
-    for name in names:
-        if trial.remedies[name].change.lasts:
-            yield Turn(arm=name, phase="try", warm=True)
+    """Yield rounds of some remedies, the second in the opposite order.
+
+    It ends where no more is left than what it takes to confirm the best of them.
+    """
     for number in range(_ROUNDS):
         left = [n for n in names if n not in trial.failed and not (number and _loses(trial, n))]
-        if not left:
-            return
-        block_s = _block_s(trial, AS_IS)
-        reserved_s = 2 * _CONFIRMED_PAIRS[0] * block_s
-        if number and left_s() < reserved_s + len(left) * block_s:
-            return
         row = [AS_IS, *left]
         for at in range(_WITHOUT_A + 1, len(row), _WITHOUT_A + 1):
             row.insert(at, AS_IS)
-        for name in row if number % 2 == 0 else reversed(row):
+        if number % 2:
+            row.reverse()
+        elif trial.blocks[-1].arm == AS_IS and trial.blocks[-1].phase == "try":
+            row.pop(0)
+        for name in row if left else ():
+            best = candidate(trial)
+            if left_s() < _CONFIRMED_PAIRS[0] * _pair_s(trial, best or FREE):
+                return
+            if not number and name != AS_IS and trial.remedies[name].change.lasts:
+                yield Turn(arm=name, phase="try", warm=True)
             if name not in trial.failed:
                 yield Turn(arm=name, phase="try")
 
@@ -233,7 +242,7 @@ def gain_of(trial: Trial, name: str) -> Gain | None:
     """
     tries = max(1, len(trial.remedies) - len(trial.failed))
     confirmed = log_gains(trial.blocks, name, "confirm")
-    if len(confirmed) >= _CONFIRMED_PAIRS[0]:
+    if len(confirmed) >= _LEAST_PAIRS:
         return interval(confirmed, tries=tries)
     tried = log_gains(trial.blocks, name, "try")
     if not tried:
@@ -246,7 +255,7 @@ def gain_of(trial: Trial, name: str) -> Gain | None:
 def recommended(trial: Trial) -> tuple[str, Gain] | None:
     """Return the remedy that was confirmed, if its gain holds."""
     for name in trial.remedies:
-        if len(log_gains(trial.blocks, name, "confirm")) >= _CONFIRMED_PAIRS[0]:
+        if len(log_gains(trial.blocks, name, "confirm")) >= _LEAST_PAIRS:
             gain = gain_of(trial, name)
             if gain is not None and gain.holds:
                 return name, gain
