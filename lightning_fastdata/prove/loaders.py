@@ -97,9 +97,10 @@ class Cut(Sampler[Any]):
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
+        # Taken when the first one is asked for: torch begins an iteration twice.
         taken = self._kept or self._pieces.take(self._count)
         self._kept = taken if self._again else []
-        return iter(taken)
+        yield from taken
 
 
 def remade(

@@ -52,6 +52,8 @@ _EVEN_STEPS: Final = 32
 """A part of an epoch has so many steps, if that does not take much longer than a block may."""
 _TUNED_STEPS: Final = 100
 """Behind so many steps the number of workers of this package's loader has settled."""
+_OVER: Final = 0.25
+"""Of the budget, what it may take longer to confirm a remedy that was found in time."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
 
@@ -95,6 +97,9 @@ class Place:
         self.arms: dict[str, Any] = {}
         self.pieces: made.Pieces | None = None
         self.asked_s: list[float] = []
+        """When each batch was asked for; behind the last one, when its step had ended."""
+        self.given = 0
+        """Batches that were handed out."""
         self.aside_s = 0.0
         """What was spent on looking at what is read, which is no part of a step."""
 
@@ -127,6 +132,11 @@ class Place:
         for arm in list(self.arms):
             self.close(arm)
 
+    def ended(self, at_s: float) -> None:
+        """Note when the last step had ended, if nothing was asked for behind it."""
+        if self.given and self.given == len(self.asked_s):
+            self.asked_s.append(max(at_s - self.aside_s, self.asked_s[-1]))
+
     def close(self, arm: str) -> None:
         """Let go of an arm's workers."""
         loader = self.arms.pop(arm, None)
@@ -158,7 +168,7 @@ class Session:
     ) -> None:
         self.trial, self.file = trial, file
         self.cuda, self.make_fast = cuda, make_fast
-        self._until_s = clock.monotonic() + budget_s
+        self.budget_s, self._until_s = budget_s, clock.monotonic() + budget_s
         self.validations = 0.0
         """How often an epoch validates."""
         self.epochs = math.inf
@@ -208,7 +218,7 @@ class Session:
 
     def stepped(self) -> None:
         """Note that a training step has ended."""
-        self._stepped_s = clock.monotonic()
+        self._stepped_s = self._validated_s = clock.monotonic()
         for place in self._places["train"] if self._turn is None else ():
             self._look_behind(place)
 
@@ -228,13 +238,17 @@ class Session:
         if self.cuda:
             torch.cuda.synchronize()
         now_s = clock.monotonic()
+        for place in self._places["train"]:
+            place.ended(self._stepped_s)
+        for place in self._places["val"]:
+            place.ended(self._validated_s)
         if self._began_s:
             self._part_ended(now_s)
         self._write()
         self._next_part()
         for places in self._places.values():
             for place in places:
-                place.asked_s, place.aside_s = [], 0.0
+                place.asked_s, place.given, place.aside_s = [], 0, 0.0
         self._use = read_cpu_use(_tree())
         self._began_s = self._stepped_s = self._validated_s = clock.monotonic()
 
@@ -245,6 +259,7 @@ class Session:
         if arm == FREE and place.kept:
             for number in range(place.steps):
                 batch = place.kept[number % len(place.kept)]
+                place.given += 1
                 yield made.copied(batch) if self._in_place else batch
                 place.asked_s.append(clock.monotonic())
             return
@@ -253,6 +268,7 @@ class Session:
             self._look_between(place)
         batches = self._batches(place, arm)
         for number, batch in enumerate(batches):
+            place.given += 1
             if probing:
                 yield from self._probed(place, batch)
                 place.asked_s.append(clock.monotonic() - place.aside_s)
@@ -346,11 +362,14 @@ class Session:
                 self._cut(_PROBE_S)
                 return
             self._settle()
-        turn, goes_on = self._turn, not self._bad and self.left_s() > 0
+        turn = self._turn
+        confirms = turn is not None and turn.phase == "confirm"
+        over = self.left_s() <= (-_OVER * self.budget_s if confirms else 0.0)
+        goes_on = not self._bad and not over
         if turn is not None and goes_on and len(self._parts) < self._parts_of(turn):
             return
         self._block_ended()
-        if self.left_s() <= 0:
+        if over:
             self._end("the time was over; --budget gives more")
         self._turn = next(self._turns, None)
         if self._turn is None:

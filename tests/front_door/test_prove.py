@@ -1,0 +1,220 @@
+"""``fastdata prove``: a script's training tried as a user has it tried, in a time of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+
+import lightning.pytorch as lightning
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from programs import run_program
+from torch.utils.data import DataLoader, Dataset
+from virtual_time import PatientClock, virtual_time
+
+from lightning_fastdata import StepTimer
+from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
+from lightning_fastdata.prove.text import conclude
+from lightning_fastdata.prove.trials import AS_IS, FREE, of_dict
+
+CLOCK = []
+"""The one of the test; not in the datasets, which could not be compared then."""
+READ_S, STEP_S = 0.05, 0.2
+BATCHES, ROWS = 8, 4
+
+
+class Slow(Dataset):
+    """Takes time on the clock of the test where this process reads, and none elsewhere."""
+
+    def __init__(self, count=BATCHES * ROWS):
+        self.count, self.main, self.seen = count, os.getpid(), 0.0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if os.getpid() == self.main:
+            CLOCK[0].advance(round(READ_S * 1e9))
+        return torch.full((4,), index + self.seen)
+
+
+def module_of(package, the_clock, each_step=lambda: None, each_epoch=lambda: None):
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, _):
+            the_clock.advance(round(STEP_S * 1e9))
+            each_step()
+            loss = self.layer(batch).pow(2).mean()
+            self.log("loss", loss)
+            return loss
+
+        def on_train_epoch_start(self):
+            each_epoch()
+
+        def validation_step(self, batch, _):
+            self.log("val_loss", self.layer(batch).mean())
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 1e-6)
+            steps = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-5, total_steps=steps)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    return Module()
+
+
+@pytest.fixture
+def tried(tmp_path, monkeypatch):
+    """Return what runs a function in a trial, and what is known behind it."""
+    file = tmp_path / "trial" / "trial.json"
+    settings = ProveSettings(script="train.py", file=str(file), budget_s=170.0)
+    monkeypatch.setenv(VARIABLE, settings.as_text())
+    monkeypatch.chdir(tmp_path)
+
+    def run(function):
+        with virtual_time(PatientClock) as the_clock, pytest.raises(SystemExit):
+            CLOCK[:] = [the_clock]
+            function(the_clock)
+        return conclude(of_dict(json.loads(file.read_text())))
+
+    return run
+
+
+def quiet(package, **more):
+    return package.Trainer(
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, **more
+    )
+
+
+def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, tmp_path):
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "best.ckpt").write_text("mine")
+
+    def script(the_clock):
+        callbacks = [
+            ModelCheckpoint("ckpt", filename="best", save_last=True, enable_version_counter=False),
+            EarlyStopping("val_loss", patience=1),
+        ]
+        trainer = quiet(lightning, max_epochs=3, callbacks=callbacks, logger=CSVLogger("logs"))
+        data = Slow()
+        trainer.fit(
+            module_of(lightning, the_clock), DataLoader(data, ROWS, shuffle=True),
+            DataLoader(Slow(2 * ROWS), ROWS),
+        )  # fmt: skip
+
+    found = tried(script)
+    assert found.outcome == "change"
+    step_s = BATCHES * STEP_S
+    read_s = (BATCHES + 2) * ROWS * READ_S
+    assert found.gain.factor == pytest.approx((step_s + read_s) / step_s, rel=1e-6)
+    rows = {row["name"]: row for row in found.as_dict()["rows"]}
+    assert rows[AS_IS]["epoch_s"] == pytest.approx(step_s + read_s)
+    assert rows[FREE]["epoch_s"] == pytest.approx(step_s)
+    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "trial"}
+    assert [path.read_text() for path in (tmp_path / "ckpt").iterdir()] == ["mine"]
+    assert "ModelCheckpoint" in found.text()
+
+
+@pytest.mark.parametrize("package", [lightning, pytorch_lightning], ids=lambda p: p.__name__)
+def test_a_training_whose_steps_change_what_is_read_keeps_its_workers(tried, package):
+    def script(the_clock):
+        data = Slow()
+
+        def change():
+            data.seen += 1.0
+
+        trainer = quiet(package, max_epochs=3, logger=False)
+        trainer.fit(module_of(package, the_clock, each_step=change), DataLoader(data, ROWS))
+
+    found = tried(script)
+    assert {row["name"] for row in found.as_dict()["rows"]} == {AS_IS, FREE}
+    refused = found.as_dict()["not_tried"]
+    assert {each["name"] for each in refused} >= {"num_workers=2", "a cache in memory"}
+    assert all("steps change what is read" in each["why"] for each in refused)
+    assert found.outcome == "nothing found"
+
+
+def test_what_changes_with_the_epoch_is_not_kept_from_the_first(tried):
+    def script(the_clock):
+        data = Slow()
+
+        def change():
+            data.seen += 1.0
+
+        trainer = quiet(lightning, max_epochs=3, logger=False)
+        loader = DataLoader(data, ROWS, num_workers=1)
+        trainer.fit(module_of(lightning, the_clock, each_epoch=change), loader)
+
+    found = tried(script)
+    assert found.trial.facts.get("changes", "epochs") == "epochs"
+
+
+def test_a_loop_of_its_own_is_tried_through_step_timer(tried):
+    def script(the_clock):
+        timer = StepTimer("cpu")
+        for _ in range(2):
+            for _batch in timer.batches(DataLoader(Slow(), ROWS)):
+                the_clock.advance(round(STEP_S * 1e9))
+
+    found = tried(script)
+    assert found.outcome == "change"
+    assert found.gain.factor == pytest.approx((STEP_S + ROWS * READ_S) / STEP_S, rel=1e-6)
+
+
+def prove(folder, *arguments, code):
+    environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    command = ("-m", "lightning_fastdata", "prove", *arguments)
+    done = run_program(*command, cwd=folder, env=environ)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_script_that_trains_nothing_is_told_so(tmp_path):
+    (tmp_path / "train.py").write_text("print('hello')")
+    done = prove(tmp_path, "--json", "found.json", "train.py", code=2)
+    assert "no Lightning Trainer that fits" in done.stdout
+    assert "hello" in done.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["outcome"] == "not known"
+
+
+def test_an_error_of_the_script_is_shown(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('wrong config')")
+    done = prove(tmp_path, "train.py", code=2)
+    assert "code 1" in done.stdout
+    assert "wrong config" in done.stderr
+
+
+def test_ctrl_c_prints_what_is_known(tmp_path):
+    script = """
+    import os, signal, time
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from lightning_fastdata import StepTimer
+
+    steps = 0
+    for batch in StepTimer("cpu").batches(DataLoader(TensorDataset(torch.zeros(640, 4)), 4)):
+        steps += 1
+        if steps == 1000:
+            os.kill(os.getppid(), signal.SIGINT)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    done = prove(tmp_path, "--json", "found.json", "train.py", code=130)
+    assert "interrupted" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["stopped"] == "it was interrupted"
+
+
+@pytest.mark.parametrize("budget", ["soon", "5s", "-1m", ""])
+def test_a_budget_that_is_none_is_refused(tmp_path, budget):
+    (tmp_path / "train.py").write_text("")
+    done = prove(tmp_path, f"--budget={budget}", "train.py", code=1)
+    assert "budget is" in done.stderr
+    assert sys.executable not in done.stdout
