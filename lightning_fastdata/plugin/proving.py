@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.plugin.seams.internals import attributes_of, data_source
+from lightning_fastdata.plugin.seams.internals import attributes_of, loaders_owner
 from lightning_fastdata.plugin.seams.loaders import flattened, mapped, watch_sources
 from lightning_fastdata.plugin.seams.trainer import hide_loggers
 from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
@@ -109,8 +109,7 @@ class ProvingHooks:
 
     def _fast_loaders(self, trainer: Trainer) -> Callable[[str, Any], Any] | None:
         """Return what makes loaders as ``from_loaders`` does; None: `fit` was given none."""
-        source = data_source(trainer.fit_loop)
-        owner = getattr(source, "instance", None)
+        owner = loaders_owner(trainer.fit_loop)
         if owner is None or hasattr(owner, "training_step") or hasattr(owner, "prepare_data"):
             return None
         tree = type(trainer).__mro__[-2].__module__.partition(".")[0]

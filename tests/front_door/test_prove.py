@@ -80,9 +80,10 @@ def tried(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(function):
-        with virtual_time(PatientClock) as the_clock, pytest.raises(SystemExit):
+        with virtual_time(PatientClock) as the_clock:
             CLOCK[:] = [the_clock]
-            function(the_clock)
+            with pytest.raises(SystemExit):
+                function(the_clock)
         return conclude(of_dict(json.loads(file.read_text())))
 
     return run

@@ -43,6 +43,15 @@ CLASSES_KNOWN_BY_NAME = {
     "SingleDeviceStrategy": "strategies",
     "GradientAccumulationScheduler": "callbacks",
     "Checkpoint": "callbacks",
+    "EarlyStopping": "callbacks",
+    "Timer": "callbacks",
+    "LearningRateFinder": "callbacks",
+    "BatchSizeFinder": "callbacks",
+    "ProgressBar": "callbacks",
+    "StochasticWeightAveraging": "callbacks",
+    "LearningRateMonitor": "callbacks",
+    "ModelSummary": "callbacks",
+    "SaveConfigCallback": "cli",
 }
 
 
@@ -79,6 +88,20 @@ def test_each_loop_asks_its_own_source_for_loaders(tmp_path):
     assert None not in sources
     assert len(set(map(id, sources))) == 5
     assert internals.data_source(object()) is None
+
+
+def test_it_is_known_whether_a_fit_was_given_loaders(tmp_path):
+    heard = []
+
+    class Asks(Linear):
+        def on_train_start(self):
+            heard.append(internals.loaders_owner(self.trainer.fit_loop))
+
+    loader, module = DataLoader(Rows(8), 4), RowsModule()
+    make_trainer(tmp_path, limit_val_batches=0).fit(Asks(), loader)
+    make_trainer(tmp_path, limit_val_batches=0).fit(Asks(), module)
+    assert heard[0] is loader
+    assert heard[1] is module
 
 
 def test_a_fit_that_resumes_is_told_from_one_that_does_not(tmp_path):

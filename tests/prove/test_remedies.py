@@ -1,4 +1,4 @@
-"""Which remedies the evidence names, which the law of the changing world refuses, and their code."""
+"""Which remedies the evidence names, which a changing world refuses, and their code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The only place that reads private names of Lightning; ``docs/seams.md`` says what for.
 
-Read: ``_data_source`` of a loop; ``_loaded_from_state_dict``, ``_combined_loader`` and
-``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set, too; ``epoch_progress``
-and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch loop;
+Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dict``,
+``_combined_loader`` and ``_data_fetcher`` of the fit loop, of the latter ``fetched``, which is set,
+too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
+loop;
 ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
 ``_datahook_selector`` and ``_prepare_dataloader``; ``_loaded_checkpoint`` of its
 ``_checkpoint_connector``, whose counts are set, too; ``_mode`` of a CombinedLoader; ``_prefix``
@@ -17,6 +18,8 @@ Replaced on one object, never on a class, until the run of its trainer ends:
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
 - in :mod:`..guard.callback`: ``run`` of the automatic optimization; in :mod:`..guard.replay`, for
   one batch: ``training_step``, ``optimizer_zero_grad`` and ``log`` of the module
+- in :mod:`..proving`, until the script ends: ``save_checkpoint``, ``callbacks`` and ``loggers`` of
+  the trainer
 - in :mod:`.trainer`, during the steps that the batch-size guard tries: ``callbacks``, ``loggers``
   and ``profiler`` of the trainer, ``log`` and ``log_dict`` of the module
 
@@ -65,6 +68,15 @@ def data_source(loop: object) -> Any:
     source = _private(loop, "_data_source")
     replaceable = _private(source, "__dict__") is not None
     return source if replaceable and callable(_private(source, "dataloader")) else None
+
+
+def loaders_owner(loop: object) -> object:
+    """Return what a loop has its loaders from: a module with hooks, or loaders themselves.
+
+    None: there are none, or it is not known.
+    """
+    owner: object = _private(loop, "_data_source", "instance")
+    return owner
 
 
 def began_from_file(trainer: Trainer) -> bool:
