@@ -32,7 +32,8 @@ _OF_WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "p
 def reader_of(loader: object) -> Reader:
     """Return whose loader it is, which decides how it can be changed."""
     if isinstance(loader, FastDataLoader):
-        return "chosen" if loader.chosen or loader.transform is not None else "fast"
+        of_module = loader.transform is not None or loader.staged is not None
+        return "chosen" if loader.chosen or of_module else "fast"
     if not isinstance(loader, DataLoader):
         return "other"
     own = [n for n in MAKES_BATCHES if getattr(type(loader), n) is not getattr(DataLoader, n)]
@@ -198,7 +199,9 @@ def call_of(loader: DataLoader[Any], stage: str) -> CallSeen:
             given["prefetch_factor"] = str(loader.prefetch_factor)
     if loader.pin_memory:
         given["pin_memory"] = "True"
-    return CallSeen(stage=stage, dataset=type(loader.dataset).__name__, arguments=given)
+    kind = "FastDataLoader" if isinstance(loader, FastDataLoader) else "DataLoader"
+    dataset = type(loader.dataset).__name__
+    return CallSeen(stage=stage, kind=kind, dataset=dataset, arguments=given)
 
 
 def copied(batch: Batch) -> Batch:

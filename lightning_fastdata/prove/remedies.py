@@ -13,6 +13,8 @@ Reader: TypeAlias = Literal["torch", "fast", "chosen", "other"]
 _CPU_BOUND: Final = 0.7
 """Of the CPUs that could read, the part in use from which on more workers than CPUs are no use."""
 _MOST_WORKERS: Final = 16
+_A_THOUSAND: Final = 1000
+"""Workers weigh as much as one more argument."""
 _KEEP_UP: Final = 0.03
 """Of a step, the part below which workers keep up with the training."""
 _START_SHARE: Final = 0.015
@@ -63,8 +65,8 @@ class Remedy:
     name: str
     """As the table calls it."""
     change: Change
-    effort: int
-    """How much of the program it changes: of two that gain the same, the smaller is taken."""
+    effort: float
+    """How much of the program and the machine it takes: of two that gain the same, the smaller."""
     says: tuple[str, ...] = ()
     """What else changes with it."""
 
@@ -272,6 +274,8 @@ class CallSeen:
 
     stage: str
     """``"training"`` or ``"validation"``."""
+    kind: str
+    """Its class."""
     dataset: str
     """The class of its dataset."""
     arguments: Mapping[str, str]
@@ -293,7 +297,8 @@ def code_of(change: Change, calls: list[CallSeen], *, given_to_fit: bool) -> lis
             f'data = FastDataModule.from_loaders({given}, num_workers="auto")',
             "trainer.fit(model, datamodule=data)",
         ]
-    names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * change.fast
+    new = change.fast and any(call.kind == "DataLoader" for call in calls)
+    names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * new
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
     dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
     for call in calls:
@@ -308,7 +313,7 @@ def code_of(change: Change, calls: list[CallSeen], *, given_to_fit: bool) -> lis
             arguments["persistent_workers"] = "True"
         if change.pin_memory:
             arguments["pin_memory"] = "True"
-        kind = "FastDataLoader" if change.fast else "DataLoader"
+        kind = "FastDataLoader" if change.fast else call.kind
         given = ", ".join([dataset, *(f"{name}={text}" for name, text in arguments.items())])
         lines.append(f"{kind}({given})  # {call.stage}, of {call.dataset}")
     return lines

@@ -52,6 +52,8 @@ _EVEN_STEPS: Final = 32
 """A part of an epoch has so many steps, if that does not take much longer than a block may."""
 _TUNED_STEPS: Final = 100
 """Behind so many steps the number of workers of this package's loader has settled."""
+_WARM_BLOCKS: Final = 3
+"""It has no more blocks than these to do so."""
 _OVER: Final = 0.25
 """Of the budget, what it may take longer to confirm a remedy that was found in time."""
 _CACHE_SHARE: Final = 0.25
@@ -387,7 +389,8 @@ class Session:
         remedy = self.trial.remedies.get(turn.arm)
         if remedy is None or not remedy.change.fast:
             return 1
-        return max(1, -(-_TUNED_STEPS // self._places["train"][0].steps))
+        settled = -(-_TUNED_STEPS // self._places["train"][0].steps)
+        return max(1, min(settled, _WARM_BLOCKS * self._repeats))
 
     def _end(self, why: str) -> NoReturn:
         self.trial.stopped = why
@@ -503,7 +506,7 @@ class Session:
                 for place in places
                 if made.reader_of(place.own) in ("torch", "fast")
             ],
-            "may_persist": not facts.stream and facts.changes in ("nothing", "unknown"),
+            "may_persist": facts.epochs > 1 and facts.changes in ("nothing", "unknown"),
         }
 
     def _facts(self) -> LoaderFacts:

@@ -20,6 +20,7 @@ from lightning_fastdata.prove.trials import (
     gain_of,
     log_gains,
     recommended,
+    untried_of,
 )
 
 Outcome: TypeAlias = Literal["change", "nothing to gain", "nothing found", "not known"]
@@ -158,6 +159,10 @@ def conclude(trial: Trial) -> Conclusion:
             verdict += f" (The blocks differ a lot: {bound.low:.2f} to {bound.high:.2f}.)"
         return Conclusion(trial=trial, outcome="nothing to gain", verdict=verdict)
     free = f"free data would bring {bound.factor:.2f}x"
+    untried = untried_of(trial)
+    if trial.ended and untried:
+        verdict = f"Not decided: {free}, and the time did not do for {', '.join(untried)}."
+        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
     if trial.ended:
         verdict = f"Nothing found: {free}, and no change that was tried brings 3 % for sure."
         return Conclusion(trial=trial, outcome="nothing found", verdict=verdict)

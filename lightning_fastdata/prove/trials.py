@@ -252,6 +252,12 @@ def gain_of(trial: Trial, name: str) -> Gain | None:
     return interval(tried, tries=tries, spread=_pooled(rows))
 
 
+def untried_of(trial: Trial) -> list[str]:
+    """Return the remedies of which no block is known, as the time was over."""
+    known = {block.arm for block in trial.blocks}
+    return [name for name in trial.remedies if name not in known and name not in trial.failed]
+
+
 def recommended(trial: Trial) -> tuple[str, Gain] | None:
     """Return the remedy that was confirmed, if its gain holds."""
     for name in trial.remedies:

@@ -113,9 +113,8 @@ def test_the_best_of_each_kind_go_together():
 
 
 def test_the_code_is_what_the_user_has_with_the_change():
-    call = CallSeen(
-        stage="training", dataset="Photos", arguments={"batch_size": "16", "shuffle": "True"}
-    )
+    arguments = {"batch_size": "16", "shuffle": "True"}
+    call = CallSeen(stage="training", kind="DataLoader", dataset="Photos", arguments=arguments)
     (line,) = code_of(Change(num_workers=4), [call], given_to_fit=True)
     assert line == (
         "DataLoader(dataset, batch_size=16, shuffle=True, num_workers=4)  # training, of Photos"

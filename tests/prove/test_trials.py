@@ -159,6 +159,13 @@ def test_a_small_budget_still_confirms_the_best():
     assert training.left > -20.0
 
 
+def test_what_the_time_did_not_do_for_is_told():
+    times = EveryName({AS_IS: 10.0, FREE: 4.0, "num_workers=2": 10.0, "fast": 10.0})
+    found = Training(times, remedies=[workers(2), FAST], budget_s=118.0).run()
+    assert found.outcome == "not known"
+    assert "the time did not do for" in found.verdict
+
+
 def test_each_block_is_compared_with_another_block_of_the_training_as_it_is():
     def block(arm, epoch_s, phase="confirm"):
         return Block(arm=arm, phase=phase, epoch_s=epoch_s, step_ms=1.0, wall_s=1.0)
