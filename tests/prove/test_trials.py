@@ -107,13 +107,24 @@ def test_where_free_data_brings_nothing_no_remedy_is_tried():
     assert {turn.arm for turn in training.ran} == {AS_IS, FREE}
 
 
-def test_what_drifts_is_no_gain():
+@pytest.mark.parametrize("drift", [0.03, -0.012])
+def test_what_drifts_is_no_gain(drift):
     times = {AS_IS: 10.0, FREE: 5.0, "num_workers=2": 10.0, "fast": 10.0}
     training = Training(
-        times, spread=0.002, drift=0.01, remedies=[workers(2), FAST], budget_s=900.0
+        times, spread=0.002, drift=drift, remedies=[workers(2), FAST], budget_s=900.0
     )
     found = training.run()
     assert found.outcome == "nothing found"
+
+
+def test_the_order_is_turned_round_from_one_time_to_the_next():
+    times = EveryName({AS_IS: 10.0, FREE: 4.0, "num_workers=2": 5.0, "fast": 6.0, "cache": 7.0})
+    training = Training(times, remedies=[workers(2), FAST, CACHE])
+    found = training.run()
+    ran = [turn.arm for turn in training.ran if turn.phase == "confirm"]
+    assert ran[:4] == [AS_IS, found.remedy, found.remedy, AS_IS]
+    counted = [t.arm for t in training.ran if t.phase == "try" and not t.warm and t.arm != AS_IS]
+    assert counted[:6] == [*counted[:3], *reversed(counted[:3])]
 
 
 def test_remedies_that_change_nothing_are_hardly_ever_recommended():
@@ -172,7 +183,8 @@ def test_each_block_is_compared_with_another_block_of_the_training_as_it_is():
 
     blocks = [block(AS_IS, 4.0), block("x", 2.0), block("x", 2.0), block(AS_IS, 8.0)]
     assert log_gains(blocks, "x") == pytest.approx([math.log(2), math.log(4)])
-    assert log_gains([*blocks, block("x", 1.0)], "x", "confirm")[:2] == log_gains(blocks, "x")
+    assert log_gains([*blocks, block("x", 1.0)], "x") == log_gains(blocks, "x")
+    assert log_gains([*blocks, block("x", 1.0, "try")], "x") == log_gains(blocks, "x")
 
 
 def test_what_was_chosen_by_luck_is_promised_by_blocks_that_had_no_part_in_it():
