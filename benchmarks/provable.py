@@ -107,13 +107,13 @@ class Classifier(lightning.LightningModule):
 
 
 def photos(train_per_class: int = 40) -> Path:
-    from lightning_fastdata.demo.photos import Cut, cut_photographs
+    from demo.photos import Cut, cut_photographs
 
     return cut_photographs(PHOTOS, Cut(train_per_class=train_per_class, val_per_class=8))
 
 
 def albumentations_photos(workers: int) -> Script:
-    from lightning_fastdata.demo.training import (
+    from demo.training import (
         AugmentedPhotos,
         PhotoClassifier,
         train_augmentation,
