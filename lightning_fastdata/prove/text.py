@@ -20,6 +20,7 @@ from lightning_fastdata.prove.trials import (
     gain_of,
     log_gains,
     recommended,
+    unsure_of,
     untried_of,
 )
 
@@ -159,6 +160,14 @@ def conclude(trial: Trial) -> Conclusion:
             verdict += f" (The blocks differ a lot: {bound.low:.2f} to {bound.high:.2f}.)"
         return Conclusion(trial=trial, outcome="nothing to gain", verdict=verdict)
     free = f"free data would bring {bound.factor:.2f}x"
+    unsure = unsure_of(trial)
+    if unsure is not None:
+        name, gain = unsure
+        verdict = (
+            f"Not decided: {name} seems to bring {gain.factor:.2f}x ({_interval(gain)}), which may "
+            "be chance. More time, or a quieter machine, would tell."
+        )
+        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
     untried = untried_of(trial)
     if trial.ended and untried:
         verdict = f"Not decided: {free}, and the time did not do for {', '.join(untried)}."

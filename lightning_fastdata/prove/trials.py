@@ -260,11 +260,23 @@ def untried_of(trial: Trial) -> list[str]:
 
 def recommended(trial: Trial) -> tuple[str, Gain] | None:
     """Return the remedy that was confirmed, if its gain holds."""
+    found = _confirmed(trial)
+    return found if found is not None and found[1].holds else None
+
+
+def unsure_of(trial: Trial) -> tuple[str, Gain] | None:
+    """Return the remedy whose gain would be worth it, but may be chance."""
+    found = _confirmed(trial)
+    worth = found is not None and found[1].factor > LEAST_GAIN
+    return found if worth and recommended(trial) is None else None
+
+
+def _confirmed(trial: Trial) -> tuple[str, Gain] | None:
+    """Return the remedy that was run once more, and what that has shown."""
     for name in trial.remedies:
         if len(log_gains(trial.blocks, name, "confirm")) >= _LEAST_PAIRS:
             gain = gain_of(trial, name)
-            if gain is not None and gain.holds:
-                return name, gain
+            return None if gain is None else (name, gain)
     return None
 
 

@@ -170,6 +170,19 @@ def test_a_small_budget_still_confirms_the_best():
     assert training.left > -20.0
 
 
+def test_a_gain_that_may_be_chance_is_not_called_none():
+    times = EveryName({AS_IS: 10.0, FREE: 4.0, "num_workers=2": 8.5})
+    outcomes = set()
+    for seed in range(12):
+        training = Training(times, remedies=[workers(2)], spread=0.3, seed=seed)
+        found = training.run()
+        outcomes.add(found.outcome)
+        if "may be chance" in found.verdict:
+            assert found.exit_code == 2
+            assert found.gain is None
+    assert "not known" in outcomes
+
+
 def test_what_the_time_did_not_do_for_is_told():
     times = EveryName({AS_IS: 10.0, FREE: 4.0, "num_workers=2": 10.0, "fast": 10.0})
     found = Training(times, remedies=[workers(2), FAST], budget_s=118.0).run()
