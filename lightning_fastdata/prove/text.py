@@ -173,7 +173,7 @@ def conclude(trial: Trial) -> Conclusion:
         verdict = f"Not decided: {free}, and the time did not do for {', '.join(untried)}."
         return Conclusion(trial=trial, outcome="not known", verdict=verdict)
     if trial.ended:
-        verdict = f"Nothing found: {free}, and no change that was tried brings 3 % for sure."
+        verdict = f"Nothing found: {free}, and no change that was tried brings 3 %."
         return Conclusion(trial=trial, outcome="nothing found", verdict=verdict)
     verdict = f"Not decided: {free}, and no change has been confirmed yet."
     return Conclusion(trial=trial, outcome="not known", verdict=verdict)

@@ -26,10 +26,10 @@ _CONFIRMED_PAIRS: Final = (5, 12)
 """Pairs of blocks that confirm a remedy, the fewest and the most that are planned."""
 _LEAST_PAIRS: Final = 3
 """Of these, what there has to be where the time was over before."""
-_ROUNDS: Final = 2
-"""Of the remedies, one at a time."""
+_ROUNDS: Final = (2, 6)
+"""Of the remedies, one at a time: so many, and the most where none is seen to gain something."""
 _LOSES: Final = 0.9
-"""A remedy that is so slow in its first round has no second one."""
+"""A remedy that is surely so slow has no further round."""
 _WITHOUT_A: Final = 3
 """So many other blocks may lie between two of the training as it is."""
 
@@ -155,11 +155,13 @@ def _in_pairs(arm: str, phase: Phase, pairs: int) -> Iterator[Turn]:
 
 
 def _tried(trial: Trial, left_s: Callable[[], float], names: Sequence[str]) -> Iterator[Turn]:
-    """Yield rounds of some remedies, the second in the opposite order.
+    """Yield rounds of some remedies, every other one in the opposite order.
 
     It ends where no more is left than what it takes to confirm the best of them.
     """
-    for number in range(_ROUNDS):
+    for number in range(_ROUNDS[1]):
+        if number >= _ROUNDS[0] and candidate(trial) is not None:
+            return
         left = [n for n in names if n not in trial.failed and not (number and _loses(trial, n))]
         row = [AS_IS, *left]
         for at in range(_WITHOUT_A + 1, len(row), _WITHOUT_A + 1):
@@ -185,7 +187,11 @@ def _block_s(trial: Trial, arm: str) -> float:
 
 def _loses(trial: Trial, name: str) -> bool:
     logs = log_gains(trial.blocks, name)
-    return bool(logs) and statistics.fmean(logs) < math.log(_LOSES)
+    if not logs:
+        return False
+    spread = _spread(trial)
+    chance = 0.0 if spread is None else 2 * spread.deviation / math.sqrt(len(logs))
+    return statistics.fmean(logs) < math.log(_LOSES) - chance
 
 
 def _worthwhile(trial: Trial) -> dict[str, float]:
@@ -247,9 +253,13 @@ def gain_of(trial: Trial, name: str) -> Gain | None:
     tried = log_gains(trial.blocks, name, "try")
     if not tried:
         return None
-    rows = [log_gains(trial.blocks, other, "try") for other in trial.remedies]
-    rows.append(log_gains(trial.blocks, FREE, "bound"))
-    return interval(tried, tries=tries, spread=_pooled(rows))
+    return interval(tried, tries=tries, spread=_spread(trial))
+
+
+def _spread(trial: Trial) -> Spread | None:
+    """Return the spread of single pairs, by those of all remedies and of free data."""
+    rows = [log_gains(trial.blocks, name, "try") for name in trial.remedies]
+    return _pooled([*rows, log_gains(trial.blocks, FREE, "bound")])
 
 
 def untried_of(trial: Trial) -> list[str]:
