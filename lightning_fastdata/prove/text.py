@@ -174,6 +174,8 @@ def conclude(trial: Trial) -> Conclusion:
         return Conclusion(trial=trial, outcome="not known", verdict=verdict)
     if trial.ended:
         verdict = f"Nothing found: {free}, and no change that was tried brings 3 %."
+        if not trial.remedies:
+            verdict = f"Nothing to try: {free}, and there is no change to try on this loader."
         return Conclusion(trial=trial, outcome="nothing found", verdict=verdict)
     verdict = f"Not decided: {free}, and no change has been confirmed yet."
     return Conclusion(trial=trial, outcome="not known", verdict=verdict)
@@ -197,7 +199,9 @@ def _table(trial: Trial, chosen: str | None) -> list[str]:
         step, epoch = _mean(trial, name, "step_ms"), _mean(trial, name, "epoch_s")
         cells = f"{_number(step)} ms  {_number(epoch)} s "
         told = "" if gain is None else f"  {gain.factor:>5.2f}x  {_interval(gain)}"
-        mark = " <-" if name == chosen else " at most" if name == FREE and gain is not None else ""
+        mark = (
+            " <-" if name == chosen else "  (at most)" if name == FREE and gain is not None else ""
+        )
         lines.append(f" {name:<{width}}  {cells}{told}{mark}".rstrip())
     return lines
 
