@@ -16,7 +16,9 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import types
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import connection, forkserver
@@ -33,29 +35,46 @@ def serve() -> None:
 
     The server that :mod:`multiprocessing` would start imports it once more.
     """
-    for name in PRELOADED:
-        importlib.import_module(name)
     address = connection.arbitrary_address("AF_UNIX")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
     alive, ours = os.pipe()
-    process = os.fork()
-    if process == 0:
-        try:
-            own = {0, 1, 2, listener.fileno(), alive}
-            for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - own:
-                with suppress(OSError):
-                    os.close(descriptor)
-            multiprocessing.set_forkserver_preload(["__main__"])
-            forkserver.main(listener.detach(), alive, [])
-        finally:
-            os._exit(0)
+    with warnings.catch_warnings():
+        _warn_as_python_does()
+        for name in PRELOADED:
+            importlib.import_module(name)
+        process = os.fork()
+        if process == 0:
+            _serve(listener, alive)
     os.close(alive)
     listener.close()
     server = forkserver._forkserver
     server._forkserver_address, server._forkserver_alive_fd = address, ours
     server._forkserver_pid = process
+
+
+def _serve(listener: socket.socket, alive: int) -> None:
+    """Be the server, until the process that it was forked from ends, without what pytest set."""
+    try:
+        own = {0, 1, 2, listener.fileno(), alive}
+        for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - own:
+            with suppress(OSError):
+                os.close(descriptor)
+        sys.unraisablehook = sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
+        multiprocessing.set_forkserver_preload(["__main__"])
+        forkserver.main(listener.detach(), alive, [])
+    finally:
+        os._exit(0)
+
+
+def _warn_as_python_does() -> None:
+    """Take away the filters of pytest, by which our warnings are errors."""
+    warnings.resetwarnings()
+    for kind in (ResourceWarning, ImportWarning, PendingDeprecationWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", kind)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
 
 
 def run_program(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from augment.pairwise import pairwise
+from pairwise import pairwise
 
 CHANNELS = (1, 2, 3, 4, 6, 7)
 SIZES = ((53, 74), (48, 31), (1, 9), (7, 1))

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from augment.oracle_cases import CASES
-from augment.pairwise import pairwise
 from augment.parity import draw_both, photographs
 from misses import each
+from pairwise import pairwise
 from thoroughness import LONG
 
 from benchmarks.parity import levels_per_unit, make_example

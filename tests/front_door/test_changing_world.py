@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from augment.pairwise import pairwise
 from lightning.pytorch import Callback, LightningModule, Trainer
 from misses import Misses
+from pairwise import pairwise
 from thoroughness import LONG, some
 from torch.utils.data import (
     ConcatDataset,

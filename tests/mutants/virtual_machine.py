@@ -25,7 +25,7 @@ def disturbed():
 
 def plant(code):
     (found,) = (each for each in planted.PLANTS if each.code == code)
-    return partial(planted.test_the_first_finding_is_the_planted_cause, found)
+    return partial(planted.check_first_finding, found)
 
 
 def any_that_is_ready(right):
