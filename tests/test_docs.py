@@ -263,7 +263,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_pages_that_the_code_names_are_there():
-    files = [*ROOT.glob("lightning_fastdata/**/*.py"), *ROOT.glob("examples/**/*.*")]
+    files = [*ROOT.glob("lightning_fastdata/**/*.py"), *ROOT.glob("examples/**/*.py")]
     named = {link for file in files for link in IN_A_MESSAGE.findall(file.read_text())}
     assert named
     assert [link for link in named if broken(link, ROOT, ROOT)] == []
