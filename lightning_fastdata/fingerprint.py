@@ -22,7 +22,7 @@ import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from types import FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
@@ -41,7 +41,7 @@ _FEW: Final = 16
 """Files that are looked at."""
 _LOOKED_AT: Final = 1000
 """Elements of a global container that are looked at to see whether it holds plain data."""
-_DEPTH: Final = 4
+_DEPTH: Final = 8
 _ATOMS: Final = (int, float, complex, bool, str, bytes, bytearray, NoneType, range, slice)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict)
@@ -252,6 +252,9 @@ class _Digesting(pickle.Pickler):
                 home = value.__module__
                 if isinstance(home, str) and is_users(home):
                     found[key] = _plain_attributes(value), self._of_globals(home)
+            elif isinstance(value, FunctionType):
+                if is_users(value.__module__):
+                    found[key] = _kept_by(value)
             elif isinstance(value, _REMEMBERS) or _is_plain(value, _DEPTH):
                 found[key] = value
         return found
@@ -266,6 +269,13 @@ def closed_over(function: FunctionType) -> list[object]:
         except ValueError:
             contents.append(None)
     return contents
+
+
+def _kept_by(function: FunctionType) -> list[object]:
+    """Return the plain data that a function keeps from call to call: a default, a closure."""
+    defaults = (function.__defaults__ or ()), (function.__kwdefaults__ or {}).values()
+    kept = (*chain(*defaults), *closed_over(function), *vars(function).values())
+    return [each for each in kept if isinstance(each, _REMEMBERS) or _is_plain(each, _DEPTH)]
 
 
 def _of_namespace(cls: type) -> dict[str, object]:

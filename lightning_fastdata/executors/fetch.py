@@ -21,6 +21,7 @@ from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
@@ -35,9 +36,12 @@ if TYPE_CHECKING:
 _Asked = TypeVar("_Asked")
 _Fetched = TypeVar("_Fetched")
 AT_START_BYTES: Final = 2**25
-"""So much memory an epoch takes at most that is read, or copied, when it begins."""
+"""So much memory an epoch takes at most that is to be read at once when it begins."""
 AT_START_S: Final = 0.25
-"""So long it may take to read it then."""
+"""So long it may take."""
+COPIED_BYTES: Final = 2**30
+"""So much memory columns take at most that are copied when an epoch begins."""
+_PART_OF_FREE: Final = 8
 _OTHERS = 8
 """So many samples are tried to see what samples look like."""
 _COLLATION = -1
@@ -100,6 +104,11 @@ class FetchPlan:
     def with_other_draws(self) -> FetchPlan:
         """Return the plan for a process in another's place, which is not to draw the same again."""
         return replace(self, base_seed=(self.base_seed + 2**32) % 2**63)
+
+
+def copy_limit_bytes() -> int:
+    """Return how much memory columns may take that are copied when an epoch begins."""
+    return min(COPIED_BYTES, read_host_memory().available_bytes // _PART_OF_FREE)
 
 
 class _DrewError(BaseException):

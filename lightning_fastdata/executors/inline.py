@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
-from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.executors.fetch import AT_START_BYTES, AT_START_S, Fetcher
+from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.executors.fetch import AT_START_BYTES, Fetcher
 from lightning_fastdata.executors.stream_position import (
     NO_NOTE,
     LanePosition,
@@ -20,6 +21,7 @@ from lightning_fastdata.executors.stream_position import (
     StreamPosition,
 )
 from lightning_fastdata.executors.stream_state import ReadSamples, StateTaker, set_generator_states
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
 from lightning_fastdata.stamps.lines import LineWatch
@@ -231,6 +233,21 @@ def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetch
     return Fetcher(plan, guest=guest)
 
 
+_MOST_BYTES: Final = 8 * AT_START_BYTES
+_COMPARED_S: Final = 0.01
+_GROWN: Final = (
+    "The epoch that begins is larger than was seen when the loader was made: {size} MiB of it were "
+    "read as things are now, and the rest is read as things are by then, which a step may change. "
+    'Make the loader anew, or set num_workers=1 and executor="workers".'
+)
+_CHANGED_BY_READING: Final = (
+    "Reading an epoch has changed the dataset or its collate_fn: a counter, say, or samples that "
+    "are kept. It was read in the training process, so that the next epoch goes on with that; "
+    "workers, which may be chosen elsewhere, do so in copies that end with the epoch. Set "
+    'num_workers=0 for the former, or num_workers=1 and executor="workers" for the latter.'
+)
+
+
 class _Made(NamedTuple):
     """A batch that was read and is not handed out yet."""
 
@@ -245,8 +262,8 @@ class InlineExecutor:
     """Fetches in the calling thread; by index with the same randomness as ``workers``.
 
     In place of side processes (``plan.at_start``) it reads an epoch as things are when that begins:
-    all of its batches are made before the first one is handed out, as far as that takes
-    ``AT_START_S`` and ``AT_START_BYTES``. Others are read when they are asked for.
+    all of its batches are made before the first one is handed out. Where that takes a multiple of
+    ``AT_START_BYTES``, others are read when they are asked for, after a warning.
     """
 
     def __init__(self, plan: FetchPlan) -> None:
@@ -261,6 +278,7 @@ class InlineExecutor:
         self._wait = WaitWatch()
         self._records: deque[BatchStamps] | None = None
         self._history: StreamHistory | None = None
+        self._passes = 0
         self.reads_later = True
         """What comes next is read as things are by then."""
 
@@ -341,18 +359,26 @@ class InlineExecutor:
 
     def _read_at_start(self) -> tuple[TaskStamps, ...]:
         """Make the batches of the epoch, as long as they take little time and memory."""
-        until_s, size_bytes = clock.monotonic() + AT_START_S, 0
-        while size_bytes < AT_START_BYTES and clock.monotonic() < until_s:
+        self._passes += 1
+        looks = not self._passes & (self._passes - 1)
+        before = self._state() if looks else None
+        size_bytes = 0
+        while size_bytes < _MOST_BYTES:
             try:
                 made = self._read()
             except StopIteration:
                 self.reads_later = False
                 break
             self._ready.append(made)
-            if made.error is not None:
-                break
             size_bytes += bytes_in(made.batch)
+        else:
+            warnings.warn(_GROWN.format(size=size_bytes >> 20), FastDataWarning, stacklevel=2)
+        if before is not None and self._state() not in (None, before):
+            warnings.warn(_CHANGED_BY_READING, FastDataWarning, stacklevel=2)
         return tuple(made.task for made in self._ready if made.task is not None)
+
+    def _state(self) -> Fingerprint | None:
+        return fingerprint(*self._plan.compared, within_s=_COMPARED_S)
 
     def _read(self) -> _Made:
         """Make the next batch; :exc:`StopIteration` where the epoch ends."""

@@ -136,6 +136,9 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
             (``batch_size=None``).
     """
 
+    _inner: Source | None
+    _inner_settings: tuple[SourceSettings, bool] | None
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -198,10 +201,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         seed = global_seed() if seed is None else checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
-        self._inner: Source | None
         self._read_by: KeptExecutor | None = None
         """What read the last epoch, also when it is closed; None: torch's own loader."""
-        self._inner_settings: tuple[SourceSettings, bool] | None
         self.plan: LoaderPlan | None = None
         if executor == "auto" or num_workers == "auto":
             spec = LoaderSpec(
@@ -233,6 +234,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
             executor, num_workers = plan.executor, plan.num_workers
             persistent_workers = plan.persistent_workers if num_workers else False
             if not num_workers:
+                self.chosen &= not plan.only_here
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
                 multiprocessing_context = plan.multiprocessing_context

@@ -179,6 +179,8 @@ class LoaderPlan:
     """What the user should know of the samples themselves; worth one each, too."""
     draws: bool | None = None
     """Whether reading a sample draws at random; None: not known."""
+    only_here: bool = False
+    """No side process can read the dataset: the training process does, as with torch."""
 
     def explain(self) -> str:
         """A table of option, value, who chose it and why, followed by the limits."""

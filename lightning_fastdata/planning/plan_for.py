@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.fetch import AT_START_BYTES, AT_START_S
+from lightning_fastdata.executors.fetch import AT_START_BYTES, AT_START_S, copy_limit_bytes
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere, unsuited
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
@@ -133,7 +133,9 @@ def plan_for(
         start_ms=start_ms,
     )
     draws = bool(spec.pipelines) or facts.draws or (None if cost is None else False)
-    return replace(plan_loader(options, situation), warnings=facts.warnings, draws=draws)
+    plan = plan_loader(options, situation)
+    only_here = facts.here is not None
+    return replace(plan, warnings=facts.warnings, draws=draws, only_here=only_here)
 
 
 def choose_executor(
@@ -167,7 +169,7 @@ def choose_executor(
         here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
     if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
-        return _cheap(spec, "gather", _ROWS, forked=forked, size_bytes=facts.own_bytes)
+        return _cheap(spec, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)
     if facts.here is not None and workers == "auto":
         return ExecutorChoice("inline", facts.here, alone=True)
     lacks = "" if shared_memory else "; this system has no memory files for side processes"
@@ -205,9 +207,19 @@ def choose_executor(
         "inline",
         said,
         forked=forked,
-        size_bytes=samples * (facts.cost.size_bytes or 0),
-        seconds=samples / batch_size * alone / 1000,
+        read_bytes=samples * (facts.cost.size_bytes or 0),
+        read_s=samples / batch_size * alone / 1000,
+        in_copies=_in_copies(spec, facts),
     )
+
+
+def _in_copies(spec: LoaderSpec, facts: DatasetFacts) -> str | None:
+    """Return why the training process may not read an epoch of samples at once; None: it may."""
+    if facts.changes:
+        return "to read it changes it, or that cannot be seen: a forked process has a copy"
+    if not spec.default_collation:  # which copies what the dataset holds
+        return "a batch may be memory of the dataset, which a forked process has as it was"
+    return None
 
 
 def _cheap(
@@ -216,22 +228,27 @@ def _cheap(
     why: str,
     *,
     forked: bool,
-    size_bytes: float,
-    seconds: float = 0.0,
+    copied_bytes: float = 0.0,
+    read_bytes: float = 0.0,
+    read_s: float = 0.0,
+    in_copies: str | None = None,
 ) -> ExecutorChoice:
     """Return who reads what the training process could read itself, through ``here``.
 
     It does so if it can read, or copy, an epoch at once when that begins: later steps may have
     changed what is read, which a forked process has as it was. Others take seconds to start.
+    ``in_copies``: Why only processes of their own may read it.
     """
     source = spec.sampler if spec.batch_sampler is None else spec.batch_sampler
-    aside = None
+    aside = in_copies
     if source is not None and not is_drawn_at_start(source):
         aside = "its sampler is asked while the training runs"
-    elif size_bytes > AT_START_BYTES:
-        aside = f"a forked process keeps {size_bytes / 2**20:,.0f} MiB as they are"
-    elif seconds > AT_START_S:
-        aside = f"a forked process reads {seconds:.2g} s of samples as they are"
+    elif copied_bytes > copy_limit_bytes():
+        aside = f"a forked process has {copied_bytes / 2**20:,.0f} MiB as they are"
+    elif read_bytes > AT_START_BYTES:
+        aside = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"
+    elif read_s > AT_START_S:
+        aside = f"a forked process reads {read_s:.2g} s of samples as they are"
     if aside is None or not forked:
         return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
     return ExecutorChoice("workers", f"{why}; {aside}", few=True)

@@ -47,6 +47,7 @@ from lightning_fastdata import (
     FastDataWarning,
     LoaderOptions,
 )
+from lightning_fastdata.executors import fetch, inline
 
 LENGTH, BATCH, EPOCHS = 8, 2, 2
 IN_A_GLOBAL: dict[str, int] = {"added": 0}
@@ -492,6 +493,44 @@ def counts_in_a_global(_: Any, __: int) -> int:
     return IN_A_GLOBAL["added"]
 
 
+def kept_in_a_default(index: int, kept: dict[int, int] = {}) -> int:  # noqa: B006
+    return kept.setdefault(index % 3, index + len(kept))
+
+
+def keeps_in_a_default(_: Any, index: int) -> int:
+    return kept_in_a_default(index)
+
+
+def memoized(function: Callable[[int], int]) -> Callable[[int], int]:
+    kept: dict[int, int] = {}
+
+    def wrapper(index: int) -> int:
+        return kept.setdefault(index % 3, function(index) + len(kept))
+
+    return wrapper
+
+
+@memoized
+def kept_in_a_closure(index: int) -> int:
+    return index
+
+
+def keeps_in_a_closure(_: Any, index: int) -> int:
+    return kept_in_a_closure(index)
+
+
+def kept_at_a_function(index: int) -> int:
+    kept_at_a_function.reads += 1  # type: ignore[attr-defined]
+    return index + kept_at_a_function.reads  # type: ignore[attr-defined]
+
+
+kept_at_a_function.reads = 0  # type: ignore[attr-defined]
+
+
+def keeps_at_a_function(_: Any, index: int) -> int:
+    return kept_at_a_function(index)
+
+
 @functools.lru_cache
 def remembers(index: int) -> int:
     return index + remembers.cache_info().misses
@@ -512,6 +551,9 @@ def test_what_reading_changes_in_a_worker_ends_with_the_epoch(context, tmp_path)
         goes_on_in_a_file,
         counts_in_a_global,
         remembers_what_it_read,
+        keeps_in_a_default,
+        keeps_in_a_closure,
+        keeps_at_a_function,
     )
     with Misses() as misses:
         for number, look in enumerate(looks if context == "fork" else looks[:1]):
@@ -527,7 +569,9 @@ def test_what_reading_changes_in_a_worker_ends_with_the_epoch(context, tmp_path)
                     executor="workers",
                 )
                 assert list(by_epochs(loader)) == wanted
-                if context == "fork":
+                if context == "fork":  # else the training process reads, and warns of it
+                    auto = FastDataLoader(**given, **how, num_workers="auto")
+                    assert list(by_epochs(auto)) == wanted
                     door = partial(ours, DOORS[number % 3], "auto aside", kept=False)
                     module = trained("nobody", _unchanged(given), tmp_path, door)
                     assert module.batches == [*wanted[0], *wanted[1]]
@@ -567,8 +611,9 @@ def part_of_joined_rows(length: int, width: int) -> World:
 @pytest.mark.parametrize(
     "make", [tensor_of_rows, array_below_a_tensor, part_of_joined_rows, indices_below_a_subset]
 )
-@pytest.mark.parametrize(("executor", "width"), [("gather", 4), ("workers", 40_000)])
-def test_rows_of_an_epoch_are_those_of_its_start(executor, width, make) -> None:
+@pytest.mark.parametrize(("executor", "width"), [("gather", 4), ("workers", 400)])
+def test_rows_of_an_epoch_are_those_of_its_start(executor, width, make, monkeypatch) -> None:
+    monkeypatch.setattr(fetch, "COPIED_BYTES", 2**16)
     length = 1000
 
     def first_numbers(loader: Any, change: Callable[[], object]) -> list[list[int]]:
@@ -590,6 +635,65 @@ def test_rows_of_an_epoch_are_those_of_its_start(executor, width, make) -> None:
         seen = first_numbers(loader, change)
     others = [at for at, pair in enumerate(zip(seen, wanted, strict=True)) if pair[0] != pair[1]]
     assert others[:3] == []
+
+
+@pytest.mark.parametrize("how", [{"batch_size": None}, {"batch_size": 2, "collate_fn": list}])
+def test_steps_and_batches_that_are_read_share_no_memory(how) -> None:
+    def seen(loader: Any, rows: torch.Tensor) -> list[Any]:
+        found = []
+        for batch in loader:
+            found.append([row.tolist() for row in batch])
+            for row in batch:
+                row.add_(10)
+            rows += 1
+        return [*found, rows.tolist()]
+
+    class Views(Rows):
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            return self.rows[index]
+
+    ours_rows, torchs_rows = torch.zeros(LENGTH, 3), torch.zeros(LENGTH, 3)
+    torchs = DataLoader(Views(print, rows=torchs_rows), **how, num_workers=1)
+    wanted = seen(torchs, torchs_rows)
+    assert (
+        seen(FastDataLoader(Views(print, rows=ours_rows), **how, num_workers="auto"), ours_rows)
+        == wanted
+    )
+
+
+def test_an_epoch_that_has_grown_too_large_to_be_read_at_once_is_warned_of(monkeypatch) -> None:
+    monkeypatch.setattr(inline, "_MOST_BYTES", 1000)
+    data = Rows(lambda own, _: own.number, number=0)
+    loader = FastDataLoader(data, BATCH, num_workers="auto")
+    list(loader)
+    monkeypatch.setattr(inline, "_MOST_BYTES", 1)
+    with pytest.warns(FastDataWarning, match="larger than was seen"):
+        next(iter(loader))
+
+
+def test_batches_of_a_sampler_that_uses_its_list_again_are_what_they_were() -> None:
+    class Growing(Sampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            batch = [0]
+            for index in range(1, LENGTH):
+                yield batch
+                batch.append(index)
+                batch.pop(0)
+
+        def __len__(self) -> int:
+            return LENGTH - 1
+
+    data = Rows(lambda *_: 0)
+    for loader in (
+        FastDataLoader(data, batch_sampler=Growing(), num_workers=1),
+        FastDataLoader(
+            TensorDataset(torch.arange(LENGTH)), batch_sampler=Growing(), num_workers="auto"
+        ),
+    ):
+        seen = [
+            batch[0].flatten()[0] if isinstance(batch, list) else batch[0, 0] for batch in loader
+        ]
+        assert list(map(int, seen)) == list(range(LENGTH - 1))
 
 
 def test_what_is_read_ahead_of_a_shuffled_epoch_is_not_older_than_the_epoch(tmp_path) -> None:

@@ -17,7 +17,7 @@ from lightning_fastdata.batches.bad_samples import NO_SAMPLES
 from lightning_fastdata.batches.packed import tensor_over
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.fetch import AT_START_BYTES, Fetcher
+from lightning_fastdata.executors.fetch import Fetcher, copy_limit_bytes
 from lightning_fastdata.executors.gather.rows import in_bounds, rows_of, whole_numbers
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
@@ -183,7 +183,7 @@ class GatherExecutor:
         # Tensors of a dataset may have been replaced, and indices of a subset shuffled.
         rows = rows_of(self._plan.dataset, tried=False)
         own_bytes = 0 if rows is None else rows.own_bytes
-        if rows is not None and self._plan.at_start and own_bytes <= AT_START_BYTES:
+        if rows is not None and self._plan.at_start and own_bytes <= copy_limit_bytes():
             rows, own_bytes = rows.as_now(), 0
         self._rows, self.reads_later = rows, rows is None or own_bytes > 0
         self._indices, self._epoch = iter(batches), epoch

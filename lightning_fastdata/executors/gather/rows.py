@@ -322,7 +322,7 @@ def is_of_file(array: NDArray[Any]) -> bool:
 def whole_numbers(indices: object) -> NDArray[np.int64] | None:
     """Return the indices of a batch as an array, or None if they are none or not whole numbers."""
     try:
-        index = np.asarray(indices)
+        index = np.array(indices)  # a sampler may use its own again
     except (TypeError, ValueError):
         return None
     if index.ndim != 1 or not len(index) or index.dtype.kind not in "iu":

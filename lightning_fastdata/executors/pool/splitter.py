@@ -357,9 +357,9 @@ def rows_per_task(
 
 
 def _own_memory(indices: Any, *, batched: bool) -> Any:
-    """Return indices of which a tensor does not lie in a larger one, that would travel with it."""
+    """Return indices that nobody else changes, and whose tensors do not lie in larger ones."""
     if not batched:
         return indices.clone() if isinstance(indices, torch.Tensor) else indices
     if not any(isinstance(each, torch.Tensor) for each in indices[:1]):
-        return indices
+        return list(indices) if type(indices) is list else indices
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in indices]

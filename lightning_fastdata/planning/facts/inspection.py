@@ -18,6 +18,7 @@ from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
 from lightning_fastdata.executors.torch_guard import ReadingOn
+from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import (
     fails_for_its_place,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 # What a system says of an open file that is not what the program thinks it is.
 _HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
+_COMPARED_S: Final = 0.02  # of a CPU at most, before samples are read and behind it
 _KEYS: Final = 64  # of a sampler of the user's, to read samples by
 
 
@@ -68,6 +70,9 @@ class DatasetFacts:
     split: bool = False  # the samples of one batch may be given to several workers
     cost: SampleCost | None = None  # of reading a sample
     draws: bool = False  # reading a sample drew from the generators of random, numpy or torch
+    changes: bool = False
+    """Reading samples has changed the dataset or ``collate_fn``, or nobody can say that it has not:
+    a counter, samples that are kept, a file that is opened."""
     start_method: str | None = None  # of workers, where the usual way was seen to fail
     here: str | None = None  # why the training process alone can read it; None: nothing says so
     stream: StreamSplit | None = None  # whether a stream shares itself out among workers
@@ -181,16 +186,18 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         tell("further", tuple(further_samples(dataset, questions.further)))
     if questions.cost:
         watch = DrawWatch()
+        before = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
         collate = collate_samples if spec.default_collation else spec.collate_fn
         cost = measure_samples(dataset, batch_size=spec.batch_size or 1, collate=collate)
-        tell("cost", (cost, watch.drew()))
+        after = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+        tell("cost", (cost, watch.drew(), before is None or before != after))
 
 
 def _facts(
     spec: LoaderSpec, questions: Questions, gathered: Rows | None, findings: Findings
 ) -> DatasetFacts:
     values = findings.values
-    cost, draws = values.get("cost", (None, False))
+    cost, draws, changes = values.get("cost", (None, False, False))
     splits = questions.cost and spec.default_collation and not spec.transformed
     return DatasetFacts(
         sampled="sample" in values,
@@ -202,6 +209,7 @@ def _facts(
         split=splits and not reads_together(spec.dataset),
         cost=cost,
         draws=draws,
+        changes=changes,
     )
 
 

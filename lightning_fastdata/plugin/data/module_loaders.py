@@ -169,7 +169,7 @@ class ModuleLoaders:
             "epoch": first_epoch if run is None else run.epoch,
             "run": run,
             "tune": self._tuner(spec, plan, trainer) or "off",
-            "chosen": spec.options.num_workers == "auto",
+            "chosen": spec.options.num_workers == "auto" and not plan.only_here,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= module.placing.settings(
