@@ -102,17 +102,23 @@ def readers(loader):
     [
         (Reads(), {}),
         (Reads(), {"batch_size": 1}),
-        (Reads(), {"collate_fn": padded}),
         (InBatches(length=512), {"batch_size": 256}),
         (Table(1024), {"batch_size": 32}),
         (Draws(), {"batch_size": 4}),
     ],
-    ids=["rows", "single rows", "collate_fn", "__getitems__", "table", "draws"],
+    ids=["rows", "single rows", "__getitems__", "table", "draws"],
 )
 def test_samples_that_cost_next_to_nothing_are_read_by_the_training_process(data, settings):
     for loader in loaders(data, **settings):
         assert loader.num_workers == 0
         assert readers(loader) == {os.getpid()}
+
+
+@on_a_machine
+def test_a_collate_fn_that_may_hand_out_the_datasets_memory_is_called_in_one_worker() -> None:
+    for loader in loaders(Reads(), collate_fn=padded):
+        assert loader.num_workers == 1
+        assert os.getpid() not in readers(loader)
 
 
 @on_a_machine
