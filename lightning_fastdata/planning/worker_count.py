@@ -241,8 +241,9 @@ def count_workers(
         return *actors_for(situation.stage, situation.actors, batches=situation.batches), []
     alone = chosen.alone or (situation.batched_fetch and situation.in_memory and not ours)
     if (alone or chosen.few) and (options.executor == "auto" or kind.is_torch):
+        cheap = "fetching a batch costs less than handing it over"
         # One that is aside reads things as they were when the epoch began.
-        return int(chosen.few), "fetching a batch costs less than handing it over", []
+        return (1, f"{cheap}: more have no use", []) if chosen.few else (0, cheap, [])
     on_cpu = situation.accelerator == "cpu"
     count, why = workers_for(cpu, on_cpu=on_cpu, batches=situation.batches)
     if situation.iterable and count > 1 and options.split is False:

@@ -114,7 +114,6 @@ def test_samples_that_cost_next_to_nothing_are_read_by_the_training_process(data
         assert readers(loader) == {os.getpid()}
 
 
-@on_a_machine
 def test_a_collate_fn_that_may_hand_out_the_datasets_memory_is_called_in_one_worker() -> None:
     for loader in loaders(Reads(), collate_fn=padded):
         assert loader.num_workers == 1
