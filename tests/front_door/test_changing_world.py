@@ -671,6 +671,15 @@ def test_an_epoch_that_has_grown_too_large_to_be_read_at_once_is_warned_of(monke
         next(iter(loader))
 
 
+def test_a_sampler_without_batches_may_give_tensors_of_indices() -> None:
+    indices = [torch.tensor([3, 4]), torch.tensor([1])]
+    data, how = TensorDataset(torch.arange(10)), {"batch_size": None, "sampler": indices}
+    wanted = [batch[0].tolist() for batch in DataLoader(data, **how, num_workers=1)]
+    for workers in (0, 1, "auto"):
+        loader = FastDataLoader(data, **how, num_workers=workers)
+        assert [batch[0].tolist() for batch in loader] == wanted
+
+
 def test_batches_of_a_sampler_that_uses_its_list_again_are_what_they_were() -> None:
     class Growing(Sampler):
         def __iter__(self) -> Iterator[list[int]]:

@@ -310,11 +310,12 @@ class Splitter:
         self, batch: PendingBatch, batches: Sequence[PendingBatch], workers: int
     ) -> list[Task]:
         indices = batch.indices
-        if self.in_place is None and indices:
+        several = batch.batched and len(indices) > 0  # a single index may be a tensor
+        if self.in_place is None and several:
             # Workers may wait for each other in their first samples: there is one for each.
             free = max(1, workers - _open_tasks(batches))
             return _parts("first", batch, -(-len(indices) // free))
-        if indices and self.place(batch):
+        if several and self.place(batch):
             rows = rows_per_task(
                 len(indices),
                 self._sample_ns,
