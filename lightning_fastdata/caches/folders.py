@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -293,6 +293,14 @@ class Kept:
         DatasetError: As of :func:`cache_path`.
     """
 
+    made = False
+    """Whether this process has had a cache: made here, copied or unpickled."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """Return a new one, and note that there is one."""
+        Kept.made = True
+        return super().__new__(cls)
+
     def __init__(
         self, owner: Sized, folder: CacheFolder, *, max_bytes: int | None, key: str | None
     ) -> None:
@@ -466,6 +474,8 @@ class Kept:
 def caches_in(dataset: object) -> list[Kept]:
     """Return the caches that a dataset holds, those that are read by others first."""
     found: list[Kept] = []
+    if not Kept.made:  # to look for one takes as long as the dataset has parts
+        return found
     for cache in find_instances(dataset, (Kept,)):
         found += [*caches_in(cache.owner), cache]
     return found

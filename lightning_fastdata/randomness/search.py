@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from types import (
@@ -53,9 +53,9 @@ def find_instances(obj: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
         return ()
     found: list[Any] = []
     seen: set[int] = set()
-    waiting: list[tuple[object, int]] = [(obj, 0)]
+    waiting: deque[tuple[object, int]] = deque([(obj, 0)])
     while waiting:
-        item, depth = waiting.pop(0)
+        item, depth = waiting.popleft()
         if isinstance(item, _LEAF_TYPES) or id(item) in seen:
             continue
         seen.add(id(item))
