@@ -273,10 +273,8 @@ KINDS = (
 )  # fmt: skip
 SEEN_AT_ONCE = (shared_value, shared_tensor, content_of_a_file)
 """Workers, too, see these at some moment within an epoch; when, torch does not say."""
-WHEN = (("step", "thread"), ("epoch start", "epoch end", "callback"), ("validation",))
-"""Who makes a change: within an epoch, between two, or in what Lightning does beside."""
-READERS = ((0,), (1, 2), ("auto here", "auto aside"))
-WHO = tuple(itertools.chain(*WHEN))
+WHO = ("step", "epoch start", "epoch end", "callback", "validation", "thread")
+WORKERS = (0, 1, 2, "auto here", "auto aside")
 DOORS = ("FastDataModule", "from_loaders", "FastDataLoader")
 
 
@@ -396,22 +394,13 @@ _folders = types.SimpleNamespace(name="")
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return the cases: all in a long run, else each kind at each time and with each reader."""
-    factors = {
-        "kind": KINDS, "who": WHO, "workers": (*itertools.chain(*READERS),),
-        "kept": (False, True), "door": DOORS,
+    """Return the cases: all in a long run, else any two values of any two factors."""
+    factors: dict[str, tuple[Any, ...]] = {
+        "kind": KINDS, "who": WHO, "workers": WORKERS, "kept": (False, True), "door": DOORS,
     }  # fmt: skip
-    if LONG:
-        every = itertools.product(*factors.values())
-        return [dict(zip(factors, row, strict=True)) for row in every]
-    found, turns = [], {}
-    for (number, kind), (at, when) in itertools.product(enumerate(KINDS), enumerate(WHEN)):
-        readers = READERS[(number + at) % len(READERS)]
-        others = {**factors, "who": when, "workers": readers}
-        del others["kind"]
-        turn = turns.setdefault((when, readers), itertools.cycle(pairwise(others)))
-        found.append({"kind": kind, **next(turn)})
-    return found
+    if not LONG:
+        return pairwise(factors)
+    return [dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())]
 
 
 @pytest.mark.timeout(7200 if LONG else 300)
