@@ -25,7 +25,7 @@ from lightning_fastdata.loading.source import (
     order_of,
     reads_with_torch,
 )
-from lightning_fastdata.loading.state_watch import StateWatch
+from lightning_fastdata.loading.state_watch import SizeWatch, StateWatch
 from lightning_fastdata.loading.tuned import LoaderWorkers, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
@@ -307,7 +307,9 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
             # Lightning counts batches from here on, and may have to count what was taken anew.
             self.run.resumed(self)
         watch = self._state_watch()
-        return CountedBatches(self._next_pass, self._begin, self._position.settle, self, watch)
+        size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
+        settle = self._position.settle
+        return CountedBatches(self._next_pass, self._begin, settle, self, watch, size)
 
     def _state_watch(self) -> StateWatch | None:
         """Return what sees that steps change what is read; None: what is read is always right."""

@@ -219,8 +219,9 @@ class RankBatchSampler(BatchSampler):
 
 _DRAWN_AT_START: Final = (
     BlockShuffleSampler, DistributedSampler, EpochOrder, RandomSampler, RankSampler,
-    SequentialSampler, ShuffleSampler, SubsetRandomSampler, WeightedRandomSampler,
+    SequentialSampler, ShuffleSampler, WeightedRandomSampler,
 )  # fmt: skip
+"""Not SubsetRandomSampler, which looks at its list of indices as it goes."""
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:

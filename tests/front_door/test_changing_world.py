@@ -30,12 +30,14 @@ from misses import Misses
 from pairwise import pairwise
 from thoroughness import LONG, some
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
 )
 from trainers import quiet_trainer
@@ -658,6 +660,40 @@ def test_an_epoch_that_has_grown_too_large_to_be_read_at_once_is_warned_of(monke
     monkeypatch.setattr(inline, "_MOST_BYTES", 1)
     with pytest.warns(FastDataWarning, match="larger than was seen"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [1, "auto"])
+def test_another_size_of_batches_that_are_drawn_ahead_is_warned_of(workers) -> None:
+    batches = BatchSampler(range(LENGTH), 2, drop_last=False)
+    loader = FastDataLoader(Rows(lambda *_: 0), batch_sampler=batches, num_workers=workers)
+    for size in (1, 2):  # between epochs it may be another one
+        batches.batch_size = size
+        assert [len(batch) for batch in loader] == [size] * (LENGTH // size)
+    begun = iter(loader)
+    next(begun)
+    batches.batch_size = 3
+    with pytest.warns(FastDataWarning, match="batch_size was 2 and is 3"):
+        next(begun)
+
+
+def _plain(data: Any, workers: int, sampler: Any) -> Any:
+    return DataLoader(data, 1, sampler=sampler, num_workers=workers)
+
+
+def test_a_random_subset_whose_indices_steps_change_is_read_as_torch_reads_it() -> None:
+    def seen(loader_of: Callable[[Any], Any]) -> list[int]:
+        subset = SubsetRandomSampler(list(range(20)), torch.Generator().manual_seed(1))
+        found = []
+        for batch in loader_of(subset):
+            found += batch[:, 0].tolist()
+            subset.indices[:] = [(index + 20) % 40 for index in subset.indices]
+        return found
+
+    data = Rows(lambda *_: 0)
+    wanted = [seen(partial(_plain, data, workers)) for workers in (1, 2)]
+    assert seen(lambda by: FastDataLoader(data, 1, sampler=by, num_workers=1)) == wanted[0]
+    assert seen(lambda by: FastDataLoader(data, 1, sampler=by, num_workers=2)) == wanted[1]
+    assert seen(lambda by: FastDataLoader(data, 1, sampler=by, num_workers="auto")) == wanted[0]
 
 
 def test_a_sampler_without_batches_may_give_tensors_of_indices() -> None:
