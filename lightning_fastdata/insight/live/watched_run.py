@@ -158,7 +158,8 @@ class WorkerWatch:
         if self._may_ask and clock.monotonic() - taken_s >= _STACKS_EVERY_S:
             self._may_ask -= 1
             lines = stack_lines(_frames_in(worker.child.stack(wait_s=0.5)))
-            self._lines[pid] = clock.monotonic(), lines
+            if lines:  # one that has no time to answer is asked again
+                self._lines[pid] = clock.monotonic(), lines
         return lines
 
 
