@@ -37,8 +37,6 @@ _Asked = TypeVar("_Asked")
 _Fetched = TypeVar("_Fetched")
 AT_START_BYTES: Final = 2**25
 """So much memory an epoch takes at most that is to be read at once when it begins."""
-AT_START_S: Final = 0.25
-"""So long it may take."""
 COPIED_BYTES: Final = 2**30
 """So much memory columns take at most that are copied when an epoch begins."""
 _PART_OF_FREE: Final = 8

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.fetch import AT_START_BYTES, AT_START_S, copy_limit_bytes
+from lightning_fastdata.executors.fetch import AT_START_BYTES, copy_limit_bytes
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere, unsuited
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
@@ -59,6 +59,7 @@ _KEEP: Final = "kept while what they read stays as it is; else they start anew, 
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
 _AS_IT_IS: Final = (None, "left as Python has it")
+_AT_START_S: Final = 0.25  # that an epoch may take which is read at once when it begins
 _ROWS: Final = "its batches are rows of numbers, copied with one call per column"
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
 
@@ -247,7 +248,7 @@ def _cheap(
         aside = f"a forked process has {copied_bytes / 2**20:,.0f} MiB as they are"
     elif read_bytes > AT_START_BYTES:
         aside = f"a forked process reads {read_bytes / 2**20:,.0f} MiB as they are"
-    elif read_s > AT_START_S:
+    elif read_s > _AT_START_S:
         aside = f"a forked process reads {read_s:.2g} s of samples as they are"
     if aside is None or not forked:
         return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)

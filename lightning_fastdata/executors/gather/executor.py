@@ -214,6 +214,7 @@ class GatherExecutor:
         if not self._ready:
             self._look_ahead()
             if not self._jobs:
+                self._rows = None  # which may be a copy of them all
                 raise StopIteration
             job = self._jobs.popleft()
             if isinstance(job, _Odd):
@@ -257,7 +258,7 @@ class GatherExecutor:
                 job.cancel()
         self._jobs.clear()
         self._ready.clear()
-        self._indices = iter(())
+        self._rows, self._indices = None, iter(())
 
     def _look_ahead(self) -> None:
         while len(self._jobs) < self._wanted:

@@ -102,8 +102,7 @@ class TaskRunner:
         self.fetcher = fetcher_of(self.plan)
         watches = OperationWatch(self.plan.dataset), LineWatch()
         self._watch = TaskWatch(self.number, *watches, alone=True)
-        self._began = self._digest(_BEGAN_WITHIN_S)
-        """What is read, as it was when the epoch began; None: it is not known here."""
+        self._note_state()
 
     def send(self, message: protocol.FromChild, files: tuple[int, ...] = ()) -> None:
         """Send a message to the training process, and end if that is gone."""
@@ -131,7 +130,7 @@ class TaskRunner:
                 if task.epoch != self.epoch:
                     tell_epoch(self.plan.dataset, task.epoch)
                     self.epoch = task.epoch
-                    self._began = self._digest(_BEGAN_WITHIN_S)
+                    self._note_state()
                 where = ""
                 result, files = fetcher.attempt(partial(self._fetch, task))
         except MisfitError:
@@ -159,17 +158,18 @@ class TaskRunner:
 
     def state(self, within_s: float) -> protocol.StateTold:
         """Return what is read, as it is here after all that was read, within so many seconds."""
-        now = fingerprint(*self.plan.compared, within_s=within_s) if self.plan.compared else None
-        digest = None if now is None else now.own
+        now = self._digest(within_s)
         if self.forked:
-            return protocol.StateTold(digest, same=False)
-        return protocol.StateTold(None, same=digest is not None and digest == self._began)
+            return protocol.StateTold(now, same=False)
+        return protocol.StateTold(None, same=now is not None and now == self._began)
+
+    def _note_state(self) -> None:
+        """Note what is read as an epoch begins, where the training process cannot tell."""
+        self._began = None if self.forked else self._digest(_BEGAN_WITHIN_S)
 
     def _digest(self, within_s: float) -> bytes | None:
-        """Return what is read, as it is now, where the training process cannot say it."""
-        if self.forked or not self.plan.compared:
-            return None
-        now = fingerprint(*self.plan.compared, within_s=within_s)
+        """Return what is read, as it is now; None: it cannot be compared, or nobody asks."""
+        now = fingerprint(*self.plan.compared, within_s=within_s) if self.plan.compared else None
         return None if now is None else now.own
 
     def _position(self, task: protocol.TaskRequest) -> int:
