@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_lines
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -57,7 +56,6 @@ def prove(
     program = program_of(command, module=module)
     script = " ".join(command)
     with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder:
-        began_s = clock.unix_s()
         settings = ProveSettings(
             script=script,
             file=str(Path(folder, "trial.json")),
@@ -69,7 +67,7 @@ def prove(
         )
         code, interrupted = _run(program, _environment(settings, folder), folder, settings)
         trial = _read(Path(settings.file), script)
-        _sweep(trial.facts.get("logs", []), began_s)
+        _sweep(trial.facts.get("logs", []))
         if not trial.blocks and not trial.stopped and not interrupted:
             trial.stopped = (
                 f"the script ended with code {code} before a training began"
@@ -179,14 +177,14 @@ def _read(file: Path, script: str) -> Trial:
     return of_dict(known)
 
 
-def _sweep(folders: Sequence[str], began_s: float) -> None:
-    """Remove log folders that the script made in the trial; those with anything older stay."""
+def _sweep(folders: Sequence[str]) -> None:
+    """Remove log folders in which there is nothing: a file may be that of another training."""
     for folder in map(Path, folders):
         with suppress(OSError):
-            inside = list(folder.rglob("*"))
-            if all(path.stat().st_mtime >= began_s for path in (folder, *inside)):
-                shutil.rmtree(folder)
-                folder.parent.rmdir()  # which fails where anything else is in it
+            for inside in sorted(folder.rglob("*"), reverse=True):
+                inside.rmdir()  # which fails for a file, and for what holds one
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 def prove_parser() -> ArgumentParser:

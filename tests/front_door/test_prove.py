@@ -213,6 +213,32 @@ def test_ctrl_c_prints_what_is_known(tmp_path):
     assert found["stopped"] == "it was interrupted"
 
 
+def test_what_another_training_writes_into_the_same_log_folder_stays(tmp_path):
+    script = """
+    import os, signal
+    from pathlib import Path
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    class Model(BoringModel):
+        def training_step(self, *batch):
+            if not Path("written").exists():
+                Path("written").touch()
+                Path("logs/mine/v1").mkdir(parents=True, exist_ok=True)
+                Path("logs/mine/v1/metrics.csv").write_text("of another training")
+                os.kill(os.getppid(), signal.SIGINT)
+            return super().training_step(*batch)
+
+    loggers = [CSVLogger("logs", name="mine", version="v1"), TensorBoardLogger("tb")]
+    Trainer(logger=loggers, accelerator="cpu").fit(Model())
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    prove(tmp_path, "train.py", code=130)
+    assert (tmp_path / "logs/mine/v1/metrics.csv").read_text() == "of another training"
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "written", "logs"}
+
+
 @pytest.mark.parametrize("budget", ["soon", "5s", "-1m", ""])
 def test_a_budget_that_is_none_is_refused(tmp_path, budget):
     (tmp_path / "train.py").write_text("")
