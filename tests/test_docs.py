@@ -160,6 +160,15 @@ def test_no_argument_of_a_public_name_is_explained_by_another():
     assert [one for one, text in said.items() if "As above" in text] == []
 
 
+def test_ci_runs_the_test_command_that_the_readme_names():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci/run").read_text()
+    named = re.findall(r"`(make [a-z-]+)`", readme)
+    assert {"make demo", "make test"} <= set(named)
+    assert "make test" in ci.splitlines()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {command.removeprefix("make ") for command in named} <= set(targets)
+
+
 def test_a_wheel_is_called_as_it_is_called():
     name = f"lightning_fastdata-{lightning_fastdata.__version__}-py3-none-any.whl"
     called = [re.findall(r"[\w.-]+\.whl", page.read_text()) for page in PAGES]
