@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import pickle
+import tarfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from processes import until
 from torch.utils.data import Dataset, IterableDataset, Subset
+from virtual_time import virtual_time
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.caches.identity import identity
+from lightning_fastdata.host import clock
 from lightning_fastdata.sources.files import ADVISABLE, ColdFiles, ListedFiles
 
 COUNT = 40
@@ -37,22 +38,46 @@ class Listed(Dataset):
             return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).sum()
 
 
-def in_memory(path):
-    """Return whether the middle of a file is, by mincore(2), which does not begin to read it."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages)
-    return bool(pages[len(pages) // 2] & 1)
+class PageCache:
+    """What the kernel has of files in memory, pretended: the real one may drop what it was told."""
+
+    def __init__(self, monkeypatch):
+        self.cold = set()
+        self.asked = []  # (name of the file, offset, bytes)
+        self._preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self.preadv)
+        monkeypatch.setattr(os, "posix_fadvise", self.posix_fadvise)
+
+    def preadv(self, descriptor, buffers, offset, flags=0):
+        if flags & os.RWF_NOWAIT and os.fstat(descriptor).st_ino in self.cold:
+            raise BlockingIOError
+        return self._preadv(descriptor, buffers, offset)
+
+    def posix_fadvise(self, descriptor, offset, size, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
+        self.cold.discard(os.fstat(descriptor).st_ino)
+        self.asked.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, offset, size))
+
+    def evict(self, *paths):
+        self.cold |= {path.stat().st_ino for path in paths}
+
+    @property
+    def files(self):
+        return [name for name, _, _ in self.asked]
 
 
-def evict(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+@pytest.fixture
+def cache(monkeypatch):
+    if not ADVISABLE:
+        pytest.skip("needs posix_fadvise and RWF_NOWAIT")
+    return PageCache(monkeypatch)
+
+
+@pytest.fixture
+def quick(cache):
+    """The cache in a time in which to open a file takes none."""
+    with virtual_time():
+        yield cache
 
 
 @pytest.fixture
@@ -63,50 +88,60 @@ def paths(tmp_path):
     return made
 
 
-@pytest.fixture
-def evicted(paths):
-    if not ADVISABLE:
-        pytest.skip("needs posix_fadvise and RWF_NOWAIT")
-    for path in paths:
-        evict(path)
-    if any(map(in_memory, paths)):
-        pytest.skip("this file system keeps its files in memory")
-    return paths
+def names(paths):
+    return [path.name for path in paths]
 
 
-def come_into_memory(paths):
-    until(lambda: all(map(in_memory, paths)))
+def test_files_that_a_dataset_lists_come_into_memory_before_they_are_read(quick, paths):
+    quick.evict(*paths)
+    ListedFiles(Listed(paths)).begin(list(range(8)))
+    assert quick.files == names(paths[1:8])  # the first one is read at once anyway
+    assert {(offset, size) for _, offset, size in quick.asked} == {(0, 40_000)}
+    ListedFiles(Subset(Listed(paths), range(20, 30))).begin([np.int64(1), 3, 2])
+    assert quick.files[7:] == names([paths[23], paths[22]])
 
 
-def test_files_that_a_dataset_lists_come_into_memory_before_they_are_read(evicted):
-    ListedFiles(Listed(evicted)).begin(list(range(8)))
-    come_into_memory(evicted[1:8])
-    assert not any(map(in_memory, evicted[8:]))
-    ListedFiles(Subset(Listed(evicted), range(20, 30))).begin([np.int64(1), 3, 2])
-    come_into_memory(evicted[22:24])
-
-
-def test_those_of_a_source_do_so_when_samples_are_announced(evicted):
-    dataset = sources.SourceDataset(sources.FileSource(evicted), lambda raw, _: raw)
+def test_those_of_a_source_do_so_when_samples_are_announced(quick, paths):
+    quick.evict(*paths)
+    dataset = sources.SourceDataset(sources.FileSource(paths), lambda raw, _: raw)
     dataset.read_ahead([3, 4, 5])
-    come_into_memory(evicted[3:6])
-    assert not any(map(in_memory, evicted[6:]))
+    assert quick.files == names(paths[3:6])
 
 
-def test_records_of_an_archive_do_so_too(tmp_path, evicted):
-    import tarfile
-
+def test_records_of_an_archive_do_so_too(tmp_path, cache, paths):
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
-        for path in evicted:
+        for path in paths:
             archive.add(path, path.name)
-    evict(tmp_path / "x.tar")
-    if in_memory(tmp_path / "x.tar"):
-        pytest.skip("this file system keeps its files in memory")
+    with tarfile.open(tmp_path / "x.tar") as archive:
+        begins = [archive.getmember(path.name).offset_data for path in paths[19:22]]
     source = sources.TarSource(tmp_path / "x.tar", parts=("bin",))
-    evict(tmp_path / "x.tar")
-    source.will_read([20, 19, 21])  # about the middle of the archive
-    come_into_memory([tmp_path / "x.tar"])
-    assert source.get_bytes([20]) == [{"bin": evicted[20].read_bytes()}]
+    source.will_read([20, 19, 21])
+    assert sorted(cache.asked) == [("x.tar", begin, 40_000) for begin in begins]
+    assert source.get_bytes([20]) == [{"bin": paths[20].read_bytes()}]
+
+
+def test_files_that_are_in_memory_are_not_asked_for(quick, paths):
+    sources.FileSource(paths).will_read([3, 4, 5])
+    assert not quick.asked
+    quick.evict(paths[5])  # by the first of eight it is known
+    sources.FileSource(paths).will_read([3, 4, 5])
+    assert not quick.asked
+
+
+def test_where_to_open_a_file_takes_long_none_is_opened_for_that(quick, paths, monkeypatch):
+    quick.evict(*paths)
+    stat = os.stat
+
+    def asks_a_server(path, **options):
+        clock.sleep(0.001)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", asks_a_server)
+    source = sources.FileSource(paths)
+    source.will_read([3, 4, 5])
+    monkeypatch.setattr(os, "stat", stat)
+    source.will_read([6, 7, 8])  # which is not looked at again
+    assert not quick.asked
 
 
 @needs_advice
@@ -144,11 +179,12 @@ def test_datasets_without_files_are_left_alone(dataset):
         ahead.begin(indices)
 
 
-def test_an_unchanged_dataset_of_cold_files_is_read_right(evicted):
-    data = Listed(evicted)
+def test_an_unchanged_dataset_of_cold_files_is_read_right(cache, paths):
+    cache.evict(*paths)
+    data = Listed(paths)
     loader = ld.FastDataLoader(data, 8, num_workers=2, shuffle=True, executor="workers")
     assert sorted(torch.cat(list(loader)).tolist()) == sorted(
-        sum(path.read_bytes()) for path in evicted
+        sum(path.read_bytes()) for path in paths
     )
 
 
