@@ -75,6 +75,7 @@ def fingerprint(
     within_s: float = math.inf,
     roughly: bool = False,
     with_globals: bool = True,
+    instead: Mapping[int, object] | None = None,
 ) -> Fingerprint | None:
     """Return what objects are now, or None if they cannot be compared.
 
@@ -82,10 +83,11 @@ def fingerprint(
     what takes more than ``within_s`` seconds of a CPU. What an object of the user's class leaves
     out of a pickle counts, as a forked process has it. ``roughly``: of tensors above 1 MiB torch's
     count of changes is compared, of such arrays a part. ``with_globals``: with those of modules,
-    which may have nothing to do with the objects.
+    which may have nothing to do with the objects. ``instead``: what some objects, by their ``id``,
+    are compared by.
     """
     sink = _Sink(clock.thread_time() + within_s)
-    digesting = _Digesting(sink, roughly=roughly, with_globals=with_globals)
+    digesting = _Digesting(sink, instead or {}, roughly=roughly, with_globals=with_globals)
     try:
         digesting.dump(objects)
     except Exception:  # whatever the __reduce__() of an object raises
@@ -118,9 +120,12 @@ class _Sink:
 class _Digesting(pickle.Pickler):
     """Digests what a pickle would hold; code by its address, and what it holds."""
 
-    def __init__(self, sink: _Sink, *, roughly: bool, with_globals: bool) -> None:
+    def __init__(
+        self, sink: _Sink, instead: Mapping[int, object], *, roughly: bool, with_globals: bool
+    ) -> None:
         super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
         self.live = hashlib.blake2b(digest_size=16)
+        self._instead = instead
         self._roughly = roughly
         self._with_globals = with_globals
         self._looked_up = 0
@@ -134,6 +139,8 @@ class _Digesting(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if obj is _stand_in:
             return NotImplemented
+        if id(obj) in self._instead:
+            return _stand_in, ("instead", self._instead[id(obj)])
         if isinstance(obj, type | FunctionType):
             return _stand_in, (id(obj), tuple(self._of_code(obj)))
         if isinstance(obj, PurePath):

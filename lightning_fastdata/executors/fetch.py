@@ -16,14 +16,21 @@ from lightning_fastdata.batches.bad_samples import (
     SampleGuard,
     described,
 )
-from lightning_fastdata.batches.keyed import ReadsTogether, fetches_in_batches
+from lightning_fastdata.batches.keyed import (
+    KeyedDataset,
+    ReadsTogether,
+    fetches_in_batches,
+    own_dataset,
+)
 from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
-from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import lasting, seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.types import Batch
 
@@ -98,6 +105,21 @@ class FetchPlan:
     """Where the training process counts them."""
     rank: Rank = field(default_factory=lambda: Rank(0, 1))
     """Which of the training processes it is fetched for."""
+
+    def state(self, within_s: float) -> Fingerprint | None:
+        """Return what is read, as it is now, by :func:`fingerprint`; None also if nobody asks.
+
+        Generators that get the state of a sample's key before it is read are compared by what else
+        the draws rest on.
+        """
+        if not self.compared:
+            return None
+        keyed: dict[int, object] = {}
+        if isinstance(self.dataset, KeyedDataset):
+            keyed |= lasting(find_composes(own_dataset(self.dataset)))
+        if self.own is not None and self.seed is not None:
+            keyed |= self.own.origins()
+        return fingerprint(*self.compared, within_s=within_s, instead=keyed)
 
     def with_other_draws(self) -> FetchPlan:
         """Return the plan for a process in another's place, which is not to draw the same again."""

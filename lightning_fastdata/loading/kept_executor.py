@@ -296,7 +296,7 @@ class KeptExecutor:
         if self.indices is None:
             return None  # New processes read each epoch of a stream, or those that the user keeps.
         given = () if self.settings.transform is None else self.settings.transform.made_of()
-        read = fingerprint(*self.plan.compared, within_s=self._budget_s())
+        read = self.plan.state(self._budget_s())
         pipeline = fingerprint(given, within_s=self._budget_s())
         return None if read is None or pipeline is None else _State(read, pipeline)
 

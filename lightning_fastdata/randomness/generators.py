@@ -55,6 +55,15 @@ class OwnGenerators:
             self._found = [*kept, *((generator, b"") for generator in new)]
         return bool(new)
 
+    def origins(self) -> dict[int, object]:
+        """Return what each sample's draws rest on beside its key, by the ``id`` of a generator.
+
+        The states themselves are those of the sample that was read last.
+        """
+        if self._refused:
+            return {}
+        return {id(each): (place, *rest) for place, (each, *rest) in enumerate(self._found)}
+
     def key(self, seed: int, epoch: int, index: object) -> None:
         """Give each generator the state that belongs to one sample."""
         for place, (generator, origin) in enumerate(self._found):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.randomness.global_generators import GENERATORS
+from lightning_fastdata.tree import held, held_by
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import SampleKey
 
 _NOTHING_DRAWN: Final = (0, 0, 0, 0)
+_OF_A_SAMPLE: Final = {
+    *("random_generator", "py_random", "params", "_images_was_list", "_masks_was_list"),
+    *("is_sequence_input", "label_manager"),  # of the processors of boxes and keypoints
+}
+"""Attributes that an Albumentations pipeline sets for each sample anew."""
 _epochs_are_own = False
 
 
@@ -46,6 +52,26 @@ def reseed(composes: Sequence[Any], key: SampleKey) -> None:
             generator = np.random.Generator(np.random.Philox(key=0))
         python = random.Random(_seed(generator, key, position))
         compose.set_random_state(generator, python)
+
+
+def lasting(composes: Sequence[Any]) -> dict[int, object]:
+    """Return what pipelines that are reseeded for each sample are, by the ``id`` of each part.
+
+    Without what the sample that was drawn last has left in them: generators, parameters, and what
+    their processors know of its labels.
+    """
+    found: dict[int, object] = {}
+    waiting = list(composes)
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found:
+            found[id(part)] = (
+                type(part),
+                {name: value for name, value in held_by(part).items() if name not in _OF_A_SAMPLE},
+            )
+            waiting += held(part, "transforms") or ()
+            waiting += (held(part, "processors") or {}).values()
+    return found
 
 
 def reseeder(compose: Any) -> Callable[[SampleKey], None]:

@@ -25,7 +25,6 @@ from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.inline import END_OF_STREAM, StreamFetcher, fetcher_of
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.wire import Wire
-from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
@@ -169,7 +168,7 @@ class TaskRunner:
 
     def _digest(self, within_s: float) -> bytes | None:
         """Return what is read, as it is now; None: it cannot be compared, or nobody asks."""
-        now = fingerprint(*self.plan.compared, within_s=within_s) if self.plan.compared else None
+        now = self.plan.state(within_s)
         return None if now is None else now.own
 
     def _position(self, task: protocol.TaskRequest) -> int:
