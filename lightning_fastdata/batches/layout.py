@@ -32,7 +32,7 @@ _BLOCK_BYTES: Final = 64 * 1024
 """Small samples are written together, a call for each leaf, while they are in the cache."""
 _FEWEST_ROWS: Final = 4
 _OF_ARRAY = attrgetter("dtype", "shape")
-_OF_TENSOR = attrgetter("dtype", "shape", "requires_grad", "is_cpu")
+_DTYPE = attrgetter("dtype")
 
 
 class MisfitError(Exception):
@@ -246,8 +246,13 @@ def _write_leaf(field: Field, values: Sequence[Any], out: Any) -> None:
         except OverflowError as error:
             raise MisfitError from error
     elif field.kind is torch.Tensor:
-        _same_for_all(map(_OF_TENSOR, values), (field.dtype, field.shape, False, True))
-        torch.stack(tuple(values), out=out)
+        _same_for_all(map(_DTYPE, values), field.dtype)  # which torch would convert
+        if values[0].shape != field.shape:  # torch would give ``out`` another one
+            raise MisfitError
+        try:
+            torch.stack(tuple(values), out=out)
+        except RuntimeError as error:  # another shape or device, or a gradient is wanted
+            raise MisfitError from error
     else:
         _same_for_all(map(_OF_ARRAY, values), (field.dtype, field.shape))
         if field.shape:

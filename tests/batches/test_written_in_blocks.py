@@ -67,6 +67,7 @@ ODD: dict[str, Any] = {
     "shapes that add up": (np.zeros((2, 3)), [np.zeros((1, 3)), np.zeros((3, 3))]),
     "dtype": (ROWS[0], [ROWS[0], ROWS[0].astype(np.float64)]),
     "tensor shape": (torch.ones(3), [torch.ones(4), torch.ones(4)]),
+    "smaller tensors": (torch.ones(3), [torch.ones(2), torch.ones(2)]),
     "tensor dtype": (torch.ones(3), [torch.ones(3), torch.ones(3).double()]),
     "gradient": (torch.ones(3), [torch.ones(3), torch.ones(3, requires_grad=True)]),
     "keys": ({"a": 1}, [{"a": 1}, {"b": 1}]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
 import sys
@@ -175,6 +176,23 @@ def test_no_sample_is_begun_after_the_budget():
     assert len(slow.read) == 1
     assert once is not None
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
+
+
+def test_of_samples_that_take_long_and_alike_fifteen_tell_enough():
+    def read(took_ms, *, work="compute", batch_size=64):
+        """Return how many samples are measured behind the first one, and what one takes."""
+        times = Times()
+        count = itertools.count()
+        data = Planted(lambda: getattr(times, work)(took_ms(next(count)) / 1e3), length=5000)
+        measured = measure_samples(data, batch_size=batch_size, clocks=times.clocks)
+        return measured.samples, measured.wall_ms
+
+    for work in ("compute", "advance"):
+        assert read(lambda _: 2.0, work=work) == (14, pytest.approx(2))
+    # The handing over of batches counts, or some samples take much longer: it goes on.
+    assert read(lambda _: 0.2)[0] > 200
+    assert read(lambda _: 2.0, batch_size=2)[0] > 50
+    assert read(lambda at: 9.0 if at > 6 else 1.0)[0] > 25
 
 
 def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers():

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
+_FEWEST_SAMPLES: Final = 14
+_DEAR_BATCH_MS: Final = 30  # a hundred times what it takes to hand a batch over
+_ALIKE: Final = 2
 _AHEAD_BUDGETS: Final = 4
 """So much more time is given to datasets that read ahead, which mostly wait."""
 _WEIGHED_SAMPLES: Final = 16  # of which the bytes are counted
@@ -180,6 +183,17 @@ def drawn_indices(length: int, count: int) -> list[int]:
     return [indices[number] for number in generator.permutation(count).tolist()]
 
 
+def _is_dear(groups: Sequence[_Group], batch_size: int) -> bool:
+    """Return whether samples take so long, and alike, that more of them would change nothing.
+
+    The training waits while they are read.
+    """
+    if sum(group.size for group in groups) < _FEWEST_SAMPLES:
+        return False
+    least_ms, most_ms = (f(group.wall_ms / group.size for group in groups) for f in (min, max))
+    return batch_size * least_ms >= _DEAR_BATCH_MS and most_ms <= _ALIKE * least_ms
+
+
 class _Group(NamedTuple):
     """Samples that were read and collated together, and the milliseconds that took."""
 
@@ -201,8 +215,9 @@ def measure_samples(
 
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
     many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
-    is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. The
-    first one is left out if there are others, because it opens files and imports.
+    is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. It is
+    over after fifteen samples that take long, and alike. The first one is left out if there are
+    others, because it opens files and imports.
 
     Returns:
         None if it is empty or a sample could not be read, which raises when training reads it.
@@ -238,6 +253,8 @@ def measure_samples(
         left_ms = 1000 * (ends_s - clocks.clock_s())
         each_ms = ((cpu_ms if ahead else wall_ms) + groups[-1].collate_ms) / count
         if left_ms <= 0 or sum(group.size for group in groups) >= most:
+            break
+        if not ahead and _is_dear(groups[1:], batch_size):
             break
         fitting = int(left_ms / each_ms) if each_ms > 0 else batch_size
         size = max(1, min(batch_size if ahead else 2 * size, batch_size, fitting))
