@@ -215,8 +215,8 @@ def measure_samples(
 
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
     many each time up to whole batches, until there were 1,024 or two whole batches, or the budget
-    is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. It is
-    over after fifteen samples that take long, and alike. The first one is left out if there are
+    is spent; of a dataset that reads ahead, three whole batches, the quickest of which counts. It
+    ends after fifteen samples that take long, and alike. The first one is left out if there are
     others, because it opens files and imports.
 
     Returns:
