@@ -175,7 +175,6 @@ CASES = (
     case("Defocus"),
     case("Emboss"),
     case("Sharpen"),
-    case("MedianBlur", channels=(1, 3, 4, 6, 7)),
     case("CLAHE", channels=GRAY_OR_RGB),
     *(
         case("Equalize", {"mode": mode, "by_channels": each}, channels=GRAY_OR_RGB)

@@ -186,7 +186,7 @@ with warnings.catch_warnings():
                     OneOf([A.OpticalDistortion(), A.GridDistortion(), A.ElasticTransform()], p=0.3),
                 ]
             ),
-            worker="Resize",
+            worker="Resize MedianBlur",
         ),
         "defocused": Recipe(
             compose=Compose(
@@ -425,7 +425,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="VerticalFlip RandomRotate90 Resize Downscale",
+            worker="VerticalFlip RandomRotate90 Resize Downscale MedianBlur",
         ),
         "thin plates": Recipe(
             compose=Compose(
@@ -599,7 +599,7 @@ with warnings.catch_warnings():
                 bbox_params=_boxes(),
             ),
             kind="boxes",
-            worker="LongestMaxSize PadIfNeeded Blur ImageCompression",
+            worker="LongestMaxSize PadIfNeeded Blur MedianBlur ImageCompression",
         ),
         "poses": Recipe(
             compose=Compose(
@@ -689,7 +689,7 @@ with warnings.catch_warnings():
                 ]
             ),
             any_size=False,
-            worker="GaussianBlur",
+            worker="GaussianBlur MedianBlur",
         ),
         "pathology": Recipe(
             compose=Compose(

@@ -62,7 +62,6 @@ MILD = {
     "gray": lambda: A.ToGray(p=0.5),
     "lightness": lambda: A.ToGray(method="from_lab", p=0.5),
     "flip": lambda: A.HorizontalFlip(p=0.5),
-    "median": lambda: A.MedianBlur(p=1),
     "tint": lambda: A.PlanckianJitter(p=1),
     "factor": lambda: A.MultiplicativeNoise((0.5, 1.5), p=1),
     "shift": lambda: A.RGBShift(p=1),

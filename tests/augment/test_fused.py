@@ -100,7 +100,7 @@ POOL = {
     "perspective": lambda: A.Perspective((0.1, 0.3), border_mode=cv2.BORDER_REPLICATE, p=0.5),
     "gaussian": lambda: A.GaussianBlur((3, 5), (0.1, 2), p=0.6),
     "one of blurs": lambda: A.OneOf(
-        [A.MotionBlur((3, 3)), A.MedianBlur(3), A.GaussianBlur((3, 3))], p=0.8
+        [A.MotionBlur((3, 3)), A.Sharpen(), A.GaussianBlur((3, 3))], p=0.8
     ),
     "in torch": lambda: A.Equalize(p=0.5),
 }

@@ -65,11 +65,10 @@ FILTERS = {
     "motion": A.MotionBlur((3, 9), p=0.7),
     "advanced": A.AdvancedBlur(p=0.7),
     "ringing": A.RingingOvershoot(p=0.7),
-    "median": A.MedianBlur((3, 5), p=0.7),
     "emboss": A.Emboss(p=0.7),
     "sharpen": A.Sharpen(p=0.7),
     "defocus": A.Defocus((1, 3), p=0.7),
-    "one of three": A.OneOf([A.MotionBlur(p=1), A.MedianBlur(3, p=1), A.GaussianBlur(p=1)], p=0.8),
+    "one of three": A.OneOf([A.MotionBlur(p=1), A.Sharpen(p=1), A.GaussianBlur(p=1)], p=0.8),
 }
 
 

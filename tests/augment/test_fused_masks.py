@@ -40,7 +40,7 @@ POOL = {
     "holes": lambda: A.CoarseDropout(fill_mask=5, p=0.6),
     "holes of images": lambda: A.CoarseDropout(p=0.6),
     "colours": lambda: A.ColorJitter(p=0.6),
-    "blur": lambda: A.OneOf([A.MedianBlur(3), A.GaussianBlur()], p=0.8),
+    "blur": lambda: A.OneOf([A.MotionBlur(), A.GaussianBlur()], p=0.8),
     "padded": lambda: A.Pad((2, 3), border_mode=cv2.BORDER_CONSTANT, fill_mask=4, p=1),
     "reflected": lambda: A.Pad(3, border_mode=cv2.BORDER_REFLECT, p=1),
     "cropped": lambda: A.RandomCrop(5, 5, p=1),

@@ -50,7 +50,7 @@ with warnings.catch_warnings():
                 A.ShiftScaleRotate(p=0.5),
                 A.RandomBrightnessContrast(p=0.5),
                 A.HueSaturationValue(p=0.5),
-                A.OneOf([A.MotionBlur(), A.MedianBlur(5), A.GaussianBlur()], p=0.4),
+                A.OneOf([A.MotionBlur(), A.Blur(5), A.GaussianBlur()], p=0.4),
                 A.CoarseDropout(p=0.5),
                 A.Normalize(),
                 A.ToTensorV2(),

@@ -53,12 +53,6 @@ def test_erasing_that_finds_no_place_is_refused_as_in_albumentations():
     assert_refused_by_both(erasing, samples, TypeError, "seed")
 
 
-def test_a_large_median_of_two_channels_is_refused_as_in_opencv():
-    samples = [{"image": image} for image in photographs(20, 30, 2)]
-    assert_refused_by_both(pipeline(A.MedianBlur((7, 7), p=1)), samples, cv2.error, "medianBlur")
-    assert_same(pipeline(A.MedianBlur((3, 5), p=1)), samples)
-
-
 @each("size", [(1, 9), (7, 1), (1, 1)])
 def test_images_of_one_line_can_be_turned_in_the_worker(size):
     samples = [{"image": image, "mask": image[..., 0]} for image in photographs(*size)]

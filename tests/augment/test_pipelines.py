@@ -71,7 +71,6 @@ EQUAL = frozenset(
         "GridDropout",
         "HorizontalFlip",
         "InvertImg",
-        "MedianBlur",
         "Morphological",
         "MultiplicativeNoise",
         "Normalize",

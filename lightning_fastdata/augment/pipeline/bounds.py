@@ -113,7 +113,7 @@ _SAME_FLOATS: Final = frozenset(
         *("CLAHE", "CenterCrop", "ChannelDropout"),
         *("ChannelShuffle", "CoarseDropout", "Crop", "D4"),
         *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
-        *("MedianBlur", "MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
+        *("MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
         *("Posterize", "RGBShift", "RandomCrop", "RandomRotate90"),
         *("RandomToneCurve", "Solarize", "SquareSymmetry", "TimeMasking"),
         *("TimeReverse", "ToFloat", "ToRGB", "ToTensorV2", "Transpose", "VerticalFlip"),
@@ -136,7 +136,7 @@ _AMPLIFIES_BYTES: Final[Mapping[str, str]] = {
     "ColorJitter": _OF_HUE,
 }
 """What makes many levels of one, but not much of a float that is off in its last bit."""
-_ROUNDS: Final = frozenset({"FromFloat", "MedianBlur", "RandomToneCurve"})
+_ROUNDS: Final = frozenset({"FromFloat", "RandomToneCurve"})
 """What makes float32 images bytes first: one level of a float that is off in its last bit."""
 MOST_PER_LEVEL: Final = 3
 """So many levels may become of one that is off: contrast and gamma of usual strengths."""

@@ -36,7 +36,6 @@ A sample may begin with one way of reading of its own:
                       float32 ``[3]``, the fill; the first column behind its vectors
 ``BOTH_AXES``         offset of float32 ``[size]``; size; number of the image among such images
 ``PLANE``             offset of float32 ``[rows, columns]``; rows; columns; numbers between rows
-``MEDIAN``            size
 ====================  ==========================================================================
 """
 
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Fused, Instruction, Role
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)
-WARP, BOTH_AXES, PLANE, MEDIAN = range(12, 16)
-LATE_HOLES: Final = 16
+WARP, BOTH_AXES, PLANE = range(12, 15)
+LATE_HOLES: Final = 15
 WIDTH: Final = 5
 """Numbers of an instruction."""
 CHANNELS: Final = 3
@@ -87,7 +86,7 @@ _ROUNDS_ONCE: Final = 32
 
 def is_reading(instruction: Instruction) -> bool:
     """Return whether an instruction says how a sample is read."""
-    return WARP <= instruction[0] <= MEDIAN
+    return WARP <= instruction[0] <= PLANE
 
 
 def is_transposing(instruction: Instruction) -> bool:
@@ -210,11 +209,6 @@ def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instructio
         return [(BOTH_AXES, offsets["kernel"] + 4 * margins[0], sizes[0])]
     first = offsets["kernel"] + 4 * (margins[0] * between + margins[1])
     return [(PLANE, first, *sizes, between)]
-
-
-def median(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
-    """Return the reading of medians."""
-    return [(MEDIAN, dict(encoded.static)["size"])]
 
 
 def _margin(kernel: np.ndarray, axis: int) -> int:

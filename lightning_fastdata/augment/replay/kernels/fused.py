@@ -42,7 +42,6 @@ from lightning_fastdata.augment.replay.kernels.reading import (
     nearest,
     nearest_warped,
     read_down,
-    read_median,
     read_plane,
     read_resized,
     read_warped,
@@ -112,8 +111,6 @@ def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.
             image, floats + one // 4, two, three, tl.load(code + 4), y, x, height, width, mask,
             BLOCK,
         )  # fmt: skip
-    elif kind == 15:
-        red, green, blue = read_median(image, one, y, x, height, width, mask, BLOCK)
     else:
         red, green, blue = read(image, y, x, width, mask)
     return red, green, blue
@@ -251,7 +248,7 @@ def fused_kernel(
         if ENDS != 0:
             for number in range(length):
                 step = code + number * 5
-                if tl.load(step) == 16:
+                if tl.load(step) == 15:
                     hidden = covered(ints + tl.load(step + 1) // 4, tl.load(step + 2), y, x, mask)
                     fill = floats + tl.load(step + 3) // 4
                     late_red, late_green, late_blue = _fills(fill, tl.load(step + 4))

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from lightning_fastdata.augment.replay.kernels.pixels import (
     REFLECT_101,
-    REPLICATE,
     cut,
     even,
     fold,
@@ -215,33 +214,3 @@ def read_plane(
             green = tl.fma(g.to(tl.float32), weight, green)
             blue = tl.fma(b.to(tl.float32), weight, blue)
     return _byte(red), _byte(green), _byte(blue)
-
-
-@triton.jit
-def read_median(image, size, y, x, height, width, mask, BLOCK: tl.constexpr):
-    """Return the medians of ``size * size`` neighbours, the border repeated.
-
-    The median of an odd number of bytes is the largest byte that more than half of them reach. It
-    is found bit by bit, the highest first.
-    """
-    half = size * size // 2
-    red = tl.zeros([BLOCK], tl.int32)
-    green = tl.zeros([BLOCK], tl.int32)
-    blue = tl.zeros([BLOCK], tl.int32)
-    for bit in range(8):
-        step = 128 >> bit
-        reds = tl.zeros([BLOCK], tl.int32)
-        greens = tl.zeros([BLOCK], tl.int32)
-        blues = tl.zeros([BLOCK], tl.int32)
-        for down in range(size):
-            row = fold(y + down - size // 2, height, REPLICATE)
-            for across in range(size):
-                column = fold(x + across - size // 2, width, REPLICATE)
-                r, g, b = read(image, row, column, width, mask)
-                reds += (r >= red + step).to(tl.int32)
-                greens += (g >= green + step).to(tl.int32)
-                blues += (b >= blue + step).to(tl.int32)
-        red = tl.where(reds > half, red + step, red)
-        green = tl.where(greens > half, green + step, green)
-        blue = tl.where(blues > half, blue + step, blue)
-    return red, green, blue
