@@ -170,10 +170,6 @@ CASES = (
     case("Blur", {"blur_limit": (3, 9)}),
     case("GaussianBlur"),
     case("MotionBlur", {"blur_limit": (3, 9)}),
-    case("AdvancedBlur"),
-    case("RingingOvershoot"),
-    case("Defocus"),
-    case("Emboss"),
     case("Sharpen"),
     case("CLAHE", channels=GRAY_OR_RGB),
     *(

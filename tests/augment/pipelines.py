@@ -200,7 +200,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize",
+            worker="Resize Defocus",
         ),
         "colours of every kind": Recipe(
             compose=Compose(
@@ -492,7 +492,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="Resize RandomGridShuffle",
+            worker="Resize RandomGridShuffle Emboss",
         ),
     }
     DETECTION = {
@@ -638,7 +638,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize ImageCompression",
+            worker="Resize Defocus ImageCompression",
         ),
         "scans": Recipe(
             compose=Compose(
@@ -780,7 +780,7 @@ with warnings.catch_warnings():
             ),
             worker=(
                 "Resize GlassBlur ZoomBlur Spatter RandomSnow ChromaticAberration "
-                "Illumination Lambda"
+                "RingingOvershoot Illumination Lambda"
             ),
         ),
     }

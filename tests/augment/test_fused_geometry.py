@@ -63,11 +63,7 @@ FILTERS = {
     "gaussian": A.GaussianBlur((3, 9), (0.1, 3), p=0.7),
     "box": A.Blur((3, 9), p=0.7),
     "motion": A.MotionBlur((3, 9), p=0.7),
-    "advanced": A.AdvancedBlur(p=0.7),
-    "ringing": A.RingingOvershoot(p=0.7),
-    "emboss": A.Emboss(p=0.7),
     "sharpen": A.Sharpen(p=0.7),
-    "defocus": A.Defocus((1, 3), p=0.7),
     "one of three": A.OneOf([A.MotionBlur(p=1), A.Sharpen(p=1), A.GaussianBlur(p=1)], p=0.8),
 }
 

@@ -72,8 +72,6 @@ CLOSE = {
     "box blur": (A.Blur((3, 9), p=1), 0.999),
     "gaussian blur": (A.GaussianBlur(p=1), 0.999),
     "motion blur": (A.MotionBlur((3, 9), p=1), 0.99),
-    "advanced blur": (A.AdvancedBlur(p=1), 0.999),
-    "ringing": (A.RingingOvershoot(p=1), 0.999),
     **{
         f"affine, border {mode}": (
             A.Affine(

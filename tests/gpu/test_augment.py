@@ -76,7 +76,6 @@ CLOSE = [
     A.Blur((3, 9), p=0.7),
     A.GaussianBlur(p=0.7),
     A.MotionBlur((3, 9), p=0.7),
-    A.AdvancedBlur(p=0.7),
     A.HueSaturationValue(p=0.7),
     A.ColorJitter(p=0.7),
     *WARPS,

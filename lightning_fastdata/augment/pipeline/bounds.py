@@ -84,8 +84,7 @@ _WARPS: Final = frozenset({"Affine", "Rotate", "SafeRotate", "ShiftScaleRotate"}
 _FIELDS: Final = frozenset({"GridDistortion", "OpticalDistortion", "Perspective"})
 _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
-    **dict.fromkeys(("AdvancedBlur", "Blur", "Defocus", "Emboss", "GaussianBlur"), SUMS),
-    **dict.fromkeys(("MotionBlur", "RingingOvershoot", "Sharpen"), SUMS),
+    **dict.fromkeys(("Blur", "GaussianBlur", "MotionBlur", "Sharpen"), SUMS),
     "HueSaturationValue": Bound(1, 0.999, 1),  # float32 images are made uint8 first
 }
 
@@ -124,7 +123,6 @@ _SAME_FLOATS: Final = frozenset(
 _STRETCHES: Final = "stretches the levels that it finds"
 _JUMPS: Final = "has a threshold"
 _OF_HUE: Final = "turns a level into many of hue"
-_OF_NEIGHBOURS: Final = "enlarges the differences of neighbours"
 _AMPLIFIES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("CLAHE", "Equalize"), _STRETCHES),
     "Posterize": _JUMPS,
@@ -132,7 +130,7 @@ _AMPLIFIES: Final[Mapping[str, str]] = {
 }
 """What makes many levels of one, and of a float that is off in its last bit; and why."""
 _AMPLIFIES_BYTES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("Emboss", "RingingOvershoot", "Sharpen"), _OF_NEIGHBOURS),
+    "Sharpen": "enlarges the differences of neighbours",
     "ColorJitter": _OF_HUE,
 }
 """What makes many levels of one, but not much of a float that is off in its last bit."""

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -81,21 +79,14 @@ def run_kernel(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return out.clamp(0, 1) if static["clips"] else out
 
 
-_NAMED: Final = {"Emboss": "emboss_matrix", "Sharpen": "sharpening_matrix"}
-"""Parameters that have the kernel."""
-
-
 def _encode_kernel(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     name = type(transform).__name__
     kernel: np.ndarray | None
-    if name == "Sharpen" and transform.method != "kernel":
-        return None
-    if name in _NAMED:
-        kernel = np.asarray(params[_NAMED[name]], np.float32)
-    elif name == "Defocus":
-        kernel = padded_kernel(_disk(params["radius"], params["alias_blur"]))
+    if name == "Sharpen":
+        sharpens = transform.method == "kernel"
+        kernel = np.asarray(params["sharpening_matrix"], np.float32) if sharpens else None
     elif isinstance(params["kernel"], int | np.integer):
         size = int(params["kernel"])
         kernel = padded_kernel(np.full(size, 1.0 / size))
@@ -107,25 +98,8 @@ def _encode_kernel(
     return Encoded((("clips", name != "Blur"),), {"kernel": kernel})
 
 
-def _disk(radius: int, alias_blur: float) -> np.ndarray:
-    """Return the kernel that Albumentations makes for Defocus, without the zeros around it."""
-    import cv2
-
-    reach = max(8, radius)
-    at = np.arange(-reach, reach + 1)
-    disk = (at[:, None] ** 2 + at**2 <= radius**2).astype(np.float32)
-    size = 3 if radius <= 8 else 5
-    kernel = cv2.GaussianBlur(disk / disk.sum(), (size, size), sigmaX=alias_blur)
-    spare = max(0, reach - radius - size // 2)
-    trimmed: np.ndarray = kernel[spare : len(at) - spare, spare : len(at) - spare]
-    return trimmed
-
-
-_KERNELS: Final = (
-    *("AdvancedBlur", "Blur", "GaussianBlur", "MotionBlur", "RingingOvershoot"),
-    *("Emboss", "Defocus", "Sharpen"),
-)
 OPS = tuple(
-    DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation) for name in _KERNELS
+    DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation)
+    for name in ("Blur", "GaussianBlur", "MotionBlur", "Sharpen")
 )
 """On uint8 at most one level off, mostly where the sum lies between two levels; 1e-5 on float32."""
