@@ -49,7 +49,7 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "ColorJitter": ({}, {"hue": 0}),
     "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
-    "Equalize": ({}, {"mode": "pil", "by_channels": False}),
+    "Equalize": ({}, {"mode": "pil"}),
     "MultiplicativeNoise": ({}, {"per_channel": True}),
     "Normalize": ({},),
     "OpticalDistortion": ({}, {"mode": "fisheye"}),
@@ -72,7 +72,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"height": 300, "width": 260},
         {"height": 120, "width": 100, "interpolation": 0},
     ),
-    "ToGray": ({}, {"method": "from_lab"}),
     "XYMasking": (
         {
             "num_masks_x": (1, 3),

@@ -292,7 +292,8 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop Sharpen Blur MotionBlur",
+            worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop CLAHE Sharpen Blur "
+            "MotionBlur",
         ),
         "salt bodies": Recipe(
             compose=Compose([H(), RBC(), A.Resize(112, 112), Norm(), Tensor()]),
@@ -376,7 +377,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="Resize",
+            worker="Resize CLAHE",
         ),
         "x-rays": Recipe(
             compose=Compose(
@@ -392,7 +393,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="Resize UnsharpMask",
+            worker="Resize CLAHE UnsharpMask",
         ),
         "small and large scales": Recipe(
             compose=Compose(
@@ -562,7 +563,7 @@ with warnings.catch_warnings():
                 bbox_params=_boxes(),
             ),
             kind="boxes",
-            worker="RandomSizedBBoxSafeCrop",
+            worker="RandomSizedBBoxSafeCrop CLAHE",
         ),
         "compressed": Recipe(
             compose=Compose(
@@ -581,7 +582,7 @@ with warnings.catch_warnings():
             ),
             kind="boxes",
             any_size=False,
-            worker="HueSaturationValue GaussianBlur ImageCompression",
+            worker="CLAHE ImageCompression",
         ),
         "ultralytics": Recipe(
             compose=Compose(
@@ -599,7 +600,7 @@ with warnings.catch_warnings():
                 bbox_params=_boxes(),
             ),
             kind="boxes",
-            worker="LongestMaxSize PadIfNeeded Blur MedianBlur ImageCompression",
+            worker="LongestMaxSize PadIfNeeded MedianBlur CLAHE ImageCompression",
         ),
         "poses": Recipe(
             compose=Compose(
@@ -689,7 +690,7 @@ with warnings.catch_warnings():
                 ]
             ),
             any_size=False,
-            worker="GaussianBlur MedianBlur",
+            worker="GaussianBlur MedianBlur CLAHE",
         ),
         "pathology": Recipe(
             compose=Compose(

@@ -26,7 +26,7 @@ REFUSED_BY_ALBUMENTATIONS = {
     3: set(),
     **{
         count: {
-            *{"CLAHE", "ColorJitter", "Equalize", "HueSaturationValue"},
+            *{"ColorJitter", "Equalize", "HueSaturationValue"},
             *{"PlanckianJitter", "RGBShift", "ToGray", "ToRGB"},
         }
         for count in (4, 5)

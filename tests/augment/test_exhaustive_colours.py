@@ -13,12 +13,8 @@ from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.colors.spaces import (
     gray,
     hsv_bytes,
-    lab_bytes,
     opencv_lanes,
     rgb_bytes,
-    rgb_from_lab,
-    rgb_from_ycrcb,
-    ycrcb_bytes,
 )
 
 WIDTH, HEIGHT = 4096, 512
@@ -60,14 +56,6 @@ def convert(code):
 EXACT = {
     "gray": (lambda rgb: gray(rgb).to(torch.uint8), convert(cv2.COLOR_RGB2GRAY), 256),
     "to hsv": (lambda rgb: as_bytes(hsv_bytes(rgb)), convert(cv2.COLOR_RGB2HSV), 256),
-    "to lab": (lambda rgb: as_bytes(lab_bytes(rgb)), convert(cv2.COLOR_RGB2LAB), 256),
-    "from lab": (lambda lab: rgb_from_lab(*lab.int().unbind(-1)), convert(cv2.COLOR_LAB2RGB), 256),
-    "to ycrcb": (lambda rgb: as_bytes(ycrcb_bytes(rgb)), convert(cv2.COLOR_RGB2YCrCb), 256),
-    "from ycrcb": (
-        lambda ycrcb: rgb_from_ycrcb(*ycrcb.int().unbind(-1)),
-        convert(cv2.COLOR_YCrCb2RGB),
-        256,
-    ),
 }
 
 
@@ -101,7 +89,6 @@ def drawn(transform):
 
 
 OPERATIONS = {
-    "gray by lightness": (A.ToGray(method="from_lab", p=1), 0, 0),
     "planckian": (A.PlanckianJitter(p=1), 0, 0),
     "brightness and contrast": (A.RandomBrightnessContrast(p=1), 0, 0),
     "hue": (A.HueSaturationValue((37, 37), (0, 0), (0, 0), p=1), 1, 2e-4),

@@ -130,7 +130,7 @@ AT_MOST = {
     "competitions: night and glass": 3,
 }
 """What was counted for the pipelines of `pipelines.py`, the most of three batches each. Those with
-more than five have steps of torch: noise, CLAHE, fields of distortions."""
+more than five have steps of torch: noise, fields of distortions."""
 
 
 def drawn(compose, given, seed=1):

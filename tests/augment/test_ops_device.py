@@ -8,16 +8,14 @@ from augment.parity import parity, photographs
 from augment.test_ops_histogram import TRANSFORMS
 from augment.test_ops_parity import CLOSE, COLOUR_CLOSE, COLOUR_EXACT, EXACT
 from augment.test_ops_sharpen import CONVOLUTIONS
-from augment.test_ops_sharpen import EXACT as RANKS
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 
 CLOSE_ONES = {name: transform for name, (transform, _) in (CLOSE | COLOUR_CLOSE).items()}
 ALL = {
-    **(EXACT | COLOUR_EXACT | CLOSE_ONES | TRANSFORMS | CONVOLUTIONS | RANKS),
+    **(EXACT | COLOUR_EXACT | CLOSE_ONES | TRANSFORMS | CONVOLUTIONS),
     "cubic affine": A.Affine(rotate=(-40, 40), interpolation=2, p=1),
-    "gray by lightness": A.ToGray(method="from_lab", p=1),
 }
 
 

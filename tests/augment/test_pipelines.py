@@ -57,7 +57,6 @@ def samples(recipe: Recipe) -> list[dict]:
 EQUAL = frozenset(
     {
         "AutoContrast",
-        "CLAHE",
         "CenterCrop",
         "ChannelDropout",
         "ChannelShuffle",

@@ -109,7 +109,7 @@ _LINEAR: Final = _WARPS | {"GridDistortion", "Perspective"}
 """Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
 _SAME_FLOATS: Final = frozenset(
     {
-        *("CLAHE", "CenterCrop", "ChannelDropout"),
+        *("CenterCrop", "ChannelDropout"),
         *("ChannelShuffle", "CoarseDropout", "Crop", "D4"),
         *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
         *("MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
@@ -120,11 +120,10 @@ _SAME_FLOATS: Final = frozenset(
     }
 )
 """Operations whose float32 images are Albumentations' own to the last bit."""
-_STRETCHES: Final = "stretches the levels that it finds"
 _JUMPS: Final = "has a threshold"
 _OF_HUE: Final = "turns a level into many of hue"
 _AMPLIFIES: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("CLAHE", "Equalize"), _STRETCHES),
+    "Equalize": "stretches the levels that it finds",
     "Posterize": _JUMPS,
     "HueSaturationValue": _OF_HUE,
 }
@@ -170,8 +169,7 @@ def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
     if dtype != np.uint8:
-        gray = name == "ToGray" and transform.method == "from_lab"
-        return "rounds to whole levels" if gray or name in _ROUNDS else _AMPLIFIES.get(name)
+        return "rounds to whole levels" if name in _ROUNDS else _AMPLIFIES.get(name)
     if name == "ColorJitter" and not any(transform.hue):
         return None
     return _AMPLIFIES.get(name) or _AMPLIFIES_BYTES.get(name)

@@ -17,7 +17,7 @@ The rules, in order:
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
 5. An operation whose pixels may be a level off, or floats off in their last bits, runs in the
-   worker where one after it makes more of that (``Equalize``, ``CLAHE``, ``Sharpen``, ...). So the
+   worker where one after it makes more of that (``Equalize``, ``Sharpen``, ...). So the
    bound of whole pipelines is that of their operations, see
    :mod:`~lightning_fastdata.augment.pipeline.bounds`.
 6. A quarter turn or a transposition does not change a square. Where the size is not known before

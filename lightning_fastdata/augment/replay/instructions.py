@@ -134,7 +134,7 @@ def jitter(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
 def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the instruction of OpenCV's luminance, or None."""
     static = dict(encoded.static)
-    if static["method"] != "weighted_average" or static["channels"] != CHANNELS:
+    if static["same"] or static["channels"] != CHANNELS:
         return None
     return [(GRAY,)]
 

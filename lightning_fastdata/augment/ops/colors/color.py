@@ -26,8 +26,6 @@ from lightning_fastdata.augment.ops.operation import (
 from lightning_fastdata.augment.ops.table import look_up, ramp_table, through_bytes
 from lightning_fastdata.augment.replay import instructions
 
-_OF_RGB = ("weighted_average", "from_lab")
-_GRAY_METHODS = (*_OF_RGB, "desaturation", "average", "max")
 _BYTES: Final = np.arange(256, dtype=np.uint8)
 _HUES: Final = (np.arange(180 + 256) % 180).astype(np.uint8)
 _ALMOST_ONE: Final = 0.999
@@ -152,37 +150,17 @@ def _encode_gray(
 ) -> Encoded | None:
     count, out = channels(shape), transform.num_output_channels
     if count == 1:
-        return Encoded((("method", "same"), ("channels", 1)), {})
-    known = transform.method in _GRAY_METHODS and (count == 3 or transform.method not in _OF_RGB)
+        return Encoded((("same", True), ("channels", 1)), {})
     # For one channel Albumentations drops the channel axis; and an edge of one pixel.
-    if out == 1 or not known or 1 in shape[:2]:
+    if count != 3 or out == 1 or transform.method != "weighted_average" or 1 in shape[:2]:
         return None
-    return Encoded((("method", transform.method), ("channels", out)), {})
-
-
-@through_bytes
-def _lightness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    return spaces.lab_bytes(images)[0].to(torch.uint8)
+    return Encoded((("same", False), ("channels", out)), {})
 
 
 def _run_gray(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    method = static["method"]
-    if method == "same":
+    if static["same"]:
         return images
-    if method == "weighted_average":
-        out = spaces.gray(images)
-    elif method == "from_lab":
-        out = _lightness(images, static, arrays)
-    elif method == "max":
-        out = images.amax(-1)
-    elif method == "average":
-        whole = images.dtype == torch.uint8
-        out = images.sum(-1, dtype=torch.int32 if whole else torch.float32)
-        out = out // images.shape[-1] if whole else out / images.shape[-1]
-    else:
-        values = images.float()
-        out = (values.amax(-1) + values.amin(-1)) / 2
-    return out.to(images.dtype).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
+    return spaces.gray(images).to(images.dtype).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
 
 
 def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
