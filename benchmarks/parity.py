@@ -50,7 +50,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
     "Equalize": ({}, {"mode": "pil"}),
-    "MultiplicativeNoise": ({}, {"per_channel": True}),
     "Normalize": ({},),
     "OpticalDistortion": ({}, {"mode": "fisheye"}),
     "Pad": ({"padding": 9},),

@@ -186,7 +186,7 @@ with warnings.catch_warnings():
                     OneOf([A.OpticalDistortion(), A.GridDistortion(), A.ElasticTransform()], p=0.3),
                 ]
             ),
-            worker="Resize MedianBlur",
+            worker="Resize MultiplicativeNoise MedianBlur",
         ),
         "defocused": Recipe(
             compose=Compose(
@@ -273,7 +273,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomResizedCrop FancyPCA",
+            worker="RandomResizedCrop FancyPCA RGBShift RandomToneCurve PlanckianJitter",
         ),
     }
     SEGMENTATION = {
@@ -462,7 +462,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="RandomCrop",
+            worker="RandomCrop RandomToneCurve",
         ),
         "ships": Recipe(
             compose=Compose(
@@ -737,7 +737,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize GaussianBlur ISONoise ShotNoise AdditiveNoise",
+            worker="Resize GaussianBlur RGBShift ISONoise ShotNoise AdditiveNoise",
         ),
         "deep fakes": Recipe(
             compose=Compose(

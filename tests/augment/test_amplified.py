@@ -52,13 +52,9 @@ MORE = {
     "harsh": lambda: A.RandomBrightnessContrast(contrast_limit=(2, 5), p=1),
 }
 MILD = {
-    "curve": lambda: A.RandomToneCurve(p=1),
     "mild": lambda: A.RandomBrightnessContrast(p=1),
     "gray": lambda: A.ToGray(p=0.5),
     "flip": lambda: A.HorizontalFlip(p=0.5),
-    "tint": lambda: A.PlanckianJitter(p=1),
-    "factor": lambda: A.MultiplicativeNoise((0.5, 1.5), p=1),
-    "shift": lambda: A.RGBShift(p=1),
     "no hue": lambda: A.ColorJitter(hue=0, p=1),
     "to float": lambda: A.Sequential([A.ToFloat(255), A.FromFloat("uint8")], p=1),
     "dropout": lambda: A.CoarseDropout(p=1),

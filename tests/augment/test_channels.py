@@ -22,12 +22,12 @@ CASES = [
     for number, (name, arguments) in enumerate(examples())
 ]
 REFUSED_BY_ALBUMENTATIONS = {
-    1: {"ChannelDropout", "PlanckianJitter"},
+    1: {"ChannelDropout"},
     3: set(),
     **{
         count: {
             *{"ColorJitter", "Equalize", "HueSaturationValue"},
-            *{"PlanckianJitter", "RGBShift", "ToGray", "ToRGB"},
+            *{"ToGray", "ToRGB"},
         }
         for count in (4, 5)
     },

@@ -89,7 +89,6 @@ def drawn(transform):
 
 
 OPERATIONS = {
-    "planckian": (A.PlanckianJitter(p=1), 0, 0),
     "brightness and contrast": (A.RandomBrightnessContrast(p=1), 0, 0),
     "hue": (A.HueSaturationValue((37, 37), (0, 0), (0, 0), p=1), 1, 2e-4),
     "saturation": (A.HueSaturationValue((0, 0), (25, 25), (0, 0), p=1), 1, 2e-4),

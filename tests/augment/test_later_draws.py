@@ -94,6 +94,8 @@ IN_WORKER = {
             *("AdditiveNoise", "AutoContrast", "ChromaticAberration", "FancyPCA", "Morphological"),
             *("PiecewiseAffine", "PixelDropout", "RandomGridShuffle", "SaltAndPepper", "ShotNoise"),
             *("ThinPlateSpline", "UnsharpMask", "Downscale", "ISONoise", "ToSepia"),
+            *("AdvancedBlur", "CLAHE", "Defocus", "Emboss", "MedianBlur", "MultiplicativeNoise"),
+            *("PlanckianJitter", "RGBShift", "RandomToneCurve", "RingingOvershoot"),
         )
     },
     "AtLeastOneBBoxRandomCrop": {"height": 30, "width": 30},

@@ -39,10 +39,6 @@ EXACT = {
     "gamma": A.RandomGamma(p=1),
     "solarize": A.Solarize((0.2, 0.8), p=1),
     "posterize": A.Posterize((2, 6), p=1),
-    "tone curve": A.RandomToneCurve(p=1),
-    "tone curve per channel": A.RandomToneCurve(per_channel=True, p=1),
-    "multiplicative": A.MultiplicativeNoise(p=1),
-    "multiplicative per channel": A.MultiplicativeNoise(per_channel=True, p=1),
     "coarse dropout": A.CoarseDropout((1, 5), fill=99.0, fill_mask=3.0, p=1),
     "erasing": A.Erasing(p=1),
     "grid dropout": A.GridDropout(p=1),
@@ -55,9 +51,6 @@ EXACT = {
     "to tensor": A.ToTensorV2(),
 }
 COLOUR_EXACT = {
-    "rgb shift": A.RGBShift(p=1),
-    "planckian": A.PlanckianJitter(p=1),
-    "planckian, cied": A.PlanckianJitter(mode="cied", sampling_method="gaussian", p=1),
     "shuffle": A.ChannelShuffle(p=1),
     "channel dropout": A.ChannelDropout(fill=7, p=1),
     "gray": A.ToGray(p=1),

@@ -275,7 +275,7 @@ def test_each_sample_gets_the_filters_that_it_drew_and_no_others() -> None:
             A.RandomCrop(16, 16),
             A.OneOf([A.Posterize(), A.Equalize()], p=0.7),
             A.SomeOf([A.RandomGamma(), A.CoarseDropout(), A.Solarize()], n=2, p=0.7),
-            A.OneOf([A.Sharpen(method="gaussian"), A.PlanckianJitter()], p=0.7),
+            A.OneOf([A.Sharpen(method="gaussian"), A.InvertImg()], p=0.7),
         ]
     )
     transform = as_batch_transform(compose)

@@ -72,27 +72,12 @@ def _row(value: object, count: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, np.float32).ravel(), (count,)).copy()
 
 
-def _pointwise(name: str, params: Values, count: int) -> Values | None:
-    """Return params that act on each value alone, or None."""
-    if name == "PlanckianJitter" and count != 3:
-        return None
-    if name == "Posterize" and np.size(params["num_bits"]) not in (1, count):
-        return None  # Albumentations leaves the other channels as the memory was
-    flat = {key: np.ravel(params[key]) for key in ("multiplier", "noise_map") if key in params}
-    fits = all(numbers.size in (1, count) for numbers in flat.values())
-    return {**params, **flat} if fits else None
-
-
 def _encode_floats(transform: Transform, params: Values, count: int) -> Encoded | None:
     """Return the formula that stands for a transform on float32, and its numbers."""
     name = type(transform).__name__
     if name in _ONE_NUMBER:
         form, key = _ONE_NUMBER[name]
         return Encoded((("form", form),), {"number": np.array([params[key]], np.float32)})
-    if name == "PlanckianJitter":
-        # Albumentations' own gains, read off a gray that no gain takes out of range.
-        gray = np.full((1, 1, 3), 1 / 64, np.float32)
-        params = {**params, "gains": 64 * transform.apply(gray, **params).ravel()}
     if name not in _LINES:
         return None
     form, *line = _LINES[name]
@@ -105,9 +90,6 @@ _ONE_NUMBER: Final = {"RandomGamma": ("power", "gamma"), "Solarize": ("solarize"
 _LINES: Final = {
     "InvertImg": ("line", -1.0, 1.0),
     "RandomBrightnessContrast": ("clipped line", "alpha", "beta"),
-    "MultiplicativeNoise": ("clipped line", "multiplier", 0.0),
-    "PlanckianJitter": ("clipped line", "gains", 0.0),
-    "RGBShift": ("clipped line", 1.0, "noise_map"),
 }
 """Formula, gain and offset: a number, or the parameter that has it."""
 
@@ -116,14 +98,13 @@ def encode_value(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
     """Return the table, or the numbers of the formula, of one operation on one sample."""
-    count, name = channels(shape), type(transform).__name__
-    plain = _pointwise(name, params, count)
-    if plain is None:
-        return None
-    # Albumentations takes these two through uint8 even for float32 images.
-    if dtype == np.uint8 or name in {"Posterize", "RandomToneCurve"}:
-        return Encoded((("form", "table"),), {"table": ramp_table(transform, plain, count)})
-    return _encode_floats(transform, plain, count) if dtype == np.float32 else None
+    count, posterizes = channels(shape), type(transform).__name__ == "Posterize"
+    if posterizes and np.size(params["num_bits"]) not in (1, count):
+        return None  # Albumentations leaves the other channels as the memory was
+    # Posterize takes float32 images through uint8 in Albumentations, too.
+    if dtype == np.uint8 or posterizes:
+        return Encoded((("form", "table"),), {"table": ramp_table(transform, params, count)})
+    return _encode_floats(transform, params, count) if dtype == np.float32 else None
 
 
 @through_bytes
@@ -145,9 +126,6 @@ def change_value(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return line.clamp(0, 1) if form == "clipped line" else line
 
 
-_NAMES: Final = (
-    *("InvertImg", "MultiplicativeNoise", "PlanckianJitter", "Posterize", "RGBShift"),
-    *("RandomBrightnessContrast", "RandomGamma", "RandomToneCurve", "Solarize"),
-)
+_NAMES: Final = ("InvertImg", "Posterize", "RandomBrightnessContrast", "RandomGamma", "Solarize")
 OPS = tuple(DeviceOp(name, encode_value, change_value, fused=instructions.table) for name in _NAMES)
 """Exact on uint8, since the table is made by Albumentations; on float32 to 1e-5."""

@@ -112,9 +112,9 @@ _SAME_FLOATS: Final = frozenset(
         *("CenterCrop", "ChannelDropout"),
         *("ChannelShuffle", "CoarseDropout", "Crop", "D4"),
         *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
-        *("MultiplicativeNoise", "NoOp", "Pad", "PadIfNeeded"),
-        *("Posterize", "RGBShift", "RandomCrop", "RandomRotate90"),
-        *("RandomToneCurve", "Solarize", "SquareSymmetry", "TimeMasking"),
+        *("NoOp", "Pad", "PadIfNeeded"),
+        *("Posterize", "RandomCrop", "RandomRotate90"),
+        *("Solarize", "SquareSymmetry", "TimeMasking"),
         *("TimeReverse", "ToFloat", "ToRGB", "ToTensorV2", "Transpose", "VerticalFlip"),
         "XYMasking",
     }
@@ -133,8 +133,6 @@ _AMPLIFIES_BYTES: Final[Mapping[str, str]] = {
     "ColorJitter": _OF_HUE,
 }
 """What makes many levels of one, but not much of a float that is off in its last bit."""
-_ROUNDS: Final = frozenset({"FromFloat", "RandomToneCurve"})
-"""What makes float32 images bytes first: one level of a float that is off in its last bit."""
 MOST_PER_LEVEL: Final = 3
 """So many levels may become of one that is off: contrast and gamma of usual strengths."""
 
@@ -169,22 +167,20 @@ def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
     if dtype != np.uint8:
-        return "rounds to whole levels" if name in _ROUNDS else _AMPLIFIES.get(name)
+        return "rounds to whole levels" if name == "FromFloat" else _AMPLIFIES.get(name)
     if name == "ColorJitter" and not any(transform.hue):
         return None
     return _AMPLIFIES.get(name) or _AMPLIFIES_BYTES.get(name)
 
 
 def _levels_of_one(transform: Node) -> float:
-    """Return how many levels contrast, gamma or a factor makes at most of one."""
+    """Return how many levels contrast or gamma makes at most of one."""
     name = type(transform).__name__
     if name == "RandomBrightnessContrast":
         return float(1 + max(transform.contrast_limit))
     if name == "ColorJitter":
         saturated = max(1, 2 * transform.saturation[1] - 1)
         return float(transform.brightness[1] * transform.contrast[1] * saturated)
-    if name == "MultiplicativeNoise":
-        return float(max(transform.multiplier))
     if name == "RandomGamma":  # in the dark it is steepest
         return float(round(255 * (1 / 255) ** (min(transform.gamma_limit) / 100)))
     return 1.0

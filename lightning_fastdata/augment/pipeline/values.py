@@ -45,8 +45,7 @@ _OF_ANY_DTYPE: Final = frozenset(
 """Transforms whose device forms move values, and never look at them."""
 _OF_UNIT_RANGE: Final = frozenset(
     {
-        *("ColorJitter", "GaussNoise"),
-        *("MultiplicativeNoise", "RandomGamma"),
+        *("ColorJitter", "GaussNoise", "RandomGamma"),
     }
 )
 """Transforms whose device forms are right for floats in [0, 1] alone."""
