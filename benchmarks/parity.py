@@ -262,9 +262,6 @@ def _compose(transform: Any) -> Any:
 
 SIDE_PX: Final = 160
 """Height and width of the images that operations are compared on; square for quarter turns."""
-_OF_GRAY: Final = frozenset({"ToRGB"})
-"""Take images of one channel."""
-
 _ABSTRACT: Final = frozenset({"BasicTransform", "DualTransform", "ImageOnlyTransform"})
 _NAME_COLUMNS: Final = 48
 
@@ -324,8 +321,7 @@ def measure_all(images: Sequence[np.ndarray], *, draws: int = 2) -> Iterator[Ope
     """
     wide = squares(images, SIDE_PX)
     for name, arguments in examples():
-        shown = [image[..., :1] for image in wide] if name in _OF_GRAY else wide
-        yield operation_parity(name, arguments, shown, draws=draws)
+        yield operation_parity(name, arguments, wide, draws=draws)
 
 
 def table_row(found: OperationParity) -> tuple[str, ...]:

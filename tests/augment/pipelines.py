@@ -273,7 +273,8 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="RandomResizedCrop FancyPCA RGBShift RandomToneCurve PlanckianJitter",
+            worker="RandomResizedCrop FancyPCA RGBShift ChannelShuffle "
+            "RandomToneCurve PlanckianJitter",
         ),
     }
     SEGMENTATION = {

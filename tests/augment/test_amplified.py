@@ -56,7 +56,6 @@ MILD = {
     "gray": lambda: A.ToGray(p=0.5),
     "flip": lambda: A.HorizontalFlip(p=0.5),
     "no hue": lambda: A.ColorJitter(hue=0, p=1),
-    "to float": lambda: A.Sequential([A.ToFloat(255), A.FromFloat("uint8")], p=1),
     "dropout": lambda: A.CoarseDropout(p=1),
 }
 GROUPS = {
@@ -77,7 +76,7 @@ def operation(name):
     """Return an operation with an argument or none; None for what has none or draws pixels."""
     arguments = next((more for known, more in examples() if known == name), {})
     transform = make_example(name, arguments)
-    return None if DEVICE_OPS[name].draws_pixels(transform) or name == "ToRGB" else transform
+    return None if DEVICE_OPS[name].draws_pixels(transform) else transform
 
 
 def images(dtype, size=SIZE):
@@ -117,8 +116,6 @@ def gap_and_most(compose, batch, dtype):
     st.sampled_from([BYTES, FLOATS]),
 )
 def test_a_pipeline_is_off_by_no_more_than_its_operations(names, group, dtype):
-    if dtype == FLOATS:
-        names = [name for name in names if name != "to float"] or ["flip"]
     head, *tail = made(names)
     if len(tail) > 1 and not {"resize", "crop"} & set(names):  # a batch has one size
         tail = GROUPS[group](tail)
@@ -154,15 +151,6 @@ def test_contrast_and_gamma_amplify_if_they_are_strong():
         assert places(blur, MORE[name]())[0].where == "worker"
     for mild in (A.RandomGamma(p=1), A.RandomBrightnessContrast(p=1), A.Solarize(p=1)):
         assert places(blur, mild)[0].where == "device"
-
-
-def test_an_operation_that_the_worker_amplifies_stays_on_the_device_where_that_was_not_drawn():
-    blur = A.GaussianBlur(p=1)
-    wheres = {
-        dtype: [place.where for place in places(blur, A.FromFloat(dtype), dtype=FLOATS)]
-        for dtype in ("uint8", "uint16")
-    }
-    assert wheres == {"uint8": ["worker", "device"], "uint16": ["either", "worker"]}
 
 
 def test_followers_are_the_transforms_that_a_sample_may_take_next():

@@ -89,8 +89,6 @@ POOL = {
     "holes": lambda: A.CoarseDropout(p=0.6, fill=(10, 200, 30)),
     "grid": lambda: A.GridDropout(ratio=0.5, unit_size_range=(9, 12), p=0.4),
     "one of": lambda: A.OneOf([A.InvertImg(p=1), A.ToGray(p=1), A.HorizontalFlip(p=1)], p=0.8),
-    "shuffle": lambda: A.ChannelShuffle(p=0.3),
-    "drop": lambda: A.ChannelDropout(fill=9, p=0.3),
     "turn": lambda: A.RandomRotate90(p=0.5),
     "transpose": lambda: A.Transpose(p=0.5),
     "affine": lambda: A.Affine(rotate=(-60, 60), scale=(0.4, 2), fill=(9, 200.5, 31), p=0.6),

@@ -96,6 +96,7 @@ IN_WORKER = {
             *("ThinPlateSpline", "UnsharpMask", "Downscale", "ISONoise", "ToSepia"),
             *("AdvancedBlur", "CLAHE", "Defocus", "Emboss", "MedianBlur", "MultiplicativeNoise"),
             *("PlanckianJitter", "RGBShift", "RandomToneCurve", "RingingOvershoot"),
+            *("ChannelDropout", "ChannelShuffle", "FromFloat", "ToRGB"),
         )
     },
     "AtLeastOneBBoxRandomCrop": {"height": 30, "width": 30},

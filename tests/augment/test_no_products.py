@@ -46,10 +46,9 @@ def test_no_operation_takes_a_matrix_product_or_convolution_of_float32(name, arg
     transform = make_example(name, {**arguments, **dict.fromkeys(sized, 40)})
     if name == "Crop":
         transform = A.Crop(2, 3, 30, 34, p=1)
-    channels = 1 if name == "ToRGB" else 3
     side = 128 if name == "RandomSizedCrop" else 48
     for dtype in (np.uint8, np.float32):
-        image = photographs(side, side, channels, dtype)[0]
+        image = photographs(side, side, 3, dtype)[0]
         autocast = dtype == np.float32
         with Products() as products, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             on_device(pipeline(transform), [{"image": image, "mask": image[..., 0].copy()}])

@@ -58,8 +58,6 @@ EQUAL = frozenset(
     {
         "AutoContrast",
         "CenterCrop",
-        "ChannelDropout",
-        "ChannelShuffle",
         "CoarseDropout",
         "D4",
         "Downscale",

@@ -26,7 +26,7 @@ ARGUMENTS = {
     "RandomSizedCrop": {"min_max_height": (10, 16), "size": (24, 24)},
     "Resize": {"height": 18, "width": 26},
 }
-ENDS = frozenset({"FromFloat", "Normalize", "ToFloat", "ToTensorV2"})
+ENDS = frozenset({"Normalize", "ToFloat", "ToTensorV2"})
 
 
 def made(name, arguments):

@@ -44,8 +44,6 @@ EXACT = [
     A.RandomGamma(p=0.7),
     A.Solarize((0.2, 0.8), p=0.7),
     A.Posterize((2, 6), p=0.7),
-    A.ChannelShuffle(p=0.7),
-    A.ChannelDropout(fill=7, p=0.7),
     A.ToGray(p=0.7),
     A.CoarseDropout((1, 5), fill=99.0, fill_mask=3.0, p=0.7),
     A.Erasing(p=0.7),

@@ -121,19 +121,6 @@ def _to_float(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return images.float() / arrays["limit"][:, None, None, :] if "limit" in arrays else images
 
 
-def _encode_from_float(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded | None:
-    if transform.dtype != "uint8" or dtype != np.float32:
-        return None
-    return Encoded((), {"limit": np.array([transform.max_value], np.float32)})
-
-
-def _from_float(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    levels = (images * arrays["limit"][:, None, None, :]).round()
-    return levels.clamp(0, 255).to(torch.uint8)
-
-
 _TO_TENSOR: Final = {turns: Encoded((("transpose_mask", turns),), {}) for turns in (False, True)}
 
 
@@ -157,12 +144,6 @@ def _float_dtype(transform: Transform, dtype: DType) -> DType:
 OPS = (
     DeviceOp("Normalize", _encode_normalize, _normalize, out_dtype=_float_dtype, fused="normalize"),
     DeviceOp("ToFloat", _encode_to_float, _to_float, out_dtype=_float_dtype, fused="to float"),
-    DeviceOp(
-        "FromFloat",
-        _encode_from_float,
-        _from_float,
-        out_dtype=lambda transform, _dtype: np.dtype(transform.dtype),
-    ),
     DeviceOp(
         "ToTensorV2",
         _encode_to_tensor,

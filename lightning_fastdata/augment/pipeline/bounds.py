@@ -109,13 +109,13 @@ _LINEAR: Final = _WARPS | {"GridDistortion", "Perspective"}
 """Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
 _SAME_FLOATS: Final = frozenset(
     {
-        *("CenterCrop", "ChannelDropout"),
-        *("ChannelShuffle", "CoarseDropout", "Crop", "D4"),
+        "CenterCrop",
+        *("CoarseDropout", "Crop", "D4"),
         *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
         *("NoOp", "Pad", "PadIfNeeded"),
         *("Posterize", "RandomCrop", "RandomRotate90"),
         *("Solarize", "SquareSymmetry", "TimeMasking"),
-        *("TimeReverse", "ToFloat", "ToRGB", "ToTensorV2", "Transpose", "VerticalFlip"),
+        *("TimeReverse", "ToFloat", "ToTensorV2", "Transpose", "VerticalFlip"),
         "XYMasking",
     }
 )
@@ -167,7 +167,7 @@ def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
     if dtype != np.uint8:
-        return "rounds to whole levels" if name == "FromFloat" else _AMPLIFIES.get(name)
+        return _AMPLIFIES.get(name)
     if name == "ColorJitter" and not any(transform.hue):
         return None
     return _AMPLIFIES.get(name) or _AMPLIFIES_BYTES.get(name)

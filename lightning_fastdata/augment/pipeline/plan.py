@@ -263,8 +263,6 @@ def _why_worker(
         return "makes some samples smaller, by areas, which has no device form"
     if not changes_form(leaf.transform):
         return None
-    if held(leaf.transform, "dtype") not in (None, "uint8"):  # of FromFloat
-        return "no device form for this dtype"
     if leaf.conditional:
         return "changes the shape or dtype of some samples only"
     if barrier_after is not None:
@@ -340,7 +338,7 @@ def _encodes_after(
     name, op = type(leaf.transform).__name__, device_form(leaf.transform, ops)
     changes = [other.transform for other in before if changes_form(other.transform)]
     names = {type(other).__name__ for other in changes}
-    last = name in CHANGES_DTYPE_OR_LAYOUT and name != "FromFloat"
+    last = name in CHANGES_DTYPE_OR_LAYOUT
     if op is None or last or not changes or "ToTensorV2" in names:
         return True
     for other in changes:

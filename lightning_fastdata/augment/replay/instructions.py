@@ -18,8 +18,6 @@ code                  numbers
 ``HUE``               offset of uint8 ``[256]``; OpenCV's lanes
 ``GRAY``              none
 ``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[values]``; values
-``SHUFFLE``           channel that becomes red; green; blue
-``DROP``              sum of 1: red, 2: green, 4: blue; the value that they get
 ====================  ==========================================================================
 
 Behind Normalize or ToFloat, a sample may have one more:
@@ -54,9 +52,9 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Fused, Instruction, Role
 
-NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES, SHUFFLE, DROP = range(12)
-WARP, BOTH_AXES, PLANE = range(12, 15)
-LATE_HOLES: Final = 15
+NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES = range(10)
+WARP, BOTH_AXES, PLANE = range(10, 13)
+LATE_HOLES: Final = 13
 WIDTH: Final = 5
 """Numbers of an instruction."""
 CHANNELS: Final = 3
@@ -152,20 +150,6 @@ def mask_holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction
 def _holes(encoded: Encoded, offsets: Mapping[str, int], fill: str) -> list[Instruction]:
     counts = len(encoded.arrays["holes"]), len(encoded.arrays[fill])
     return [(HOLES, offsets["holes"], counts[0], offsets[fill], counts[1])]
-
-
-def shuffle(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the instruction of channels in another order, or None."""
-    order = encoded.arrays["order"].tolist()
-    return [(SHUFFLE, *order)] if len(order) == CHANNELS else None
-
-
-def drop(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the instruction of channels that become a constant, or None."""
-    dropped, fill = encoded.arrays["dropped"], dict(encoded.static)["fill"]
-    if len(dropped) != CHANNELS or not isinstance(fill, int):
-        return None
-    return [(DROP, sum(1 << channel for channel in range(CHANNELS) if dropped[channel]), fill)]
 
 
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:

@@ -167,54 +167,12 @@ def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return shape if channels(shape) == 1 else (*shape[:2], transform.num_output_channels)
 
 
-def _encode_rgb(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded | None:
-    # Albumentations refuses other images, and squeezes those of a single row or column.
-    if channels(shape) != 1 or 1 in shape[:2]:
-        return None
-    return Encoded((("channels", transform.num_output_channels),), {})
-
-
-def _run_rgb(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    return images.repeat(1, 1, 1, static["channels"])
-
-
-def _rgb_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
-    count = transform.num_output_channels
-    return shape if count == 1 else (*shape[:2], count)
-
-
-def _encode_shuffle(transform: Transform, params: Values, shape: Shape, dtype: DType) -> Encoded:
-    order = params["channels_shuffled"]
-    return Encoded((), {"order": np.array([0] if order is None else order, np.int64)})
-
-
-def _run_shuffle(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    return images.gather(-1, arrays["order"][:, None, None, :].expand(images.shape))
-
-
-def _encode_channel_dropout(
-    transform: Transform, params: Values, shape: Shape, dtype: DType
-) -> Encoded:
-    dropped = np.zeros(channels(shape), np.bool_)
-    dropped[list(params["channels_to_drop"])] = True
-    return Encoded((("fill", np.array(transform.fill).astype(dtype).item()),), {"dropped": dropped})
-
-
-def _run_channel_dropout(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    return images.masked_fill(arrays["dropped"][:, None, None, :], static["fill"])
-
-
 OPS = (
     DeviceOp("HueSaturationValue", _encode_hsv, _run_hsv, fused=instructions.hsv),
     DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
     DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape, fused=instructions.gray),
-    DeviceOp("ToRGB", _encode_rgb, _run_rgb, out_shape=_rgb_shape),
-    DeviceOp("ChannelShuffle", _encode_shuffle, _run_shuffle, fused=instructions.shuffle),
-    DeviceOp(
-        "ChannelDropout", _encode_channel_dropout, _run_channel_dropout, fused=instructions.drop
-    ),
 )
-"""On uint8, gray and channel moves are exact and HueSaturationValue is at most one level off, above
+"""On uint8, gray is exact and HueSaturationValue is at most one level off, above
 all in the last columns, which do not fill a vector of OpenCV's and which it rounds differently; in
 ColorJitter, contrast and saturation can make that two or three. On float32 the colour formulas
 agree to 1e-4, and HueSaturationValue goes through uint8 as in Albumentations."""

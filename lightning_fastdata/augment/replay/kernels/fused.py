@@ -21,7 +21,6 @@ from lightning_fastdata.augment.replay.kernels.pixels import (
     REFLECT_101,
     as_kind,
     came_from,
-    chosen,
     contrasted,
     covered,
     cut,
@@ -101,12 +100,12 @@ def _filtered(image, code, floats, middle, y, x, height, width, mask, BLOCK: tl.
     one = tl.load(code + 1)
     two = tl.load(code + 2)
     three = tl.load(code + 3)
-    if kind == 13:
+    if kind == 11:
         plane = middle + three.to(tl.int64) * height * width * 3
         red, green, blue = read_down(
             plane, floats + one // 4, two, y, x, height, width, mask, BLOCK
         )
-    elif kind == 14:
+    elif kind == 12:
         red, green, blue = read_plane(
             image, floats + one // 4, two, three, tl.load(code + 4), y, x, height, width, mask,
             BLOCK,
@@ -163,7 +162,7 @@ def fused_kernel(
         box = ints + where_at + sample * 4
         red, green, blue = read_resized(image, box, y, x, width, out_height, out_width, mask)
     elif GEOMETRY == 3:
-        if tl.load(code) == 12:
+        if tl.load(code) == 10:
             inverse = floats + tl.load(code + 1) // 4
             fill = floats + tl.load(code + 3) // 4
             red, green, blue = read_warped(
@@ -216,16 +215,6 @@ def fused_kernel(
                 red = tl.where(hidden, in_red.to(tl.uint8).to(tl.int32), red)
                 green = tl.where(hidden, in_green.to(tl.uint8).to(tl.int32), green)
                 blue = tl.where(hidden, in_blue.to(tl.uint8).to(tl.int32), blue)
-            elif kind == 10:
-                red, green, blue = (
-                    chosen(red, green, blue, one),
-                    chosen(red, green, blue, two),
-                    chosen(red, green, blue, three),
-                )
-            elif kind == 11:
-                red = tl.where((one & 1) != 0, two, red)
-                green = tl.where((one & 2) != 0, two, green)
-                blue = tl.where((one & 4) != 0, two, blue)
     if not SUMS:
         out = target + sample.to(tl.int64) * pixels * 3
         if PLANES:
@@ -248,7 +237,7 @@ def fused_kernel(
         if ENDS != 0:
             for number in range(length):
                 step = code + number * 5
-                if tl.load(step) == 15:
+                if tl.load(step) == 13:
                     hidden = covered(ints + tl.load(step + 1) // 4, tl.load(step + 2), y, x, mask)
                     fill = floats + tl.load(step + 3) // 4
                     late_red, late_green, late_blue = _fills(fill, tl.load(step + 4))
@@ -303,7 +292,7 @@ def mask_kernel(
         box = ints + where_at + sample * 4
         from_y, from_x = nearest(box, y, x, out_height, out_width)
     elif GEOMETRY == 3:
-        if tl.load(code) == 12:
+        if tl.load(code) == 10:
             inverse = floats + tl.load(code + 1) // 4
             from_y, from_x = nearest_warped(inverse, tl.load(code + 2), tl.load(code + 4), y, x)
             mode = tl.load(code + 2) & 7

@@ -243,9 +243,3 @@ def shifted_hue(red, green, blue, table, x, width, lanes):
     hue, saturation, value = to_hsv(red, green, blue)
     hue = tl.load(table + hue).to(tl.int32)
     return to_rgb(hue, saturation, value, x, width, lanes)
-
-
-@triton.jit
-def chosen(red, green, blue, channel):
-    """Return the channel of a number."""
-    return tl.where(channel == 0, red, tl.where(channel == 1, green, blue))
