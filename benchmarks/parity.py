@@ -45,7 +45,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"rotate": (-40, 40), "interpolation": 2},
     ),
     "CenterCrop": ({"height": 96, "width": 128},),
-    "CoarseDropout": ({}, {"fill": "random_uniform"}, {"fill": "random"}),
     "ColorJitter": ({}, {"hue": 0}),
     "Crop": ({"x_min": 8, "y_min": 16, "x_max": 136, "y_max": 112},),
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
@@ -70,14 +69,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"height": 120, "width": 100},
         {"height": 300, "width": 260},
         {"height": 120, "width": 100, "interpolation": 0},
-    ),
-    "XYMasking": (
-        {
-            "num_masks_x": (1, 3),
-            "num_masks_y": (1, 3),
-            "mask_x_length": (3, 15),
-            "mask_y_length": (3, 15),
-        },
     ),
 }
 """Arguments that an operation is measured with; the default ones where nothing is said."""

@@ -105,13 +105,11 @@ CASES = (
         case(name)
         for name in (
             *("HorizontalFlip", "VerticalFlip", "Transpose", "RandomRotate90", "D4", "NoOp"),
-            *("SquareSymmetry", "TimeReverse", "InvertImg", "RandomGamma"),
+            *("InvertImg", "RandomGamma"),
             *("Posterize", "Solarize", "RandomBrightnessContrast", "ToFloat", "ToTensorV2"),
         )
     ),
     case("RandomBrightnessContrast", {"brightness_by_max": False}),
-    case("FrequencyMasking", {"freq_mask_param": 20}, sizes=WIDE),
-    case("TimeMasking", {"time_mask_param": 20}, sizes=WIDE),
     case("RandomCrop", {"height": 60, "width": 45, "pad_if_needed": True}, **PAD),
     case("CenterCrop", {"height": 41, "width": 80, "pad_if_needed": True}, **PAD),
     case("Crop", {"x_max": 60, "y_max": 60, "pad_if_needed": True}, **PAD),
@@ -127,7 +125,6 @@ CASES = (
     ),
     case("Affine", {"rotate": (20, 40), "fit_output": True, "keep_ratio": True}, **WARP),
     case("Rotate", **WARP),
-    case("SafeRotate", **WARP),
     case("ShiftScaleRotate", **WARP),
     case("Perspective", {"scale": (0.05, 0.15)}, **WARP),
     case("Perspective", {"keep_size": False}, **WARP),
@@ -135,17 +132,7 @@ CASES = (
     case("OpticalDistortion", {"distort_limit": (-0.5, 0.5)}, **WARP),
     case("OpticalDistortion", {"mode": "fisheye"}, **WARP),
     case("CoarseDropout", {"num_holes_range": (1, 6)}, **HOLES),
-    case(
-        "CoarseDropout", {"num_holes_range": (1, 9), "fill": "random_uniform"}, axes=("fill_mask",)
-    ),
-    case("Erasing", {"fill": "random_uniform"}, axes=("fill_mask",)),
-    case("GridDropout", {"random_offset": True}, sizes=WIDE, **HOLES),
     case("Erasing", **HOLES),
-    case(
-        "XYMasking",
-        {"num_masks_x": 2, "num_masks_y": (1, 3), "mask_x_length": 1, "mask_y_length": 1},
-        **HOLES,
-    ),
     case("Normalize", {"mean": 0.4, "std": 0.3}),
     case("ToGray", channels=GRAY_OR_RGB, on_the_cpu=thin),
     case("HueSaturationValue", channels=GRAY_OR_RGB),

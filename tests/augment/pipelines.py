@@ -494,7 +494,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="Resize RandomGridShuffle Emboss",
+            worker="Resize GridDropout RandomGridShuffle Emboss",
         ),
     }
     DETECTION = {
@@ -671,7 +671,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize PixelDropout",
+            worker="Resize PixelDropout XYMasking",
         ),
     }
     COMPETITIONS = {
@@ -722,7 +722,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize PixelDropout",
+            worker="Resize TimeMasking FrequencyMasking PixelDropout",
         ),
         "random order": Recipe(
             compose=Compose(
@@ -782,7 +782,7 @@ with warnings.catch_warnings():
             ),
             worker=(
                 "Resize GlassBlur ZoomBlur Spatter RandomSnow ChromaticAberration "
-                "RingingOvershoot Illumination Lambda"
+                "RingingOvershoot Illumination Lambda SafeRotate"
             ),
         ),
     }

@@ -175,15 +175,3 @@ def test_a_kernel_takes_warps_of_masks_only_where_opencv_reads_as_it_does():
     for run in runs:
         assert takes(run, torch.zeros(3, 48, 48, dtype=torch.uint8))
         assert not takes(run, torch.zeros(3, 48, 48, dtype=torch.int64))
-
-
-@each("fill", ["random", "random_uniform"])
-def test_holes_of_random_colours_are_in_no_run_of_a_kernel(fill):
-    holes = A.CoarseDropout(fill=fill, p=1)
-    for transforms in ([A.InvertImg(p=1), holes], [A.InvertImg(p=1), A.Normalize(), holes]):
-        part = as_batch_transform(A.Compose(transforms)).in_worker(on_device=True)
-        items = [{"image": one} for one in photographs(48, 48)]
-        tapes = [part(one, key)[1] for one, key in zip(items, keys(3), strict=True)]
-        program = part.collate(tapes).programs["image"]
-        assert program.steps[-1].name == "CoarseDropout"
-        assert all(run.last < len(program.steps) - 1 for run in program.runs)

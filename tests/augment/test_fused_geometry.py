@@ -53,7 +53,6 @@ WARPS = {
         for border, mode in BORDERS.items()
     },
     "rotate": A.Rotate(p=0.6),
-    "safe": A.SafeRotate(fill=300, p=0.6),
     "shift, scale, rotate": SSR,
     "perspective": A.Perspective((0.1, 0.4), fill=7, p=0.6),
     "perspective, nearest": A.Perspective((0.1, 0.4), interpolation=0, border_mode=2, p=0.6),

@@ -96,6 +96,8 @@ IN_WORKER = {
             *("ThinPlateSpline", "UnsharpMask", "Downscale", "ISONoise", "ToSepia"),
             *("AdvancedBlur", "CLAHE", "Defocus", "Emboss", "MedianBlur", "MultiplicativeNoise"),
             *("PlanckianJitter", "RGBShift", "RandomToneCurve", "RingingOvershoot"),
+            *("FrequencyMasking", "GridDropout", "SafeRotate", "SquareSymmetry", "TimeMasking"),
+            *("TimeReverse", "XYMasking"),
             *("ChannelDropout", "ChannelShuffle", "FromFloat", "ToRGB"),
         )
     },

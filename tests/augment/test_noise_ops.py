@@ -3,7 +3,6 @@ from __future__ import annotations
 import albumentations as A
 import numpy as np
 from augment.batches import flat, in_worker, on_device, pipeline
-from augment.parity import both
 from misses import each
 from scipy import stats
 
@@ -74,25 +73,3 @@ def test_added_noise_goes_together_where_albumentations_noise_does(name):
 def test_added_noise_takes_any_number_of_channels(name, channels):
     want, got = residuals(ADDED[name], channels=channels)
     np.testing.assert_allclose(spread(got), spread(want), rtol=0.2 if "coarse" in name else 0.1)
-
-
-@each("dtype", [np.uint8, np.float32])
-def test_holes_of_noise_are_albumentations_own_and_the_noise_has_its_law(dtype):
-    transform = A.CoarseDropout((2, 5), (0.2, 0.5), (0.2, 0.5), fill="random", fill_mask=3.0, p=1)
-    images = [np.full((48, 56, 3), 0.3 if dtype == np.float32 else 77, dtype) for _ in range(4)]
-    masks = [np.zeros((48, 56), np.uint8) for _ in images]
-    inside = []
-    for want, got, want_mask, got_mask in both(transform, images, masks, seeds=range(3)):
-        np.testing.assert_array_equal(got_mask, want_mask)
-        hole = want_mask == 3
-        assert hole.any()
-        np.testing.assert_array_equal(got[~hole], want[~hole])
-        inside.append((want[hole], got[hole]))
-    one, two = (np.concatenate(values) for values in zip(*inside, strict=True))
-    limit = 1 if dtype == np.float32 else 256
-    assert two.min() >= 0
-    assert two.max() < limit
-    assert stats.ks_2samp(one.ravel(), two.ravel()).pvalue > 1e-3
-    # Channels and neighbours do not go together.
-    together = np.corrcoef(np.concatenate([two[:-1].T, two[1:].T]))
-    assert np.abs(together - np.eye(6)).max() < 0.05

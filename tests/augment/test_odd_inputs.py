@@ -34,19 +34,6 @@ def assert_refused_by_both(transform, samples, error, text):
                 transform.in_worker(on_device=on)(sample, key)
 
 
-@each(("size", "grid", "shift"), [((7, 57), (27, 3), None), ((40, 7), (2, 19), (14, 2))])
-def test_a_grid_of_more_cells_than_pixels_drops_what_albumentations_drops(size, grid, shift):
-    dropout = A.GridDropout(
-        0.08, random_offset=shift is None, holes_number_xy=grid, shift_xy=shift or (0, 0),
-        fill=9, fill_mask=1, p=1,
-    )  # fmt: skip
-    samples = [
-        {"image": image, "mask": image[..., 0].copy()}
-        for image in photographs(*size, dtype=np.uint8)
-    ]
-    assert_same(pipeline(dropout), samples)
-
-
 def test_erasing_that_finds_no_place_is_refused_as_in_albumentations():
     samples = [{"image": image} for image in photographs(2, 32)]
     erasing = pipeline(A.Erasing((0.6, 0.8), (5, 6), p=1))
@@ -64,12 +51,6 @@ def test_a_batch_of_lines_is_turned_as_its_samples_are():
     images = torch.from_numpy(np.stack(photographs(1, 9))).permute(0, 3, 1, 2)
     turned = BatchTransform.from_albumentations(A.Compose([A.VerticalFlip(p=1), A.D4(p=0)]))
     assert torch.equal(turned(images), images)
-
-
-def test_holes_that_end_before_they_begin_have_no_random_values():
-    dropout = A.GridDropout(0.3, holes_number_xy=(18, 1), fill="random", p=1)
-    samples = [{"image": image} for image in photographs(3, 53)]
-    assert_refused_by_both(pipeline(dropout), samples, ValueError, "negative dimensions")
 
 
 @each(

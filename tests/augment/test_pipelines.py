@@ -63,9 +63,7 @@ EQUAL = frozenset(
         "Downscale",
         "Equalize",
         "Erasing",
-        "FrequencyMasking",
         "GridDistortion",
-        "GridDropout",
         "HorizontalFlip",
         "InvertImg",
         "Morphological",
@@ -80,13 +78,11 @@ EQUAL = frozenset(
         "RandomRotate90",
         "Resize",
         "Solarize",
-        "TimeMasking",
         "ToFloat",
         "ToGray",
         "ToTensorV2",
         "Transpose",
         "VerticalFlip",
-        "XYMasking",
     }
 )
 """Operations whose pixels are equal to Albumentations', as the documentation says."""

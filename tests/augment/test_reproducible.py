@@ -20,7 +20,7 @@ PIPELINE = [
     A.RandomResizedCrop((20, 20)),
     A.D4(p=0.7),
     A.OneOf([A.RandomGamma(), A.GlassBlur(max_delta=2, iterations=1), A.CLAHE()], p=0.7),
-    A.SomeOf([A.GridDropout(), A.Affine(rotate=(-30, 30)), A.GaussNoise()], n=2),
+    A.SomeOf([A.CoarseDropout(), A.Affine(rotate=(-30, 30)), A.GaussNoise()], n=2),
     A.HueSaturationValue(p=0.5),
     A.ElasticTransform(alpha=30, sigma=5, p=0.3),
     A.Normalize(),

@@ -164,7 +164,7 @@ def test_a_replay_says_what_was_done_and_does_it_again():
         [
             A.HorizontalFlip(p=0.5),
             A.OneOf([A.RandomGamma(p=1), A.InvertImg(p=1)], p=0.8),
-            A.GridDropout(p=0.5),
+            A.CoarseDropout(p=0.5),
         ]
     )
     transform, wanted, got = compare(pipeline, plain(6))

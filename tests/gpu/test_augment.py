@@ -30,7 +30,6 @@ EXACT = [
     A.Transpose(p=0.7),
     A.RandomRotate90(p=0.7),
     A.D4(p=0.7),
-    A.SquareSymmetry(p=0.7),
     A.RandomCrop(50, 61, p=1),
     A.RandomCrop(120, 101, pad_if_needed=True, border_mode=2, p=1),
     A.CenterCrop(51, 60, p=1),
@@ -47,7 +46,6 @@ EXACT = [
     A.ToGray(p=0.7),
     A.CoarseDropout((1, 5), fill=99.0, fill_mask=3.0, p=0.7),
     A.Erasing(p=0.7),
-    A.GridDropout(p=0.7),
     A.Normalize(p=1),
     A.ToFloat(p=1),
     A.ToTensorV2(),
@@ -61,7 +59,6 @@ WARPS = [
     ),
     A.Rotate(fill=200.0, p=0.7),
     A.ShiftScaleRotate(p=0.7),
-    A.SafeRotate(p=0.7),
     A.Perspective(fill=50.0, p=0.7),
 ]
 CLOSE = [

@@ -80,7 +80,7 @@ def fields(version: str | None = None) -> Bound:
     return Bound(8, 0.99, 8, mean=0.01) if opencv_major(version) < 5 else warps(version)
 
 
-_WARPS: Final = frozenset({"Affine", "Rotate", "SafeRotate", "ShiftScaleRotate"})
+_WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
 _FIELDS: Final = frozenset({"GridDistortion", "OpticalDistortion", "Perspective"})
 _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
@@ -111,12 +111,10 @@ _SAME_FLOATS: Final = frozenset(
     {
         "CenterCrop",
         *("CoarseDropout", "Crop", "D4"),
-        *("Equalize", "Erasing", "FrequencyMasking", "GridDropout", "HorizontalFlip", "InvertImg"),
+        *("Equalize", "Erasing", "HorizontalFlip", "InvertImg"),
         *("NoOp", "Pad", "PadIfNeeded"),
         *("Posterize", "RandomCrop", "RandomRotate90"),
-        *("Solarize", "SquareSymmetry", "TimeMasking"),
-        *("TimeReverse", "ToFloat", "ToTensorV2", "Transpose", "VerticalFlip"),
-        "XYMasking",
+        *("Solarize", "ToFloat", "ToTensorV2", "Transpose", "VerticalFlip"),
     }
 )
 """Operations whose float32 images are Albumentations' own to the last bit."""

@@ -20,12 +20,6 @@ code                  numbers
 ``HOLES``             offset of int32 ``[count, 4]``; count; offset of float32 ``[values]``; values
 ====================  ==========================================================================
 
-Behind Normalize or ToFloat, a sample may have one more:
-
-====================  ==========================================================================
-``LATE_HOLES``        those of ``HOLES``
-====================  ==========================================================================
-
 A sample may begin with one way of reading of its own:
 
 ====================  ==========================================================================
@@ -54,7 +48,6 @@ if TYPE_CHECKING:
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES = range(10)
 WARP, BOTH_AXES, PLANE = range(10, 13)
-LATE_HOLES: Final = 13
 WIDTH: Final = 5
 """Numbers of an instruction."""
 CHANNELS: Final = 3
@@ -137,9 +130,9 @@ def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
     return [(GRAY,)]
 
 
-def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the instruction of rectangles of a constant, or None."""
-    return _holes(encoded, offsets, "fill") if "fill" in encoded.arrays else None
+def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
+    """Return the instruction of rectangles of a constant."""
+    return _holes(encoded, offsets, "fill")
 
 
 def mask_holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:

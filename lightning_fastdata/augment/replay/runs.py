@@ -177,9 +177,7 @@ class _OpenRun:
         """Take a step and return True, or leave the run as it is and return False."""
         whole = len(step.groups) == 1 and len(step.groups[0].rows) == len(self.code)
         taken = whole and self._take_end(step)
-        if self.ends:
-            taken = taken or self._take_late_holes(step)
-        else:
+        if not self.ends:
             taken = taken or (whole and self._take_geometry(step)) or self._take_pixels(step)
         self.taken += taken
         return taken
@@ -242,16 +240,6 @@ class _OpenRun:
         self.reading = self.reading._replace(
             geometry=next(iter(ways), "none"), size=next(iter(sizes), None)
         )
-        return True
-
-    def _take_late_holes(self, step: ScheduledStep) -> bool:
-        if self.ending.channels_first or step.fused is not instructions.holes:
-            return False
-        found = list(step.instructions(instructions.holes))
-        if any(made is None for _, _, made in found):
-            return False
-        for row, _, made in found:
-            self.code[row] += [(instructions.LATE_HOLES, *one[1:]) for one in made or []]
         return True
 
     def _fits(self, row: int, made: list[Instruction]) -> bool:

@@ -132,7 +132,7 @@ def fill_like(batch: Tensor, arrays: Arrays, name: str) -> Tensor:
 _TURNS: Final = {"e": 0, "r90": 1, "r180": 2, "r270": 3}
 _TURNS_TRANSPOSED: Final = {"t": 0, "h": 3, "hvt": 2, "v": 1}
 """Quarter turns by Albumentations' names of the symmetries; here after a transposition."""
-_FLIPS: Final = {"HorizontalFlip": "h", "TimeReverse": "h", "VerticalFlip": "v", "Transpose": "t"}
+_FLIPS: Final = {"HorizontalFlip": "h", "VerticalFlip": "v", "Transpose": "t"}
 
 
 def _moves(transform: Transform, params: Values) -> tuple[bool, int]:
@@ -214,7 +214,7 @@ def _window_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
     return (*_window(transform, params, shape)[2:], *shape[2:])
 
 
-_SYMMETRIES: Final = ("NoOp", *_FLIPS, "RandomRotate90", "D4", "SquareSymmetry")
+_SYMMETRIES: Final = ("NoOp", *_FLIPS, "RandomRotate90", "D4")
 _WINDOWS: Final = ("RandomCrop", "CenterCrop", "Crop", "Pad", "PadIfNeeded")
 _moved = partial(
     DeviceOp,

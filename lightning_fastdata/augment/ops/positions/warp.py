@@ -292,7 +292,7 @@ OPS = tuple(
         out_shape=_out_shape,
         fused=instructions.warp,
     )
-    for name in ("Affine", "Rotate", "ShiftScaleRotate", "SafeRotate", "Perspective")
+    for name in ("Affine", "Rotate", "ShiftScaleRotate", "Perspective")
 )
 """Nearest is exact. Linear and cubic on uint8 are exact with OpenCV 4, and at most one level off
 with OpenCV 5."""

@@ -234,16 +234,6 @@ def fused_kernel(
             red = tl.div_rn(red.to(tl.float32), limit)
             green = tl.div_rn(green.to(tl.float32), limit)
             blue = tl.div_rn(blue.to(tl.float32), limit)
-        if ENDS != 0:
-            for number in range(length):
-                step = code + number * 5
-                if tl.load(step) == 13:
-                    hidden = covered(ints + tl.load(step + 1) // 4, tl.load(step + 2), y, x, mask)
-                    fill = floats + tl.load(step + 3) // 4
-                    late_red, late_green, late_blue = _fills(fill, tl.load(step + 4))
-                    red = tl.where(hidden, late_red, red)
-                    green = tl.where(hidden, late_green, green)
-                    blue = tl.where(hidden, late_blue, blue)
         kind_out = target.dtype.element_ty
         tl.store(first, as_kind(red, kind_out), mask)
         tl.store(first + between, as_kind(green, kind_out), mask)
