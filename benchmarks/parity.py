@@ -50,7 +50,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "ElasticTransform": ({"alpha": 40, "sigma": 6},),
     "Equalize": ({}, {"mode": "pil"}),
     "Normalize": ({},),
-    "OpticalDistortion": ({}, {"mode": "fisheye"}),
     "Pad": ({"padding": 9},),
     "PadIfNeeded": (
         {"min_height": 256, "min_width": 256, "border_mode": 4},

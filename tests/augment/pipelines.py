@@ -186,7 +186,7 @@ with warnings.catch_warnings():
                     OneOf([A.OpticalDistortion(), A.GridDistortion(), A.ElasticTransform()], p=0.3),
                 ]
             ),
-            worker="Resize MultiplicativeNoise MedianBlur",
+            worker="Resize MultiplicativeNoise MedianBlur OpticalDistortion GridDistortion",
         ),
         "defocused": Recipe(
             compose=Compose(
@@ -329,6 +329,7 @@ with warnings.catch_warnings():
             ),
             kind="mask",
             any_size=False,
+            worker="GridDistortion OpticalDistortion",
         ),
         "tumours": Recipe(
             compose=Compose(
@@ -362,7 +363,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="RandomCrop",
+            worker="RandomCrop GridDistortion",
         ),
         "retina vessels": Recipe(
             compose=Compose(
@@ -427,7 +428,7 @@ with warnings.catch_warnings():
                 ]
             ),
             kind="mask",
-            worker="VerticalFlip RandomRotate90 Resize Downscale MedianBlur",
+            worker="VerticalFlip RandomRotate90 Resize Downscale MedianBlur GridDistortion",
         ),
         "thin plates": Recipe(
             compose=Compose(
@@ -671,7 +672,7 @@ with warnings.catch_warnings():
                     Tensor(),
                 ]
             ),
-            worker="Resize PixelDropout XYMasking",
+            worker="Resize GridDistortion PixelDropout XYMasking",
         ),
     }
     COMPETITIONS = {
@@ -691,7 +692,7 @@ with warnings.catch_warnings():
                 ]
             ),
             any_size=False,
-            worker="GaussianBlur MedianBlur CLAHE",
+            worker="GaussianBlur MedianBlur CLAHE GridDistortion",
         ),
         "pathology": Recipe(
             compose=Compose(

@@ -10,7 +10,8 @@ from augment.parity import photographs
 from misses import each
 from scipy import stats
 
-from lightning_fastdata.augment.ops.positions.distortion import displacements, smoothing
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.ops.positions.elastic import displacements, smoothing
 
 SIZE = (61, 74)
 
@@ -30,7 +31,7 @@ def test_smoothing_is_opencvs_gaussian(length, sigma):
     np.testing.assert_allclose(got.numpy(), fixed, atol=2e-6)
 
 
-def fields(count, noise="gaussian", same=False, approximate=False, sigma=4.0):
+def fields(count, same=False, approximate=False, sigma=4.0):
     """Return displacements ``[count, 2, H, W]`` of Albumentations and of the device."""
     radius = 8 if approximate else round(sigma * 8 + 1) // 2
     want = []
@@ -42,19 +43,17 @@ def fields(count, noise="gaussian", same=False, approximate=False, sigma=4.0):
             same_dxdy=same,
             kernel_size=(17, 17) if approximate else (0, 0),
             random_generator=np.random.default_rng(seed),
-            noise_distribution=noise,
         )
         want.append(np.stack(pair))
-    static = {"noise": noise, "same": same, "radius": radius, "sigma": sigma, "alpha": 30.0}
+    static = {"same": same, "radius": radius, "sigma": sigma, "alpha": 30.0}
     seeds = torch.tensor([[seed, 1] for seed in range(count)])
     got = displacements(static, seeds, SIZE).expand(-1, 2, -1, -1)
     return np.stack(want).astype(np.float64), got.double().numpy()
 
 
 @each("approximate", [False, True])
-@each("noise", ["gaussian", "uniform"])
-def test_fields_have_the_law_and_the_smoothness_of_albumentations(noise, approximate):
-    want, got = fields(40, noise, approximate=approximate)
+def test_fields_have_the_law_and_the_smoothness_of_albumentations(approximate):
+    want, got = fields(40, approximate=approximate)
     np.testing.assert_allclose(got.std(), want.std(), rtol=0.04)
     # Far enough apart to be independent.
     assert stats.ks_2samp(want[..., ::20, ::20].ravel(), got[..., ::20, ::20].ravel()).pvalue > 1e-3
@@ -107,3 +106,27 @@ def test_boxes_and_keypoints_are_moved_by_the_very_field_of_their_image():
         np.testing.assert_array_equal(batch["mask"][index].numpy(), one["mask"])
         np.testing.assert_array_equal(rest[index]["bboxes"], one["bboxes"])
         np.testing.assert_array_equal(rest[index]["keypoints"], one["keypoints"])
+
+
+@each("law", ["gaussian", "uniform"])
+def test_a_field_of_uniform_noise_is_albumentations_own(law):
+    transform = pipeline(A.ElasticTransform(60, 4, noise_distribution=law, p=1))
+    items = [{"image": photo} for photo in photographs(61, 74)]
+    batch, _ = on_device(transform, items)
+    apart = [
+        np.abs(batch["image"][index].numpy().astype(int) - one["image"]).max()
+        for index, one in enumerate(in_worker(transform, items))
+    ]
+    assert max(apart) <= 1 if law == "uniform" else min(apart) > 20
+    assert transform.plan.placements[0].where == "device"
+
+
+def test_other_interpolations_are_declined_before_anything_is_drawn():
+    transform, image = A.ElasticTransform(interpolation=4, p=1), photographs(40, 50)[0]
+    op = DEVICE_OPS["ElasticTransform"]
+    transform.set_random_seed(3)
+    before = transform.random_generator.bit_generator.state
+    assert op.draw(transform, {"shape": image.shape}, {"image": image}) is None
+    assert transform.random_generator.bit_generator.state == before
+    transform(image=image)
+    assert op.encode(transform, transform.params, image.shape, image.dtype) is None

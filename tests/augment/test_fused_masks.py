@@ -46,7 +46,7 @@ POOL = {
     "cropped": lambda: A.RandomCrop(5, 5, p=1),
     "resized": lambda: A.Resize(9, 7, p=1),
     "resized crop": lambda: A.RandomResizedCrop((8, 8), p=1),
-    "in torch": lambda: A.GridDistortion(p=0.5),
+    "in torch": lambda: A.ElasticTransform(60, 4, p=0.5),
 }
 
 

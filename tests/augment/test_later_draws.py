@@ -97,7 +97,7 @@ IN_WORKER = {
             *("AdvancedBlur", "CLAHE", "Defocus", "Emboss", "MedianBlur", "MultiplicativeNoise"),
             *("PlanckianJitter", "RGBShift", "RandomToneCurve", "RingingOvershoot"),
             *("FrequencyMasking", "GridDropout", "SafeRotate", "SquareSymmetry", "TimeMasking"),
-            *("TimeReverse", "XYMasking"),
+            *("GridDistortion", "OpticalDistortion", "TimeReverse", "XYMasking"),
             *("ChannelDropout", "ChannelShuffle", "FromFloat", "ToRGB"),
         )
     },

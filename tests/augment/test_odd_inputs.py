@@ -124,7 +124,7 @@ def test_a_batch_without_samples_is_refused_wherever_it_lies(device):
 
 
 @each("channels", [1, 3, 4])
-@each("kind", [A.Pad, A.Affine, A.GridDistortion, A.Perspective])
+@each("kind", [A.Pad, A.Affine, A.Perspective])
 def test_a_border_of_five_values_is_refused_for_images_of_fewer_channels(kind, channels):
     samples = [{"image": image} for image in photographs(24, 30, channels)]
     size = {"padding": 3} if kind is A.Pad else {"rotate": 9} if kind is A.Affine else {}

@@ -63,7 +63,6 @@ EQUAL = frozenset(
         "Downscale",
         "Equalize",
         "Erasing",
-        "GridDistortion",
         "HorizontalFlip",
         "InvertImg",
         "Morphological",

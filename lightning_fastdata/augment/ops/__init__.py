@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from lightning_fastdata.augment.ops import dropout, noise, output, table
 from lightning_fastdata.augment.ops.colors import color, statistics
 from lightning_fastdata.augment.ops.filters import convolution
-from lightning_fastdata.augment.ops.positions import distortion, index, resize, warp
+from lightning_fastdata.augment.ops.positions import elastic, index, resize, warp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FAMILIES = (
     *(index, resize, warp, table, color, convolution, dropout, output),
-    *(statistics, distortion, noise),
+    *(statistics, elastic, noise),
 )
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(

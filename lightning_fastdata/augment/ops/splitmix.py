@@ -31,27 +31,6 @@ def peek_seed(generator: np.random.Generator) -> np.ndarray:
     return seed
 
 
-def skip_doubles(generator: np.random.Generator, count: int) -> None:
-    """Bring a generator to where drawing ``count`` doubles would bring it, in no time."""
-    bits: Any = generator.bit_generator
-    kind = type(bits).__name__
-    if kind not in {"PCG64", "Philox"}:
-        generator.random(count)
-        return
-    first = last = 0
-    if kind == "Philox":
-        # Its buffer holds four words: what is left of it is drawn, and what is taken of the last.
-        first = min(4 - bits.state["buffer_pos"], count)
-        count, last = divmod(count - first, 4)
-    bits.random_raw(first, False)
-    if count:
-        before = bits.state
-        bits.advance(count)
-        # Advancing drops the half of a word that a 32-bit draw may have left for the next.
-        bits.state = {**bits.state, **{name: before[name] for name in ("has_uint32", "uinteger")}}
-    bits.random_raw(last, False)
-
-
 def _shifted(words: torch.Tensor, count: int) -> torch.Tensor:
     """Return the words shifted right, with zeros from the left."""
     return (words >> count).bitwise_and_((1 << (64 - count)) - 1)
@@ -65,13 +44,6 @@ def words(seed: torch.Tensor, count: int, stream: int = 0) -> torch.Tensor:
     mixed = mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_FIRST)
     mixed = mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_SECOND)
     return mixed.bitwise_xor_(_shifted(mixed, 31))
-
-
-def uniform(seed: torch.Tensor, count: int, stream: int = 0) -> torch.Tensor:
-    """Return numbers ``0 <= u < 1``, float32 ``[n, count]``, multiples of 2**-24."""
-    both = words(seed, -(-count // 2), stream)
-    halves = torch.cat([_shifted(both, 40), (both & _LOW) >> 8], 1)[:, :count]
-    return halves.float() * 2.0**-24
 
 
 def normal(seed: torch.Tensor, count: int, stream: int = 0) -> torch.Tensor:

@@ -72,16 +72,15 @@ def warps(version: str | None = None) -> Bound:
     return Bound(0, 1, 0.01) if opencv_major(version) < 5 else Bound(1, 0.999, 0.2, mean=0.001)
 
 
-def fields(version: str | None = None) -> Bound:
-    """Return the bound for distortions whose field is made of sums and logarithms.
+def projections(version: str | None = None) -> Bound:
+    """Return the bound for projective warps.
 
-    With OpenCV 4 the last bit of such a field decides between two positions in 1/32 pixel.
+    With OpenCV 4 the last bit of a quotient decides between two positions in 1/32 pixel.
     """
     return Bound(8, 0.99, 8, mean=0.01) if opencv_major(version) < 5 else warps(version)
 
 
 _WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
-_FIELDS: Final = frozenset({"GridDistortion", "OpticalDistortion", "Perspective"})
 _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
     **dict.fromkeys(("Blur", "GaussianBlur", "MotionBlur", "Sharpen"), SUMS),
@@ -96,8 +95,8 @@ def bound_of(transform: Node) -> Bound:
         return EQUAL
     if name in _WARPS:
         return warps()
-    if name in _FIELDS:
-        return fields()
+    if name == "Perspective":
+        return projections()
     if name in _RESIZES:
         return RESIZE
     if name == "ColorJitter":
@@ -105,7 +104,7 @@ def bound_of(transform: Node) -> Bound:
     return _NAMED.get(name, EQUAL)
 
 
-_LINEAR: Final = _WARPS | {"GridDistortion", "Perspective"}
+_LINEAR: Final = _WARPS | {"Perspective"}
 """Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
 _SAME_FLOATS: Final = frozenset(
     {

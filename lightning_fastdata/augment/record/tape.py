@@ -38,7 +38,7 @@ from lightning_fastdata.augment.ops.operation import (
     peek_params,
 )
 from lightning_fastdata.augment.pipeline.plan import Plan, device_form
-from lightning_fastdata.augment.pipeline.tree import is_albumentations, keeps_params, list_leaves
+from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
 from lightning_fastdata.augment.pipeline.values import takes_any_range, takes_dtype
 from lightning_fastdata.augment.record.targets import Pending, Target, contiguous, target_roles
 from lightning_fastdata.augment.replay.torch import replay_one
@@ -83,7 +83,6 @@ class Recorder:
         self._targets: dict[str, Target] = {}
         self._small: dict[int, _Values] = {}
         """What device forms drew for the transforms whose own sampler ran, too."""
-        self._keeps_params = keeps_params(compose)
         for index, leaf in enumerate(list_leaves(self.compose)):
             if index > plan.opaque_until:
                 self._hook(index, leaf.transform, ops)
@@ -165,10 +164,10 @@ class Recorder:
         self, original: Callable[..., _Values], hooked: _Hooked, params: _Values, data: _Values
     ) -> _Values:
         transform, op = hooked.transform, hooked.op
-        # What is computed here (boxes, lists of masks) or returned needs the whole field.
+        # What is computed here, boxes or lists of masks, needs the whole field.
         given = {key for key in function_by_key(transform) if data.get(key) is not None}
         deferred = {"image", *(key for key, role in self._roles.items() if role == "mask")}
-        whole = not {"image"} <= given <= deferred or self._keeps_params
+        whole = not {"image"} <= given <= deferred
         # So does an image that has to be computed here. Images and masks are of one size, unless a
         # pipeline skips that check.
         one_size = len({np.shape(data[key])[:2] for key in given}) == 1

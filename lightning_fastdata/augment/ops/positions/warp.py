@@ -30,7 +30,7 @@ from lightning_fastdata.augment.ops.positions.resize import CUBIC, LINEAR, NEARE
 from lightning_fastdata.augment.replay import instructions
 
 WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
-"""Interpolations that warps and distortions have a device form for."""
+"""Interpolations that warps and elastic fields have a device form for."""
 _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64, torch.float64)
 Settings: TypeAlias = tuple[tuple[str, object], ...]
 FAR: Final = 1 << 20
