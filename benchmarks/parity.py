@@ -42,7 +42,6 @@ _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"scale": (0.7, 1.3), "rotate": (-40, 40), "shear": (-9, 9)},
         {"rotate": (-40, 40), "interpolation": 0},
         {"rotate": (-40, 40), "border_mode": 4},
-        {"rotate": (-40, 40), "interpolation": 2},
     ),
     "CenterCrop": ({"height": 96, "width": 128},),
     "ColorJitter": ({}, {"hue": 0}),

@@ -30,8 +30,8 @@ class Case:
     """Heights and widths that it takes."""
     axes: tuple[str, ...] = ()
     """Arguments that are varied: interpolation, border_mode, fill, fill_mask."""
-    interpolations: tuple[int, ...] = (0, 1, 2)
-    """Nearest, linear and cubic."""
+    interpolations: tuple[int, ...] = (0, 1)
+    """Nearest and linear."""
     on_the_cpu: Callable[[dict[str, Any]], bool] = lambda _row: False
     """Which combinations have no device form."""
     refused: Callable[[dict[str, Any]], bool] = lambda _row: False

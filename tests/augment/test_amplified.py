@@ -37,7 +37,6 @@ OFF = {
     "blur": lambda: A.Blur(p=1),
     "sharpen": lambda: A.Sharpen(p=1),
     "warp": lambda: A.Affine(rotate=(-40, 40), p=1),
-    "cubic": lambda: A.Rotate((-40, 40), interpolation=2, p=1),
     "resize": lambda: A.Resize(50, 80, p=1),
     "crop": lambda: A.RandomResizedCrop((64, 56), p=1),
     "corners": lambda: A.Perspective(p=1),

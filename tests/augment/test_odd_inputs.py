@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import in_worker, keys, on_device, pipeline
-from augment.parity import both, parity, photographs
+from augment.parity import both, photographs
 from misses import each
 
 from benchmarks.parity import pixel_parity
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import warps
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import BatchError
@@ -64,15 +63,6 @@ def test_what_opencv_takes_for_four_channels_alone_is_refused_for_six(transform)
     samples = [{"image": image} for image in photographs(24, 30, 6)]
     part = as_batch_transform(A.Compose([A.Resize(24, 30), transform]))
     assert_refused_by_both(part, samples, cv2.error, "OpenCV")
-
-
-@each("border", [0, 1, 2, 3, 4])
-@each("dtype", [np.uint8, np.float32])
-@each("size", [(20, 30), (5, 9), (40, 2)])
-def test_cubic_reading_far_outside_of_an_image_sees_the_border_of_opencv(size, dtype, border):
-    far = A.Affine(scale=0.15, rotate=(-90, 90), interpolation=2, border_mode=border, p=1)
-    found = parity(far, photographs(*size, dtype=dtype))
-    assert found.largest <= (warps().largest if dtype == np.uint8 else warps().of_floats / 255)
 
 
 def test_crops_that_are_made_smaller_by_areas_in_some_samples_stay_in_the_worker():

@@ -157,6 +157,7 @@ def test_tiny_images_are_no_special_case(name, shape):
     "transform",
     [
         A.Resize(9, 9, interpolation=4, p=1),
+        A.Affine(rotate=(9, 40), interpolation=2, p=1),
         A.RandomResizedCrop((9, 9), area_for_downscale="image", p=1),
         A.CoarseDropout(fill="inpaint_telea", p=1),
         A.ToGray(method="from_lab", p=1),

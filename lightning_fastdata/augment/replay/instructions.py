@@ -69,7 +69,6 @@ _MIRRORS: Final = {
 }
 """The symmetries of a square, named by a transposition and the quarter turns after it."""
 _NEAREST: Final = 0
-_LINEAR: Final = 1
 _WARPED_NEAREST: Final = 8
 _PROJECTIVE: Final = 16
 _ROUNDS_ONCE: Final = 32
@@ -148,7 +147,7 @@ def _holes(encoded: Encoded, offsets: Mapping[str, int], fill: str) -> list[Inst
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the reading of an affine or projective warp, or None."""
     interpolation = dict(encoded.static)["interpolation"]
-    if len(encoded.arrays["fill"]) != CHANNELS or interpolation not in {_NEAREST, _LINEAR}:
+    if len(encoded.arrays["fill"]) != CHANNELS:
         return None
     return _warp(encoded, offsets, "fill", nearest=interpolation == _NEAREST)
 

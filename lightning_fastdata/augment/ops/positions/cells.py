@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_fastdata.augment.ops.positions.index import read
-from lightning_fastdata.augment.ops.positions.resize import CUBIC, NEAREST
+from lightning_fastdata.augment.ops.positions.resize import NEAREST
 
 _BITS: Final = 5
 CELLS: Final = 1 << _BITS
@@ -20,7 +20,6 @@ _AFFINE: Final = 1024
 _FAR: Final = 1 << 15
 """Positions are limited to this many pixels: OpenCV keeps them in 16 bits."""
 _WEIGHT_BITS: Final = 15
-_Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 
 @cache
@@ -101,16 +100,15 @@ def sample_cells(
     """
     if interpolation == NEAREST:
         return read(images, rows, columns, mode, fill)
-    taps, first = (4, -1) if interpolation == CUBIC else (2, 0)
     y, x = rows >> _BITS, columns >> _BITS
     part = (rows & (CELLS - 1)) * CELLS + (columns & (CELLS - 1))
     # Of other integers OpenCV takes the mean in float32.
     whole = images.dtype == torch.uint8
-    table = _weights(interpolation == CUBIC, whole, images.device)
+    table = _weights(whole, images.device)
     sums = torch.float64 if images.dtype == torch.float64 else table.dtype
     total = torch.zeros((), dtype=sums, device=images.device)
-    for tap in range(taps * taps):
-        pixels = read(images, y + (first + tap // taps), x + (first + tap % taps), mode, fill)
+    for tap in range(4):
+        pixels = read(images, y + tap // 2, x + tap % 2, mode, fill)
         weight = table[tap].index_select(0, part.view(-1)).view(part.shape)
         total = total + pixels.to(sums) * weight.unsqueeze(-1)
     if images.is_floating_point():
@@ -120,36 +118,12 @@ def sample_cells(
     return rounded.clamp(limits.min, limits.max).to(images.dtype)
 
 
-def cubic_weights(part: _Numbers) -> list[_Numbers]:
-    """Return OpenCV's weights of four neighbours, for parts of a pixel in float32.
-
-    After Keys, "Cubic convolution interpolation for digital image processing" (1981), with -0.75.
-    """
-    a = -0.75
-    after, left = part + 1, 1 - part
-    first = ((a * after - 5 * a) * after + 8 * a) * after - 4 * a
-    second = ((a + 2) * part - (a + 3)) * part * part + 1
-    third = ((a + 2) * left - (a + 3)) * left * left + 1
-    return [first, second, third, 1 - first - second - third]
-
-
 @cache
-def _weights(cubic: bool, whole: bool, device: torch.device) -> Tensor:
-    """Return the weight of each tap for each part of a pixel, ``[taps, 1024]``; made once."""
+def _weights(whole: bool, device: torch.device) -> Tensor:
+    """Return the weight of each neighbour for each part of a pixel, ``[4, 1024]``; made once."""
     part = np.arange(CELLS, dtype=np.float32) / np.float32(CELLS)
-    line = np.stack(cubic_weights(part) if cubic else [1 - part, part], -1)
-    taps = line.shape[1]
-    table = line[:, None, :, None] * line[None, :, None, :]
-    if not whole:
-        return torch.from_numpy(table.reshape(-1, taps * taps).T.copy()).to(device)
-    one = 1 << _WEIGHT_BITS
-    numbers = np.rint(table * one).astype(np.int32)
-    missing = one - numbers.sum((2, 3))
-    if cubic:
-        # OpenCV gives what is missing to the largest of four taps, and takes what is too much
-        # from the smallest.
-        for down, across in zip(*np.nonzero(missing), strict=True):
-            four = numbers[down, across, 2:, 2:]
-            best = four.argmax() if missing[down, across] > 0 else four.argmin()
-            four[best // 2, best % 2] += missing[down, across]
-    return torch.from_numpy(numbers.reshape(-1, taps * taps).T.copy()).to(device)
+    line = np.stack([1 - part, part], -1)
+    table = (line[:, None, :, None] * line[None, :, None, :]).reshape(-1, 4).T
+    if whole:
+        table = np.rint(table * (1 << _WEIGHT_BITS)).astype(np.int32)
+    return torch.from_numpy(table.copy()).to(device)

@@ -24,7 +24,6 @@ from lightning_fastdata.augment.ops.operation import (
 )
 from lightning_fastdata.augment.ops.positions import warp
 from lightning_fastdata.augment.ops.positions.index import fill_like
-from lightning_fastdata.augment.ops.positions.resize import CUBIC
 from lightning_fastdata.augment.ops.splitmix import normal, peek_seed
 
 
@@ -108,9 +107,9 @@ def _remap(setting: str, fill_name: str) -> Run:
         where = _field(static, arrays, (images.shape[1], images.shape[2]))
         rows, columns = map(warp.clamped, where)
         fill = fill_like(images, arrays, fill_name)
-        kind, mode = static[setting], static["border"]
-        cells = static["cells"] or (kind != CUBIC and warp.still_on_cells(images))
-        out = warp.sample(images, rows, columns, kind, mode, fill, on_cells=cells)
+        cells = static["cells"] or warp.still_on_cells(images)
+        how = static[setting], static["border"], fill
+        out = warp.sample(images, rows, columns, *how, on_cells=cells)
         return out.reshape(batch.shape)
 
     return run

@@ -27,7 +27,6 @@ from lightning_fastdata.augment.ops.positions.index import gather
 
 NEAREST: Final = 0
 LINEAR: Final = 1
-CUBIC: Final = 2
 _KNOWN: Final = frozenset({NEAREST, LINEAR})
 _WEIGHT_BITS: Final = 11
 """OpenCV blends uint8 pixels with integer weights of this many bits."""

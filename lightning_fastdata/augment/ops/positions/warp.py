@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Final, TypeAlias
@@ -26,18 +25,15 @@ from lightning_fastdata.augment.ops.operation import (
 )
 from lightning_fastdata.augment.ops.positions import cells
 from lightning_fastdata.augment.ops.positions.index import MODES, encode_fills, fill_like, read
-from lightning_fastdata.augment.ops.positions.resize import CUBIC, LINEAR, NEAREST
+from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
 from lightning_fastdata.augment.replay import instructions
 
-WARPED: Final = frozenset({NEAREST, LINEAR, CUBIC})
+_WARPED: Final = frozenset({NEAREST, LINEAR})
 """Interpolations that warps and elastic fields have a device form for."""
 _STILL_ON_CELLS: Final = (torch.int16, torch.int32, torch.int64, torch.float64)
 Settings: TypeAlias = tuple[tuple[str, object], ...]
 FAR: Final = 1 << 20
 """No image is this wide: positions are limited to it before they become integers."""
-_FOLDED: Final = 16
-"""So many pixels of a border at least, or as many as the image has, are there to be read cubically;
-the last of them is repeated."""
 _IDENTITY: Final = np.eye(3)
 
 
@@ -106,10 +102,7 @@ def blends_alike() -> bool:
 
 
 def still_on_cells(batch: Tensor) -> bool:
-    """Return whether OpenCV 5 warps images or masks as OpenCV 4 does: these dtypes, two channels.
-
-    That is so where it reads linearly or at the nearest pixel, not where it reads cubically.
-    """
+    """Return whether OpenCV 5 warps a batch as OpenCV 4 does: of these dtypes, or two channels."""
     return batch.dtype in _STILL_ON_CELLS or (batch.ndim == 4 and batch.shape[-1] == 2)
 
 
@@ -150,7 +143,7 @@ def encode_sampling(transform: Transform, shape: Shape, *, extends: bool) -> Enc
     """Return how a transform reads between pixels and outside; None: it has no device form."""
     fills = encode_fills(transform, shape, extends=extends)
     kinds = transform.interpolation, transform.mask_interpolation
-    if fills is None or not WARPED.issuperset(kinds) or transform.border_mode not in MODES:
+    if fills is None or not _WARPED.issuperset(kinds) or transform.border_mode not in MODES:
         return None
     return Encoded(_settings(*map(int, (*kinds, transform.border_mode))), fills)
 
@@ -228,10 +221,6 @@ def sample(
         return cells.sample_cells(images, rows, columns, interpolation, mode, fill)
     if interpolation == NEAREST:
         return read(images, rows.round().long(), columns.round().long(), mode, fill)
-    if interpolation == CUBIC:
-        # OpenCV 5 looks no further than this beyond an edge.
-        height, width = (max(length, _FOLDED) for length in images.shape[1:3])
-        rows, columns = rows.clamp(-height, 2 * height), columns.clamp(-width, 2 * width)
     y, x = rows.floor(), columns.floor()
     down, across = (rows - y).unsqueeze(-1), (columns - x).unsqueeze(-1)
     y, x = y.long(), x.long()
@@ -239,28 +228,10 @@ def sample(
     def tap(dy: int, dx: int) -> Tensor:
         return read(images, y + dy, x + dx, mode, fill).float()
 
-    if interpolation == CUBIC:
-        out = _cubic(tap, down, across)
-        if not images.is_floating_point():
-            limits = torch.iinfo(images.dtype)
-            out = out.round().clamp(limits.min, limits.max)
-        return out.to(images.dtype)
     upper = torch.lerp(tap(0, 0), tap(0, 1), across)
     lower = torch.lerp(tap(1, 0), tap(1, 1), across)
     out = torch.lerp(upper, lower, down)
     return (out if images.is_floating_point() else out.round()).to(images.dtype)
-
-
-def _cubic(tap: Callable[[int, int], Tensor], down: Tensor, across: Tensor) -> Tensor:
-    """Return the mean of sixteen neighbours with OpenCV's weights, line by line."""
-    beside, along = cells.cubic_weights(across), cells.cubic_weights(down)
-    out = torch.zeros((), device=down.device)
-    for row in range(4):
-        line = torch.zeros((), device=down.device)
-        for column in range(4):
-            line = line + tap(row - 1, column - 1) * beside[column]
-        out = out + line * along[row]
-    return out
 
 
 def _warp(setting: str, fill_name: str) -> Run:
@@ -268,14 +239,12 @@ def _warp(setting: str, fill_name: str) -> Run:
         images = as_channels_last(batch)
         fill = fill_like(images, arrays, fill_name)
         size, projective, kind = static["size"], static["projective"], static[setting]
-        if static["cells"] or (kind != CUBIC and still_on_cells(images)):
+        if static["cells"] or still_on_cells(images):
             exact, nearest = arrays["exact"], kind == NEAREST
             places = cells.cells_of_matrix(exact, size, projective=projective, nearest=nearest)
             out = cells.sample_cells(images, *places, kind, static["border"], fill)
         else:
-            # OpenCV reads cubically from positions of its own, all computed alike.
-            first = size[1] if kind == CUBIC else static["scalar_from"]
-            how = (first, static["rounds_once"])
+            how = static["scalar_from"], static["rounds_once"]
             places = _positions(arrays["inverse"], size, *how, projective=projective)
             out = sample(images, *places, kind, static["border"], fill)
         return out.view(*out.shape[:3], *batch.shape[3:])
@@ -294,5 +263,4 @@ OPS = tuple(
     )
     for name in ("Affine", "Rotate", "ShiftScaleRotate", "Perspective")
 )
-"""Nearest is exact. Linear and cubic on uint8 are exact with OpenCV 4, and at most one level off
-with OpenCV 5."""
+"""Nearest is exact. Linear on uint8 is exact with OpenCV 4, at most a level off with OpenCV 5."""
