@@ -25,7 +25,6 @@ from lightning_fastdata.augment.pipeline.bounds import SAME
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.pipeline.trial import refusal
-from lightning_fastdata.augment.pipeline.values import values_of
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay
@@ -213,8 +212,8 @@ def both_ways(
     """
     size = (int(images[0].shape[0]), int(images[0].shape[1]))
     compose = copy.deepcopy(compose)
-    values = (frozenset(map(values_of, images)),)
-    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), values=values)
+    dtypes = (frozenset({image.dtype for image in images}),)
+    plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), dtypes=dtypes)
     recorder = Recorder(compose, plan, DEVICE_OPS)
     wanted, left, tapes = [], [], []
     for row, image in enumerate(images):

@@ -18,7 +18,6 @@ from lightning_fastdata.augment.pipeline.fields import (
     to_hwc,
 )
 from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.augment.pipeline.values import in_unit_range
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.search import find_composes, find_instances, loaded_classes
 
@@ -162,10 +161,16 @@ def left_undone(
         pixels, _ = to_hwc(get_field(sample, place))
     except BatchError:
         return None
-    normalised = "Normalize" not in trained - others or not in_unit_range(pixels)
+    normalised = "Normalize" not in trained - others or not _in_unit_range(pixels)
     if normalised and (others or not trained or pixels.dtype.kind == "f"):
         return None
     return f"{' and '.join(sorted(trained))}, and images here are {describe(pixels)}"
+
+
+def _in_unit_range(pixels: np.ndarray) -> bool:
+    """Return whether the values of an image are integers, or lie in [0, 1]."""
+    floats = pixels.dtype.kind == "f" and pixels.size
+    return not floats or bool(pixels.min() >= 0 and pixels.max() <= 1)
 
 
 def _names(transforms: Iterable[object]) -> set[str]:

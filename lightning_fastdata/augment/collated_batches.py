@@ -20,7 +20,6 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
 )
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
-from lightning_fastdata.augment.pipeline.values import Values
 from lightning_fastdata.augment.record.tape import Recorder, phantom
 from lightning_fastdata.augment.record.targets import (
     channels_as_given,
@@ -36,9 +35,9 @@ from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
+    from lightning_fastdata.augment.pipeline.dtypes import States
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.pipeline.values import States
     from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -110,13 +109,13 @@ class ForeignBatches:
         tensors, turned = channels_behind(given, size)
         channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
         roles = target_roles(self._compose)
-        values = tuple(
-            frozenset({Values(numpy_dtype(tensor.dtype))})
+        dtypes = tuple(
+            frozenset({numpy_dtype(tensor.dtype)})
             for name, tensor in tensors.items()
             if roles[name] == "image"
         )
         shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
-        recorder = None if shortcut else self.recorder(size, channels, values)
+        recorder = None if shortcut else self.recorder(size, channels, dtypes)
         replayed = None
         if recorder is not None:
             replayed = replay_all(tensors, key, recorder, self._ops)
@@ -128,10 +127,10 @@ class ForeignBatches:
         self,
         size: tuple[int, int],
         channels: int | None = 3,
-        values: tuple[States, ...] = OF_BYTES,
+        dtypes: tuple[States, ...] = OF_BYTES,
     ) -> Plan:
         """Return where operations run for images of one shape and dtype."""
-        form = (size, channels, values)
+        form = (size, channels, dtypes)
         if form not in self._plans:
             self._plans[form] = analyse(
                 self._compose,
@@ -140,7 +139,7 @@ class ForeignBatches:
                 refusal=self._refusal,
                 same_pixels=self._same_pixels,
                 channels=channels,
-                values=values,
+                dtypes=dtypes,
             )
         return self._plans[form]
 
@@ -148,12 +147,12 @@ class ForeignBatches:
         self,
         size: tuple[int, int],
         channels: int | None = 3,
-        values: tuple[States, ...] = OF_BYTES,
+        dtypes: tuple[States, ...] = OF_BYTES,
     ) -> Recorder | None:
         """Return the recorder for images of one form, or None if nothing may be deferred."""
-        form = (size, channels, values)
+        form = (size, channels, dtypes)
         if form not in self._recorders:
-            plan = self.plan(size, channels, values)
+            plan = self.plan(size, channels, dtypes)
             possible = (plan.defers or not plan.placements) and plan.opaque_until < 0
             self._recorders[form] = Recorder(self._compose, plan, self._ops) if possible else None
         return self._recorders[form]

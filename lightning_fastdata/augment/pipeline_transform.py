@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
+    from lightning_fastdata.augment.pipeline.dtypes import States
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.pipeline.values import States
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.augment.stage_transform import PlaceSwitch
     from lightning_fastdata.fingerprint import Fingerprint
@@ -69,7 +69,7 @@ class PipelineTransform:
         self._on_cpu = checked_on_cpu(on_cpu)
         self._fields = fields
         self._images: tuple[int | None, Collection[States]] = 3, OF_BYTES
-        """Channels and values of the images that the plan is for."""
+        """Channels and dtypes of the images that the plan is for."""
         self._unfitted: PipelineTransform | None = None
         """What :meth:`for_samples` has made this of; it runs on the device."""
         self._why_not: str | None = None
@@ -78,12 +78,12 @@ class PipelineTransform:
 
     def _take_in(self, state: Fingerprint | None) -> None:
         """Plan for the pipeline as it is now."""
-        channels, values = self._images
+        channels, dtypes = self._images
         self._state = state
         self._epoch: int | None = None
         self._registered = registered_forms(self.compose)
         self.plan = self._any_size = self._analyse(
-            channels=channels, values=values, why_not=self._why_not
+            channels=channels, dtypes=dtypes, why_not=self._why_not
         )
         self._crop: CropOnDevice | None = None
         self._roles = target_roles(self.compose)
@@ -141,7 +141,7 @@ class PipelineTransform:
         self,
         *,
         channels: int | None,
-        values: Collection[States] = OF_BYTES,
+        dtypes: Collection[States] = OF_BYTES,
         why_not: str | None = None,
     ) -> Plan:
         return analyse(
@@ -150,7 +150,7 @@ class PipelineTransform:
             refusal=refusal() or why_not,
             same_pixels=self._same_pixels,
             channels=channels,
-            values=values,
+            dtypes=dtypes,
         )
 
     def in_worker(self, *, on_device: bool) -> ComposeWorker:
@@ -169,7 +169,7 @@ class PipelineTransform:
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
 
-        What a device can do depends on channels, dtypes and ranges of the images. If all have one
+        What a device can do depends on channels and dtypes of the images. If all have one
         size, not much larger than what the pipeline makes of it, the device crops, too. Samples of
         another size are still right, but cost more than without.
         """
@@ -192,7 +192,7 @@ class PipelineTransform:
             fitted.plan = fitted._any_size = self._analyse(channels=3, why_not=why_not)
             return fitted
         (size, channels, first), crop = forms[0], None
-        values = [frozenset(form.values.get(name, first[name]) for form in forms) for name in first]
+        dtypes = [frozenset(form.dtypes.get(name, first[name]) for form in forms) for name in first]
         if size is not None and all(form.size == size for form in forms):
             crop = crop_on_device(
                 self.compose,
@@ -201,10 +201,10 @@ class PipelineTransform:
                 refusal=refusal(),
                 same_pixels=self._same_pixels,
                 channels=channels,
-                values=values,
+                dtypes=dtypes,
             )
-        fitted._images = channels, values
-        fitted._any_size = self._analyse(channels=channels, values=values)
+        fitted._images = channels, dtypes
+        fitted._any_size = self._analyse(channels=channels, dtypes=dtypes)
         fitted._crop = crop
         fitted.plan = fitted._any_size if crop is None else crop.plan
         return fitted

@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 from pairwise import pairwise
 
+from lightning_fastdata.augment.ops import DEVICE_OPS
+from lightning_fastdata.augment.pipeline.dtypes import takes_dtype
+
 CHANNELS = (1, 2, 3, 4, 6, 7)
+DTYPES = (np.dtype(np.uint8), np.dtype(np.float32))
 SIZES = ((53, 74), (48, 31), (1, 9), (7, 1))
 WIDE = SIZES[:2]
 BORDERS = (0, 1, 2, 4, 3)
@@ -44,7 +48,7 @@ class Case:
     def rows(self):
         """Return the combinations to try."""
         values = {
-            "dtype": (np.uint8, np.float32),
+            "dtype": DTYPES if takes_dtype(DEVICE_OPS[self.name], DTYPES[1]) else DTYPES[:1],
             "channels": self.channels,
             "size": self.sizes,
             "interpolation": self.interpolations,

@@ -8,10 +8,10 @@ from misses import each
 from benchmarks.parity import examples, make_example
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.pipeline.dtypes import changes_form
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import Size, size_after
 from lightning_fastdata.augment.pipeline.trial import alike
-from lightning_fastdata.augment.pipeline.values import changes_form
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 

@@ -1,10 +1,8 @@
-"""Noise that the device draws."""
+"""Noise of uint8 images that the device draws."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
-
-from typing import Final
 
 import numpy as np
 import torch
@@ -23,12 +21,6 @@ from lightning_fastdata.augment.ops.operation import (
     always,
 )
 
-_DTYPES: Final = (np.dtype(np.uint8), np.dtype(np.float32))
-
-
-def _limit(dtype: DType | torch.dtype) -> int:
-    return 255 if dtype in (np.dtype(np.uint8), torch.uint8) else 1
-
 
 def _encode_drawn(
     transform: Transform, params: Values, shape: Shape, dtype: DType
@@ -38,16 +30,13 @@ def _encode_drawn(
 
 
 def _draw_gauss(transform: Transform, params: Values, data: Values) -> Values | None:
-    dtype = data["image"].dtype
-    if dtype not in _DTYPES:
-        return None
     scale = transform.py_random.uniform(*transform.std_range)
     location = transform.py_random.uniform(*transform.mean_range)
     seed = splitmix.peek_seed(transform.random_generator)
     transform.random_generator.integers(0, 2**16)  # Albumentations seeds OpenCV with it
     shared, part = not transform.per_channel, float(transform.noise_scale_factor)
     # Of images from 0 to 1.
-    arrays = {"seed": seed, "numbers": np.array((location, scale), np.float32) * _limit(dtype)}
+    arrays = {"seed": seed, "numbers": np.array((location, scale), np.float32) * 255}
     return {"drawn": Encoded((("shared", shared), ("part", part)), arrays)}
 
 
@@ -66,8 +55,7 @@ def _add(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
         small = noise.permute(0, 3, 1, 2)
         noise = interpolate(small, (height, width), mode="bilinear").permute(0, 2, 3, 1)
     # Albumentations cuts the fraction off the noise before it adds whole levels.
-    noise = noise.trunc() if images.dtype == torch.uint8 else noise
-    return (images.float() + noise).clamp(0, _limit(images.dtype)).to(images.dtype)
+    return (images.float() + noise.trunc()).clamp(0, 255).to(torch.uint8)
 
 
 OPS = (DeviceOp("GaussNoise", _encode_drawn, _add, draw=_draw_gauss, draws_pixels=always),)

@@ -79,9 +79,10 @@ def as_channels_last(batch: Tensor) -> Tensor:
 class DeviceOp:
     """One Albumentations transform, in the form that runs on ``n`` samples at once.
 
-    Images are ``[n, H, W, C]`` uint8 or float32 in [0, 1]; masks are ``[n, H, W]`` or
-    ``[n, H, W, C]`` of any integer dtype or float32. The parameters were drawn by Albumentations
-    itself; where it draws a number for every pixel, the device draws them anew from a seed.
+    Images are ``[n, H, W, C]`` uint8, or of other dtypes that ``pipeline/dtypes.py`` names; masks
+    are ``[n, H, W]`` or ``[n, H, W, C]`` of any integer dtype or float32. The parameters were drawn
+    by Albumentations itself; where it draws a number for every pixel, the device draws them anew
+    from a seed.
     """
 
     name: str

@@ -1,11 +1,10 @@
-"""Operations on single values: a table of 256 entries for uint8, a formula for float32."""
+"""Operations on single values of uint8 images: a table of 256 entries."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from lightning_fastdata.augment.ops.operation import (
     DeviceOp,
     DType,
     Encoded,
-    Run,
     Shape,
     Transform,
     Values,
@@ -38,22 +36,6 @@ def look_up(images: Tensor, table: Tensor) -> Tensor:
     return table.reshape(-1).index_select(0, index.reshape(-1)).view(images.shape)
 
 
-def to_bytes(images: Tensor) -> Tensor:
-    """Return float32 images in [0, 1] as uint8, rounded as Albumentations' ``from_float`` does."""
-    return (images * 255).round().clamp(0, 255).to(torch.uint8)
-
-
-def through_bytes(change: Run) -> Run:
-    """Let an operation on uint8 take float32 through uint8, as Albumentations does."""
-
-    def run(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-        if images.dtype == torch.uint8:
-            return change(images, static, arrays)
-        return change(to_bytes(images), static, arrays).float() / 255
-
-    return run
-
-
 @cache
 def _ramp(count: int) -> np.ndarray:
     return np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), count, 2)
@@ -67,65 +49,23 @@ def ramp_table(transform: Transform, params: Values, count: int) -> np.ndarray:
     return np.ascontiguousarray(out.reshape(256, count))
 
 
-def _row(value: object, count: int) -> np.ndarray:
-    """Return a number, or numbers per channel, as float32 ``[count]``."""
-    return np.broadcast_to(np.asarray(value, np.float32).ravel(), (count,)).copy()
-
-
-def _encode_floats(transform: Transform, params: Values, count: int) -> Encoded | None:
-    """Return the formula that stands for a transform on float32, and its numbers."""
-    name = type(transform).__name__
-    if name in _ONE_NUMBER:
-        form, key = _ONE_NUMBER[name]
-        return Encoded((("form", form),), {"number": np.array([params[key]], np.float32)})
-    if name not in _LINES:
-        return None
-    form, *line = _LINES[name]
-    gain, offset = (_row(params[one] if isinstance(one, str) else one, count) for one in line)
-    return Encoded((("form", form),), {"gain": gain, "offset": offset})
-
-
-_ONE_NUMBER: Final = {"RandomGamma": ("power", "gamma"), "Solarize": ("solarize", "threshold")}
-"""Formula, and the parameter that has its number."""
-_LINES: Final = {
-    "InvertImg": ("line", -1.0, 1.0),
-    "RandomBrightnessContrast": ("clipped line", "alpha", "beta"),
-}
-"""Formula, gain and offset: a number, or the parameter that has it."""
-
-
-def encode_value(
+def encode_table(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    """Return the table, or the numbers of the formula, of one operation on one sample."""
-    count, posterizes = channels(shape), type(transform).__name__ == "Posterize"
-    if posterizes and np.size(params["num_bits"]) not in (1, count):
+    """Return what a transform makes of every byte, as a table."""
+    count = channels(shape)
+    if type(transform).__name__ == "Posterize" and np.size(params["num_bits"]) not in (1, count):
         return None  # Albumentations leaves the other channels as the memory was
-    # Posterize takes float32 images through uint8 in Albumentations, too.
-    if dtype == np.uint8 or posterizes:
-        return Encoded((("form", "table"),), {"table": ramp_table(transform, params, count)})
-    return _encode_floats(transform, params, count) if dtype == np.float32 else None
+    return Encoded((("form", "table"),), {"table": ramp_table(transform, params, count)})
 
 
-@through_bytes
-def _by_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+def run_table(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Run what `encode_table` encoded."""
     return look_up(images, arrays["table"])
 
 
-def change_value(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Run what `encode_value` encoded."""
-    form = static["form"]
-    if form == "table":
-        return _by_table(images, static, arrays)
-    numbers = {name: value[:, None, None, :] for name, value in arrays.items()}
-    if form == "power":
-        return images ** numbers["number"]
-    if form == "solarize":
-        return torch.where(images >= numbers["number"], 1 - images, images).clamp(0, 1)
-    line = images * numbers["gain"] + numbers["offset"]
-    return line.clamp(0, 1) if form == "clipped line" else line
-
-
-_NAMES: Final = ("InvertImg", "Posterize", "RandomBrightnessContrast", "RandomGamma", "Solarize")
-OPS = tuple(DeviceOp(name, encode_value, change_value, fused=instructions.table) for name in _NAMES)
-"""Exact on uint8, since the table is made by Albumentations; on float32 to 1e-5."""
+OPS = tuple(
+    DeviceOp(name, encode_table, run_table, fused=instructions.table)
+    for name in ("InvertImg", "Posterize", "RandomBrightnessContrast", "RandomGamma", "Solarize")
+)
+"""Exact, since the table is made by Albumentations."""

@@ -8,9 +8,7 @@ blends in float32, in an order that depends on the CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.augment.ops.positions.warp import blends_alike
 from lightning_fastdata.augment.pipeline.tree import is_albumentations
@@ -34,27 +32,14 @@ class Bound:
     equal: float
     """Share of values of uint8 images that are equal, 0..1."""
     of_floats: float
-    """No difference of float32 images is larger."""
+    """No difference of float32 images is larger, where the form takes them."""
     mean: float = 1.0
     """Mean absolute difference."""
-
-    def exceeded(self, gap: np.ndarray, *, from_floats: bool) -> bool:
-        """Return whether differences, in levels, are larger than they may be.
-
-        The share counts only where no difference is too large: small images have few values.
-        """
-        if not np.isfinite(gap).all():
-            return True
-        largest = self.of_floats if from_floats else self.largest
-        if largest >= 255:
-            too_many = int((gap > SAME).sum()) > max(1, (1 - self.equal) * gap.size)
-            return too_many or bool(gap.size and gap.mean() > max(self.mean, 255 / gap.size))
-        return bool(gap.max(initial=0) > largest + SAME)
 
 
 EQUAL: Final = Bound(0, 1, 1e-3)
 RESIZE: Final = Bound(1, 0.998, 0.01)
-SUMS: Final = Bound(1, 0.99, 0.05)
+SUMS: Final = Bound(1, 0.99, 0)
 """Sums of many terms, in whatever order."""
 
 
@@ -84,7 +69,7 @@ _WARPS: Final = frozenset({"Affine", "Rotate", "ShiftScaleRotate"})
 _RESIZES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
 _NAMED: Final[Mapping[str, Bound]] = {
     **dict.fromkeys(("Blur", "GaussianBlur", "MotionBlur", "Sharpen"), SUMS),
-    "HueSaturationValue": Bound(1, 0.999, 1),  # float32 images are made uint8 first
+    "HueSaturationValue": Bound(1, 0.999, 0),
 }
 
 
@@ -100,61 +85,40 @@ def bound_of(transform: Node) -> Bound:
     if name in _RESIZES:
         return RESIZE
     if name == "ColorJitter":
-        return Bound(3, 0.999, 0.05) if any(transform.hue) else Bound(0, 1, 0.05)
+        return Bound(3, 0.999, 0) if any(transform.hue) else Bound(0, 1, 0)
     return _NAMED.get(name, EQUAL)
 
 
 _LINEAR: Final = _WARPS | {"Perspective"}
 """Of bytes, the device blends neighbours as OpenCV does on most CPUs."""
-_SAME_FLOATS: Final = frozenset(
-    {
-        "CenterCrop",
-        *("CoarseDropout", "Crop", "D4"),
-        *("Equalize", "Erasing", "HorizontalFlip", "InvertImg"),
-        *("NoOp", "Pad", "PadIfNeeded"),
-        *("Posterize", "RandomCrop", "RandomRotate90"),
-        *("Solarize", "ToFloat", "ToTensorV2", "Transpose", "VerticalFlip"),
-    }
-)
-"""Operations whose float32 images are Albumentations' own to the last bit."""
 _JUMPS: Final = "has a threshold"
 _OF_HUE: Final = "turns a level into many of hue"
 _AMPLIFIES: Final[Mapping[str, str]] = {
     "Equalize": "stretches the levels that it finds",
     "Posterize": _JUMPS,
     "HueSaturationValue": _OF_HUE,
-}
-"""What makes many levels of one, and of a float that is off in its last bit; and why."""
-_AMPLIFIES_BYTES: Final[Mapping[str, str]] = {
-    "Sharpen": "enlarges the differences of neighbours",
     "ColorJitter": _OF_HUE,
+    "Sharpen": "enlarges the differences of neighbours",
 }
-"""What makes many levels of one, but not much of a float that is off in its last bit."""
+"""What makes many levels of one, and why."""
 MOST_PER_LEVEL: Final = 3
 """So many levels may become of one that is off: contrast and gamma of usual strengths."""
 
 
-def may_differ(transform: Node, dtype: np.dtype[Any]) -> bool:
-    """Return whether the device may make other values of images of a dtype, a few or by a little.
+def may_differ(transform: Node) -> bool:
+    """Return whether the device may make other values of uint8 images, a few or by a little.
 
     What is drawn for every pixel on the device is not meant, nor what users registered.
     """
-    name, bound = type(transform).__name__, bound_of(transform)
-    kind = held(transform, "interpolation")
     if not is_albumentations(transform):
         return False
-    if dtype != np.uint8:
-        return name not in _SAME_FLOATS and kind != 0
-    if name in _LINEAR and kind == 1:
+    if type(transform).__name__ in _LINEAR and held(transform, "interpolation") == 1:
         return not blends_alike()
-    return bound.largest > 0
+    return bound_of(transform).largest > 0
 
 
-def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
-    """Return how a transform makes much of a little that images before it are off; None: it won't.
-
-    ``dtype`` is that of the images where they were first off.
-    """
+def why_amplifies(transform: Node) -> str | None:
+    """Return how a transform makes many levels of one that images are off; None: it does not."""
     name = type(transform).__name__
     if not is_albumentations(transform):
         return None
@@ -163,11 +127,7 @@ def why_amplifies(transform: Node, dtype: np.dtype[Any]) -> str | None:
         return _JUMPS if jump > MOST_PER_LEVEL else None
     if _levels_of_one(transform) > MOST_PER_LEVEL:
         return f"makes more than {MOST_PER_LEVEL} levels of one"
-    if dtype != np.uint8:
-        return _AMPLIFIES.get(name)
-    if name == "ColorJitter" and not any(transform.hue):
-        return None
-    return _AMPLIFIES.get(name) or _AMPLIFIES_BYTES.get(name)
+    return None if name == "ColorJitter" and not any(transform.hue) else _AMPLIFIES.get(name)
 
 
 def _levels_of_one(transform: Node) -> float:

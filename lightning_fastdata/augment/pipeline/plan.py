@@ -10,16 +10,15 @@ The rules, in order:
 2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
    one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
    of the pipeline, if none does: a batch is one tensor. See
-   :mod:`~lightning_fastdata.augment.pipeline.values`.
+   :mod:`~lightning_fastdata.augment.pipeline.dtypes`.
 3. An operation without a device form runs in the worker on real pixels, and so do the ones before
-   it, but only in samples that drew it. A form is for certain dtypes, and some are for floats in
-   [0, 1] alone, which they are not behind ``Normalize``.
+   it, but only in samples that drew it. A form is for certain dtypes: colours, blurs and noise for
+   uint8 alone.
 4. An operation that changes the shape or dtype of an image runs on the device only when every
    sample takes it and no later operation may ask for real pixels: a batch must stay one tensor.
-5. An operation whose pixels may be a level off, or floats off in their last bits, runs in the
-   worker where one after it makes more of that (``Equalize``, ``Sharpen``, ...). So the
-   bound of whole pipelines is that of their operations, see
-   :mod:`~lightning_fastdata.augment.pipeline.bounds`.
+5. An operation whose pixels may be a level off runs in the worker where one after it makes more of
+   that (``Equalize``, ``Sharpen``, ...). So the bound of whole pipelines is that of their
+   operations, see :mod:`~lightning_fastdata.augment.pipeline.bounds`.
 6. A quarter turn or a transposition does not change a square. Where the size is not known before
    any image is seen, it runs on the device in those samples whose shape it leaves as it is, and in
    the worker in the others.
@@ -35,6 +34,16 @@ import numpy as np
 
 from lightning_fastdata.augment.ops.operation import draw_params
 from lightning_fastdata.augment.pipeline.bounds import may_differ, why_amplifies
+from lightning_fastdata.augment.pipeline.dtypes import (
+    BYTES,
+    CHANGES_DTYPE_OR_LAYOUT,
+    Followed,
+    States,
+    changes_form,
+    dtypes_of,
+    follow_dtypes,
+    why_not,
+)
 from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
     SWAPS_AXES,
@@ -49,17 +58,6 @@ from lightning_fastdata.augment.pipeline.tree import (
     size_after,
     some_are_padded,
 )
-from lightning_fastdata.augment.pipeline.values import (
-    BYTES,
-    CHANGES_DTYPE_OR_LAYOUT,
-    Followed,
-    States,
-    Values,
-    changes_form,
-    dtypes_of,
-    follow_values,
-    why_not,
-)
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
@@ -73,7 +71,7 @@ Where: TypeAlias = Literal["worker", "device", "either"]
 _SOME_SIZE: Final = (1 << 16, 3 << 14)
 """Not square, and larger than any crop."""
 OF_BYTES: Final[tuple[States, ...]] = (frozenset({BYTES}),)
-"""What samples with one image of uint8 have."""
+"""Dtypes of samples with one image, of uint8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +122,7 @@ def analyse(
     refusal: str | None = None,
     same_pixels: bool = False,
     channels: int | None = 3,
-    values: Collection[States] = OF_BYTES,
+    dtypes: Collection[States] = OF_BYTES,
     crop: int = -1,
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
@@ -136,7 +134,7 @@ def analyse(
         refusal: a reason to run everything in the worker.
         same_pixels: keep in the worker what would draw numbers for every pixel on the device.
         channels: of the images; None for images ``[H, W]``.
-        values: of each image that a sample has: what values it may have.
+        dtypes: of each image that a sample has: which dtypes it may have.
         crop: number of the leaf that makes all images one size, if samples may come from the worker
             cropped or not; -1 for none.
     """
@@ -154,7 +152,7 @@ def analyse(
     # With a size that all images share, though it may be unknown.
     shared = follow_sizes(compose, Size(size or _SOME_SIZE, None), keeps)
     shape = (64, 48) if channels is None else (64, 48, channels)
-    followed = [follow_values(compose, states, keeps, shape) for states in values]
+    followed = [follow_dtypes(compose, states, keeps, shape) for states in dtypes]
     boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
@@ -168,7 +166,7 @@ def analyse(
         why_worker = refusal
         if why_worker is None and index <= boundary:
             why_worker = _why_before(index, opaque, sizes.boundary, followed, leaves)
-        states = frozenset[Values]().union(*(one.before[index] for one in followed))
+        states: States = frozenset().union(*(one.before[index] for one in followed))
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], states, barrier_after)
         if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
             padded = some_are_padded(leaves[boundary + 1 : index])
@@ -278,10 +276,9 @@ def _on_device(leaves: Iterable[int], placed: list[OpPlacement], count: int) -> 
 
 def _why_amplified(leaf: Leaf, states: States, after: list[Leaf]) -> str | None:
     """Return why an operation may not be off at all: one of those after it makes more of that."""
-    for dtype in {each.dtype for each in states}:
-        for other in (one.transform for one in after if may_differ(leaf.transform, dtype)):
-            if (how := why_amplifies(other, dtype)) is not None:
-                return f"equal in the worker alone, and {type(other).__name__} after it {how}"
+    for other in (one.transform for one in after if BYTES in states and may_differ(leaf.transform)):
+        if (how := why_amplifies(other)) is not None:
+            return f"equal in the worker alone, and {type(other).__name__} after it {how}"
     return None
 
 
@@ -343,11 +340,10 @@ def _encodes_after(
         return True
     for other in changes:
         channels = held(other, "num_output_channels") or channels
-    dtypes = {values.dtype for values in states}
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:
-        return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in dtypes)
+        return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in states)
     except Exception:
         # It refuses images of this size or kind, in whatever way (a division by the size of a tiny
         # one, too): Albumentations will say so, to a real one.

@@ -37,9 +37,9 @@ from lightning_fastdata.augment.ops.operation import (
     draw_params,
     peek_params,
 )
+from lightning_fastdata.augment.pipeline.dtypes import takes_dtype
 from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
-from lightning_fastdata.augment.pipeline.values import takes_any_range, takes_dtype
 from lightning_fastdata.augment.record.targets import Pending, Target, contiguous, target_roles
 from lightning_fastdata.augment.replay.torch import replay_one
 from lightning_fastdata.errors import TransformError
@@ -67,8 +67,6 @@ class _Hooked(NamedTuple):
     """The images and masks that it takes, images first, and whether each one is an image."""
     conditional: bool
     """Whether some samples may go without it, so that it must not change the form of the others."""
-    any_range: bool
-    """Whether it takes floats outside of [0, 1]."""
 
 
 class Recorder:
@@ -118,8 +116,8 @@ class Recorder:
         if op is not None:
             keys = [key for key in self._images_first if key in function_by_key(transform)]
             targets = tuple((key, self._roles[key] == "image") for key in keys)
-            conditional, any_range = self._plan.conditional[index], takes_any_range(op)
-            hooked = _Hooked(index, transform, original, op, targets, conditional, any_range)
+            conditional = self._plan.conditional[index]
+            hooked = _Hooked(index, transform, original, op, targets, conditional)
             run = functools.partial(self._record, hooked)
         # Each hook is called in place of a method: an instance attribute shadows the class's.
         transform.apply_with_params = run
@@ -171,16 +169,10 @@ class Recorder:
         # So does an image that has to be computed here. Images and masks are of one size, unless a
         # pipeline skips that check.
         one_size = len({np.shape(data[key])[:2] for key in given}) == 1
-        if whole or not one_size or not self._fits(hooked, "image", data["image"]):
+        if whole or not one_size or not takes_dtype(op, data["image"].dtype):
             self._small[hooked.leaf] = peek_params(op, transform, params, data)
             return original(params=params, data=data)
         return draw_params(op, transform, original, params, data, whole=False)
-
-    def _fits(self, hooked: _Hooked, key: str, value: np.ndarray) -> bool:
-        """Return whether the device form takes images of this dtype, and of these values."""
-        if not takes_dtype(hooked.op, value.dtype):
-            return False
-        return hooked.any_range or self._target(key, value).in_unit_range()
 
     def _run(
         self,
@@ -218,7 +210,7 @@ class Recorder:
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
             pending = Pending(TapeOp(leaf, op.name, encoded), apply, given, bars)
-            target.note(pending, hooked.transform, dtype)
+            target.pending.append(pending)
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
             elif changes:
@@ -244,7 +236,7 @@ class Recorder:
                 return None
             size = shape[:2]
             if is_image:
-                fits = self._fits(hooked, key, value)
+                fits = takes_dtype(op, dtype)
                 encoded = op.encode(transform, params, shape, dtype) if fits else None
                 if encoded is None:
                     return None

@@ -23,11 +23,10 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
 from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves, list_nodes
-from lightning_fastdata.augment.pipeline.values import Values, in_unit_range, unit_after
 from lightning_fastdata.errors import BatchError
 
 if TYPE_CHECKING:
-    from albumentations import BaseCompose, BasicTransform
+    from albumentations import BaseCompose
 
     from lightning_fastdata.augment.ops.operation import Role, TapeOp
     from lightning_fastdata.types import Batch
@@ -53,29 +52,9 @@ class Target:
     shown: Any
     """What the pipeline handles in its place."""
     pending: list[Pending] = field(default_factory=list)
-    _unit: bool | None = None
-
-    def in_unit_range(self) -> bool:
-        """Return whether the values here are integers, or sure to lie in [0, 1].
-
-        Pixels that have to be fetched first were looked at before, as that takes long.
-        """
-        if self._unit is None:
-            self._unit = callable(self.real) or in_unit_range(self.real)
-        return self._unit
-
-    def note(self, pending: Pending, transform: BasicTransform, dtype: np.dtype[Any]) -> None:
-        """Note an operation, which makes values of a dtype."""
-        self.pending.append(pending)
-        if dtype.kind == "f":
-            before = Values(self.shown.dtype, True)
-            if self.shown.dtype != dtype or not unit_after(transform, before, dtype):
-                self._unit = unit_after(transform, before._replace(unit=False), dtype)
 
     def flush(self) -> Any:
         """Return the pixels after what was noted, which Albumentations does now."""
-        if self.pending or callable(self.real):
-            self._unit = None
         if callable(self.real):
             self.real = self.real()
         for pending in self.pending:

@@ -22,6 +22,7 @@ import torch
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, TapeOp, Track
 from lightning_fastdata.augment.ops.output import OutputForm
+from lightning_fastdata.augment.pipeline.dtypes import States, changes_form
 from lightning_fastdata.augment.pipeline.fields import (
     CHANNELS,
     Fields,
@@ -45,7 +46,6 @@ from lightning_fastdata.augment.pipeline.tree import (
     list_leaves,
     size_after,
 )
-from lightning_fastdata.augment.pipeline.values import States, Values, changes_form, values_of
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.record.targets import (
     argument_names,
@@ -112,7 +112,7 @@ def crop_on_device(
     refusal: str | None = None,
     same_pixels: bool = False,
     channels: int | None = 3,
-    values: Collection[States] = OF_BYTES,
+    dtypes: Collection[States] = OF_BYTES,
 ) -> CropOnDevice | None:
     """Return how to defer the crop to the device, or None if it has to stay, or had better.
 
@@ -142,7 +142,7 @@ def crop_on_device(
         refusal=refusal,
         same_pixels=same_pixels,
         channels=channels,
-        values=values,
+        dtypes=dtypes,
         crop=leaf,
     )
     sizes = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]}
@@ -165,8 +165,8 @@ class SampleForm(NamedTuple):
     """Height and width of all of them; None if they differ."""
     channels: int | None
     """Of the image; None if it is ``[H, W]``."""
-    values: Mapping[str, Values]
-    """Dtype and range of each image, by the pipeline's name for it."""
+    dtypes: Mapping[str, np.dtype[Any]]
+    """Of each image, by the pipeline's name for it."""
 
 
 class ComposeWorker:
@@ -256,8 +256,8 @@ class ComposeWorker:
             return None
         shape = data["image"].shape
         images = [name for name, role in self._roles.items() if role == "image"]
-        values = {name: values_of(data[name]) for name in images if data.get(name) is not None}
-        return SampleForm(self._size(data), shape[2] if len(shape) == 3 else None, values)
+        dtypes = {name: data[name].dtype for name in images if data.get(name) is not None}
+        return SampleForm(self._size(data), shape[2] if len(shape) == 3 else None, dtypes)
 
     def collate(
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None

@@ -1,4 +1,4 @@
-"""Operations that mix the channels of a pixel."""
+"""Operations that mix the channels of a pixel of uint8 images."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -23,7 +23,7 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
     channels,
 )
-from lightning_fastdata.augment.ops.table import look_up, ramp_table, through_bytes
+from lightning_fastdata.augment.ops.table import look_up, ramp_table
 from lightning_fastdata.augment.replay import instructions
 
 _BYTES: Final = np.arange(256, dtype=np.uint8)
@@ -68,7 +68,6 @@ def _encode_hsv(transform: Transform, params: Values, shape: Shape, dtype: DType
     return Encoded((("form", "hsv"), ("lanes", spaces.opencv_lanes())), {"table": table})
 
 
-@through_bytes
 def _run_hsv(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     if static["form"] == "gray":
         return look_up(images, arrays["table"])
@@ -82,7 +81,7 @@ def _run_hsv(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
 def _encode_jitter(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    if channels(shape) != 3 or dtype not in (np.uint8, np.float32):
+    if channels(shape) != 3:
         return None
     hue = params["hue"]
     drawn = (params["brightness"], params["contrast"], params["saturation"], hue)
@@ -95,21 +94,16 @@ def _encode_jitter(
 
 
 def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
-    """Return ``images * gain + offset`` as Albumentations' tables do: float32, cut to the range."""
-    line = images.float() * gain + offset
-    limit = 255 if images.dtype == torch.uint8 else 1
-    return line.clamp(0, limit).to(images.dtype)
+    """Return ``images * gain + offset`` as Albumentations' tables do: in float32, cut to bytes."""
+    return (images.float() * gain + offset).clamp(0, 255).to(torch.uint8)
 
 
 def _contrast(images: Tensor, factor: Tensor) -> Tensor:
-    luminance = spaces.gray(images)
-    whole = luminance.dtype == torch.int32
-    total = luminance.sum((1, 2), dtype=torch.int64 if whole else torch.float64)
+    total = spaces.gray(images).sum((1, 2), dtype=torch.int64)
     # By a tensor: CUDA would multiply by the reciprocal of a number, and halves decide below.
     mean = total.double() / torch.full_like(total, images.shape[1] * images.shape[2]).double()
     offset = (mean * (1 - factor)).float()
-    if whole:
-        offset = torch.where(factor == 0, (mean + 0.5).floor().float(), offset)
+    offset = torch.where(factor == 0, (mean + 0.5).floor().float(), offset)
     out = _scaled(images, factor.float()[:, None, None, None], offset[:, None, None, None])
     return torch.where((factor == 1)[:, None, None, None], images, out)
 
@@ -117,14 +111,10 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
 def _saturation(images: Tensor, factor: Tensor) -> Tensor:
     factor = factor.float()[:, None, None, None]
     mixed = images.float() * factor + spaces.gray(images).float().unsqueeze(-1) * (1 - factor)
-    whole = images.dtype == torch.uint8
-    mixed = mixed.round().clamp(0, 255) if whole else mixed.clamp(0, 1)
-    return torch.where(factor == 1, images, mixed.to(images.dtype))
+    return torch.where(factor == 1, images, mixed.round().clamp(0, 255).to(torch.uint8))
 
 
 def _hue(images: Tensor, arrays: Arrays, lanes: int) -> Tensor:
-    if images.dtype != torch.uint8:
-        return spaces.shift_hue_floats(images, arrays["factors"][:, 3].float()[:, None, None])
     hue, saturation, value = spaces.hsv_bytes(images)
     moved = look_up(hue.to(torch.uint8).unsqueeze(-1), arrays["hue_table"]).squeeze(-1)
     return spaces.rgb_bytes(moved, saturation, value, lanes)
@@ -160,7 +150,7 @@ def _encode_gray(
 def _run_gray(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     if static["same"]:
         return images
-    return spaces.gray(images).to(images.dtype).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
+    return spaces.gray(images).to(torch.uint8).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
 
 
 def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
@@ -172,7 +162,6 @@ OPS = (
     DeviceOp("ColorJitter", _encode_jitter, _run_jitter, fused=instructions.jitter),
     DeviceOp("ToGray", _encode_gray, _run_gray, out_shape=_gray_shape, fused=instructions.gray),
 )
-"""On uint8, gray is exact and HueSaturationValue is at most one level off, above
-all in the last columns, which do not fill a vector of OpenCV's and which it rounds differently; in
-ColorJitter, contrast and saturation can make that two or three. On float32 the colour formulas
-agree to 1e-4, and HueSaturationValue goes through uint8 as in Albumentations."""
+"""Gray is exact and HueSaturationValue is at most one level off, above all in the last columns,
+which do not fill a vector of OpenCV's and which it rounds differently; in ColorJitter, contrast and
+saturation can make that two or three."""

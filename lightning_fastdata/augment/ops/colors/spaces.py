@@ -10,12 +10,9 @@ from torch import Tensor
 
 
 def gray(images: Tensor) -> Tensor:
-    """Return the luminance ``[n, H, W]`` of RGB images ``[n, H, W, 3]``: int32 or float32."""
-    if images.dtype == torch.uint8:
-        red, green, blue = images.int().unbind(-1)
-        return (red * 9798 + green * 19235 + blue * 3735 + (1 << 14)) >> 15
-    red, green, blue = images.unbind(-1)
-    return red * 0.299 + green * 0.587 + blue * 0.114
+    """Return the luminance, int32 ``[n, H, W]``, of uint8 RGB images ``[n, H, W, 3]``."""
+    red, green, blue = images.int().unbind(-1)
+    return (red * 9798 + green * 19235 + blue * 3735 + (1 << 14)) >> 15
 
 
 def _sector_colours(hue: Tensor, s: Tensor, v: Tensor) -> Tensor:
@@ -74,22 +71,3 @@ def opencv_lanes() -> int:
     row = np.full((1, 255, 3), (10, 122, 255), np.uint8)
     truncated = int((cv2.cvtColor(row, cv2.COLOR_HSV2RGB)[0, :, 1] == 173).sum())
     return 256 - truncated if truncated else 0
-
-
-def _hue(rgb: Tensor, high: Tensor, sixth: Tensor) -> Tensor:
-    """Return the hue in degrees; ``high`` is the largest channel, ``sixth`` 60 over the span."""
-    red, green, blue = rgb.unbind(-1)
-    behind = torch.where(high == green, (blue - red) * sixth + 120, (red - green) * sixth + 240)
-    hue = torch.where(high == red, (green - blue) * sixth, behind)
-    return torch.where(hue < 0, hue + 360, hue)
-
-
-def shift_hue_floats(images: Tensor, turn: Tensor) -> Tensor:
-    """Return float32 RGB images with the hue moved by ``turn`` (1 is the whole circle)."""
-    red, green, blue = images.unbind(-1)
-    value = torch.maximum(torch.maximum(red, green), blue)
-    spread = value - torch.minimum(torch.minimum(red, green), blue)
-    tiny = torch.finfo(torch.float32).eps
-    hue = _hue(images, value, 60.0 / (spread + tiny))
-    hue = (hue + turn * 360).remainder(360)
-    return _sector_colours(hue / 60, spread / (value.abs() + tiny), value)

@@ -1,4 +1,4 @@
-"""Operations that follow from the histograms of each image."""
+"""Operations that follow from the histograms of each uint8 image."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -19,7 +19,7 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
     channels,
 )
-from lightning_fastdata.augment.ops.table import look_up, through_bytes
+from lightning_fastdata.augment.ops.table import look_up
 
 _COUNTS_IN_FLOAT32: Final = 1 << 24
 """Albumentations counts pixels in float32: from this number on it miscounts."""
@@ -70,10 +70,9 @@ def _encode_equal(
     return Encoded((("mode", transform.mode),), {})
 
 
-@through_bytes
 def _equalize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return look_up(images, _equalizing(channel_histograms(images), static["mode"]).mT)
 
 
 OPS = (DeviceOp("Equalize", _encode_equal, _equalize),)
-"""Exact. A float32 image goes through uint8, as in Albumentations."""
+"""Exact."""

@@ -1,4 +1,4 @@
-"""Blurs and what sharpens: a kernel per sample, the border reflected without the edge pixel."""
+"""Blurs of uint8 images and what sharpens them: a kernel per sample, and a border that reflects."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
@@ -72,19 +72,15 @@ def correlate(values: Tensor, kernel: Tensor) -> Tensor:
 
 
 def run_kernel(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Correlate uint8 or float32 images with ``arrays["kernel"]`` and round as OpenCV does."""
-    out = correlate(images.float(), arrays["kernel"])
-    if images.dtype == torch.uint8:
-        return out.round().clamp(0, 255).to(torch.uint8)
-    return out.clamp(0, 1) if static["clips"] else out
+    """Correlate uint8 images with ``arrays["kernel"]`` and round as OpenCV does."""
+    return correlate(images.float(), arrays["kernel"]).round().clamp(0, 255).to(torch.uint8)
 
 
 def _encode_kernel(
     transform: Transform, params: Values, shape: Shape, dtype: DType
 ) -> Encoded | None:
-    name = type(transform).__name__
     kernel: np.ndarray | None
-    if name == "Sharpen":
+    if type(transform).__name__ == "Sharpen":
         sharpens = transform.method == "kernel"
         kernel = np.asarray(params["sharpening_matrix"], np.float32) if sharpens else None
     elif isinstance(params["kernel"], int | np.integer):
@@ -92,14 +88,11 @@ def _encode_kernel(
         kernel = padded_kernel(np.full(size, 1.0 / size))
     else:
         kernel = padded_kernel(np.asarray(params["kernel"]))
-    if kernel is None or dtype not in (np.uint8, np.float32):
-        return None
-    # A box blur keeps the range by itself; the others are cut to it, even after Normalize.
-    return Encoded((("clips", name != "Blur"),), {"kernel": kernel})
+    return None if kernel is None else Encoded((), {"kernel": kernel})
 
 
 OPS = tuple(
     DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation)
     for name in ("Blur", "GaussianBlur", "MotionBlur", "Sharpen")
 )
-"""On uint8 at most one level off, mostly where the sum lies between two levels; 1e-5 on float32."""
+"""At most one level off, mostly where the sum lies between two levels."""

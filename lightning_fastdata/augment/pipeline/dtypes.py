@@ -1,7 +1,6 @@
-"""Dtypes and ranges of image values that follow from a pipeline alone, before any image is seen.
+"""Dtypes of images that follow from a pipeline alone, before any image is seen.
 
-A device form is right for certain images: of a dtype that it knows, and, where it mixes channels or
-adds noise to floats, with values in [0, 1]. And a batch is one tensor: all of its images have one
+A device form is for images of certain dtypes. And a batch is one tensor: all of its images have one
 dtype when they leave the worker. Both have to be known before the first sample, see
 :mod:`~lightning_fastdata.augment.pipeline.plan`.
 """
@@ -24,7 +23,6 @@ from lightning_fastdata.augment.pipeline.tree import (
     is_albumentations,
     is_container,
 )
-from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Shape
@@ -43,33 +41,24 @@ _OF_ANY_DTYPE: Final = frozenset(
     }
 )
 """Transforms whose device forms move values, and never look at them."""
-_OF_UNIT_RANGE: Final = frozenset(
+_OF_FLOATS: Final = frozenset(
     {
-        *("ColorJitter", "GaussNoise", "RandomGamma"),
+        *("Affine", "Perspective", "Rotate", "ShiftScaleRotate", "ElasticTransform"),
+        *("RandomResizedCrop", "RandomSizedCrop", "Resize"),
+        *("CoarseDropout", "Erasing", "Normalize", "ToFloat"),
     }
 )
-"""Transforms whose device forms are right for floats in [0, 1] alone."""
-_BETWEEN_NEIGHBOURS: Final = frozenset({0, 1, 3, 5, 6})
-"""OpenCV's interpolations whose results lie between the values that they read."""
+"""Transforms whose device forms take float32 as well as uint8; colours, blurs and noise do not."""
 _TRIES: Final = 2
 """Draws with which an unknown transform is tried."""
 
-
-class Values(NamedTuple):
-    """What is known of the values of an image."""
-
-    dtype: np.dtype[Any]
-    unit: bool = True
-    """Whether floats are sure to lie in [0, 1]; True for integers."""
-
-
-BYTES: Final = Values(np.dtype(np.uint8))
-States: TypeAlias = frozenset[Values]
-"""What may be known of the image at one place of a pipeline, by what a sample drew before."""
+BYTES: Final = np.dtype(np.uint8)
+States: TypeAlias = "frozenset[np.dtype[Any]]"
+"""Dtypes that an image may have at one place of a pipeline, by what a sample drew before."""
 
 
 class Followed(NamedTuple):
-    """How the values of one image develop along a pipeline."""
+    """How the dtype of one image develops along a pipeline."""
 
     before: tuple[States, ...]
     """Per leaf: its input."""
@@ -91,45 +80,26 @@ class Followed(NamedTuple):
 
 def dtypes_of(states: States) -> tuple[str, ...]:
     """Return the names of the dtypes that images may have, sorted."""
-    return tuple(sorted({str(values.dtype) for values in states}))
-
-
-def values_of(image: np.ndarray) -> Values:
-    """Return what there is to know of the values of an image."""
-    return Values(image.dtype, in_unit_range(image))
-
-
-def in_unit_range(image: np.ndarray) -> bool:
-    """Return whether the values of an image are integers, or lie in [0, 1]."""
-    if image.dtype.kind != "f" or not image.size:
-        return True
-    return bool(image.min() >= 0 and image.max() <= 1)
+    return tuple(sorted(map(str, states)))
 
 
 def takes_dtype(op: DeviceOp, dtype: np.dtype[Any]) -> bool:
     """Return whether a device form knows images of a dtype."""
-    return dtype in _USUAL or (op.owner is None and op.name in _OF_ANY_DTYPE)
+    if dtype == BYTES or (op.owner is None and op.name in _OF_ANY_DTYPE):
+        return True
+    return dtype in _USUAL and (op.owner is not None or op.name in _OF_FLOATS)
 
 
-def takes_any_range(op: DeviceOp) -> bool:
-    """Return whether a device form is right for floats outside of [0, 1] too."""
-    return op.owner is not None or op.name not in _OF_UNIT_RANGE
-
-
-def why_not(op: DeviceOp, states: Collection[Values]) -> str | None:
+def why_not(op: DeviceOp, states: States) -> str | None:
     """Return why a device form cannot have such images, or None."""
-    strange = [values.dtype for values in states if not takes_dtype(op, values.dtype)]
-    if strange:
-        return f"no device form for images of {strange[0]}"
-    if not takes_any_range(op) and not all(values.unit for values in states):
-        return "its device form is for floats in [0, 1], and these may lie outside"
-    return None
+    strange = [dtype for dtype in states if not takes_dtype(op, dtype)]
+    return f"no device form for images of {strange[0]}" if strange else None
 
 
-def follow_values(
+def follow_dtypes(
     compose: Node, given: States, keeps: Collection[type] = (), shape: Shape = (64, 48, 3)
 ) -> Followed:
-    """Follow what is known of the values of an image through a pipeline.
+    """Follow which dtypes an image may have through a pipeline.
 
     Classes in ``keeps`` keep the dtype, whatever else would be thought of them; unknown transforms
     are tried with images of ``shape``.
@@ -142,9 +112,7 @@ def follow_values(
         some = some or chosen or not applied
         if not is_container(node):
             before.append(states)
-            after = _joined(
-                values_after(node, values, keeps, shape, tried=some) for values in states
-            )
+            after = _joined(dtypes_after(node, dtype, keeps, shape, tried=some) for dtype in states)
         elif in_sequence(node):
             after = states
             for child in node.transforms:
@@ -173,61 +141,26 @@ def _joined(found: Iterator[States]) -> States:
     return frozenset().union(*found)
 
 
-def values_after(
+def dtypes_after(
     transform: Node,
-    values: Values,
+    dtype: np.dtype[Any],
     keeps: Collection[type] = (),
     shape: Shape = (64, 48, 3),
     *,
     tried: bool = True,
 ) -> States:
-    """Return what is known of the values of an image after a transform was applied.
+    """Return which dtypes an image of one may have after a transform was applied.
 
     Transforms that users wrote are ``tried``, as they may do more than one can see, only where some
     samples go without them: where all go through them, a recorder sees in time what they make.
     """
-    name, dtype = type(transform).__name__, values.dtype
+    name = type(transform).__name__
     own = is_albumentations(transform) and name != "Lambda"
     known = dtype in _USUAL and name not in CASTS
     keeps_dtype = (known or name in _OF_ANY_DTYPE) if own else not tried
     if type(transform) in keeps or keeps_dtype:
-        made = {dtype}
-    else:
-        made = _tried_dtypes(transform, dtype, shape)
-    return frozenset(Values(one, unit_after(transform, values, one)) for one in made)
-
-
-def unit_after(transform: Node, values: Values, made: np.dtype[Any]) -> bool:
-    """Return whether values ``made`` by a transform are sure to lie in [0, 1], or be integers."""
-    if made.kind != "f":
-        return True
-    name = type(transform).__name__
-    if name == "Lambda" or not is_albumentations(transform):
-        return False
-    if name == "Normalize":
-        return bool(transform.normalization.startswith("min_max"))
-    if name == "ToFloat" and values.dtype.kind in "iu":
-        largest = np.iinfo(values.dtype).max
-        return transform.max_value is None or bool(transform.max_value >= largest)
-    if values.dtype.kind != "f" or not values.unit:
-        return False
-    return _reads_between(transform) and _fills_within(transform)
-
-
-def _reads_between(transform: Node) -> bool:
-    used = {vars(transform).get("interpolation", 0)}
-    pair = held(transform, "interpolation_pair")
-    used |= {pair["downscale"], pair["upscale"]} if isinstance(pair, dict) else set()
-    return used <= _BETWEEN_NEIGHBOURS
-
-
-def _fills_within(transform: Node) -> bool:
-    for name in ("fill", "drop_value"):
-        fill = getattr(transform, name, None)
-        numbers = fill if isinstance(fill, list | tuple | np.ndarray) else [fill]
-        if any(isinstance(one, int | float) and not 0 <= one <= 1 for one in numbers):
-            return False
-    return True
+        return frozenset({dtype})
+    return frozenset(_tried_dtypes(transform, dtype, shape))
 
 
 def _tried_dtypes(transform: Node, dtype: np.dtype[Any], shape: Shape) -> set[np.dtype[Any]]:
