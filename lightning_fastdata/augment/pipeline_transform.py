@@ -20,7 +20,6 @@ from lightning_fastdata.augment.record.worker import (
     crop_on_device,
     device_ops,
 )
-from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
 from lightning_fastdata.augment.stage_transform import plain_tensors, table
 from lightning_fastdata.errors import BatchError, FastDataWarning
@@ -81,7 +80,6 @@ class PipelineTransform:
         channels, dtypes = self._images
         self._state = state
         self._epoch: int | None = None
-        self._registered = registered_forms(self.compose)
         self.plan = self._any_size = self._analyse(
             channels=channels, dtypes=dtypes, why_not=self._why_not
         )
@@ -110,8 +108,8 @@ class PipelineTransform:
 
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
-        """Device forms by name, with those that were registered for the pipeline's own classes."""
-        return device_ops(self._ops, self._registered)
+        """Device forms by name."""
+        return device_ops(self._ops)
 
     @property
     def defers(self) -> bool:
@@ -162,7 +160,6 @@ class PipelineTransform:
             self._any_size if defers else None,
             self._ops,
             self._crop if defers else None,
-            registered=self._registered,
             form=None if on_device else self.form,  # On a device it is converted there.
         )
 

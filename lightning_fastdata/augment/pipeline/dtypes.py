@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -85,9 +85,9 @@ def dtypes_of(states: States) -> tuple[str, ...]:
 
 def takes_dtype(op: DeviceOp, dtype: np.dtype[Any]) -> bool:
     """Return whether a device form knows images of a dtype."""
-    if dtype == BYTES or (op.owner is None and op.name in _OF_ANY_DTYPE):
+    if dtype == BYTES or op.name in _OF_ANY_DTYPE:
         return True
-    return dtype in _USUAL and (op.owner is not None or op.name in _OF_FLOATS)
+    return dtype in _USUAL and op.name in _OF_FLOATS
 
 
 def why_not(op: DeviceOp, states: States) -> str | None:
@@ -96,13 +96,10 @@ def why_not(op: DeviceOp, states: States) -> str | None:
     return f"no device form for images of {strange[0]}" if strange else None
 
 
-def follow_dtypes(
-    compose: Node, given: States, keeps: Collection[type] = (), shape: Shape = (64, 48, 3)
-) -> Followed:
+def follow_dtypes(compose: Node, given: States, shape: Shape = (64, 48, 3)) -> Followed:
     """Follow which dtypes an image may have through a pipeline.
 
-    Classes in ``keeps`` keep the dtype, whatever else would be thought of them; unknown transforms
-    are tried with images of ``shape``.
+    Unknown transforms are tried with images of ``shape``.
     """
     before: list[States] = []
 
@@ -112,7 +109,7 @@ def follow_dtypes(
         some = some or chosen or not applied
         if not is_container(node):
             before.append(states)
-            after = _joined(dtypes_after(node, dtype, keeps, shape, tried=some) for dtype in states)
+            after = _joined(dtypes_after(node, dtype, shape, tried=some) for dtype in states)
         elif in_sequence(node):
             after = states
             for child in node.transforms:
@@ -144,7 +141,6 @@ def _joined(found: Iterator[States]) -> States:
 def dtypes_after(
     transform: Node,
     dtype: np.dtype[Any],
-    keeps: Collection[type] = (),
     shape: Shape = (64, 48, 3),
     *,
     tried: bool = True,
@@ -158,7 +154,7 @@ def dtypes_after(
     own = is_albumentations(transform) and name != "Lambda"
     known = dtype in _USUAL and name not in CASTS
     keeps_dtype = (known or name in _OF_ANY_DTYPE) if own else not tried
-    if type(transform) in keeps or keeps_dtype:
+    if keeps_dtype:
         return frozenset({dtype})
     return frozenset(_tried_dtypes(transform, dtype, shape))
 

@@ -147,15 +147,14 @@ def analyse(
         own_pixels = "the pipeline returns what it drew, and the device would draw other numbers"
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
-    keeps = frozenset(op.owner for op in forms if op is not None and op.owner is not None)
-    sizes = follow_sizes(compose, Size(size, size), keeps)
+    sizes = follow_sizes(compose, Size(size, size))
     # With a size that all images share, though it may be unknown.
-    shared = follow_sizes(compose, Size(size or _SOME_SIZE, None), keeps)
+    shared = follow_sizes(compose, Size(size or _SOME_SIZE, None))
     shape = (64, 48) if channels is None else (64, 48, channels)
-    followed = [follow_dtypes(compose, states, keeps, shape) for states in dtypes]
+    followed = [follow_dtypes(compose, states, shape) for states in dtypes]
     boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
     placed: list[OpPlacement] = []
-    sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
+    sees = [_reads_pixels(leaf.transform) for leaf in leaves]
     conditional = [leaf.conditional for leaf in leaves]
     barrier_after: str | None = None
     behind = followers(compose)
@@ -211,9 +210,7 @@ def redrawn(compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str
 
 def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
-    kind = type(transform)
-    own = next((op for op in ops.values() if op.owner is kind), None)
-    return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
+    return ops.get(type(transform).__name__) if is_albumentations(transform) else None
 
 
 def _where(
@@ -236,7 +233,7 @@ def _where(
 
 def _depends_on_shape(leaf: Leaf, op: DeviceOp | None, before: Size) -> bool:
     """Return whether it depends on the sample if an operation changes the shape of its image."""
-    unknown = before.exact is None and op is not None and op.owner is None
+    unknown = before.exact is None and op is not None
     return unknown and type(leaf.transform).__name__ in SWAPS_AXES
 
 
@@ -247,8 +244,6 @@ def _why_worker(
         return "no device form"
     if (strange := why_not(op, states)) is not None:
         return strange
-    if op.owner is not None:
-        return None
     if _depends_on_shape(leaf, op, before):
         return None
     # Images of an unknown but common size are taken to be any, so not square.
@@ -307,10 +302,8 @@ def _why_before(
     return f"samples may be {several} until {name} gives all of them one dtype"
 
 
-def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
+def _reads_pixels(transform: Node) -> bool:
     name = type(transform).__name__
-    if op is not None and op.owner is not None:
-        return op.reads_pixels
     if not is_albumentations(transform):
         return True
     if name == "RandomBrightnessContrast":

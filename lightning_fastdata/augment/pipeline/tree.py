@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from albumentations import BaseCompose, BasicTransform
 
@@ -178,11 +178,8 @@ class Sizes(NamedTuple):
     """Per leaf: what is known of its input."""
 
 
-def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Sizes:
-    """Follow what is known of the image size through a pipeline.
-
-    Classes in ``keeps`` keep the size, whatever else would be thought of them.
-    """
+def follow_sizes(compose: Node, size: Size) -> Sizes:
+    """Follow what is known of the image size through a pipeline."""
     boundary = -1
     sizes: list[Size] = []
 
@@ -193,7 +190,7 @@ def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Siz
                 before = walk(child, before)
             return before
         sizes.extend([before] * count_leaves(node))
-        after = _node_size(node, before, keeps)
+        after = _node_size(node, before)
         if before.exact is None and after.exact is not None:
             boundary = len(sizes) - 1
         return after
@@ -202,19 +199,19 @@ def follow_sizes(compose: Node, size: Size, keeps: Collection[type] = ()) -> Siz
     return Sizes(boundary, tuple(sizes))
 
 
-def _node_size(node: Node, before: Size, keeps: Collection[type]) -> Size:
+def _node_size(node: Node, before: Size) -> Size:
     if not is_container(node):
-        after = size_after(node, before, keeps)
+        after = size_after(node, before)
     elif in_sequence(node):
         after = before
         for child in node.transforms:
-            after = _node_size(child, after, keeps)
+            after = _node_size(child, after)
     elif is_albumentations(node) and type(node).__name__ in GROUPS:
         pick_one = type(node).__name__ in _ONE_CHILD
         sizes = [
-            size_after(child, before, keeps)
+            size_after(child, before)
             if pick_one and not is_container(child)
-            else _node_size(child, before, keeps)
+            else _node_size(child, before)
             for child in node.transforms
         ]
         if not pick_one:
@@ -235,11 +232,9 @@ def _join(sizes: list[Size]) -> Size:
     return Size(exact, (max(heights), max(widths)))
 
 
-def size_after(transform: BasicTransform, before: Size, keeps: Collection[type] = ()) -> Size:
+def size_after(transform: BasicTransform, before: Size) -> Size:
     """Return what is known of the image size after a transform was applied."""
     name = type(transform).__name__
-    if type(transform) in keeps:
-        return before
     if not is_albumentations(transform):
         import albumentations
 

@@ -172,8 +172,7 @@ class SampleForm(NamedTuple):
 class ComposeWorker:
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    Several threads may call it: each has its own copy of the pipeline. It carries the forms that
-    were registered for the pipeline's own classes: a process that was spawned knows no others.
+    Several threads may call it: each has its own copy of the pipeline.
     """
 
     repeats = 1
@@ -186,12 +185,10 @@ class ComposeWorker:
         ops: Mapping[str, DeviceOp] | None = None,
         crop: CropOnDevice | None = None,
         *,
-        registered: Mapping[str, DeviceOp] | None = None,
         form: OutputForm | None = None,
     ) -> None:
         self._compose = compose
         self._ops = ops
-        self._registered = registered
         self._form = form or OutputForm()
         self.needs_batches = self._form.converts
         self._fields = fields
@@ -334,7 +331,7 @@ class ComposeWorker:
 
     @property
     def _device_ops(self) -> Mapping[str, DeviceOp]:
-        return device_ops(self._ops, self._registered)
+        return device_ops(self._ops)
 
     def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], _Seed]:
         """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
@@ -388,16 +385,14 @@ class ComposeWorker:
         return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
 
 
-def device_ops(
-    ops: Mapping[str, DeviceOp] | None = None, registered: Mapping[str, DeviceOp] | None = None
-) -> Mapping[str, DeviceOp]:
-    """Return device forms by name: of Albumentations' transforms (None: all), and of others."""
-    if ops is None:
-        # Looked up where it is used: all of them need not travel with a pickled transform.
-        from lightning_fastdata.augment.ops import DEVICE_OPS
+def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
+    """Return device forms by name; None: all that there are."""
+    if ops is not None:
+        return ops
+    # Looked up where they are used: they need not travel with a pickled transform.
+    from lightning_fastdata.augment.ops import DEVICE_OPS
 
-        ops = DEVICE_OPS
-    return {**ops, **registered} if registered else ops
+    return DEVICE_OPS
 
 
 def _are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
