@@ -1,4 +1,4 @@
-"""MixUp and CutMix on whole batches, keyed by sample, and repeated augmentation before them."""
+"""MixUp and CutMix on whole batches, keyed by sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -275,30 +275,25 @@ MixStep: TypeAlias = MixUp | CutMix | OneOfMixes
 numbers, and what it makes of a batch by them. ``order``, int64 ``[n]``, decides who meets whom."""
 
 
-class _Places(NamedTuple):
-    """Where the fields are that mixing changes."""
-
-    fields: Fields
-    """Image and mask."""
-    labels: tuple[int | str, ...]
-    """Labels of whole images; none: to be found."""
-
-
 class Mixer:
-    """Runs steps on whole batches, wherever their fields are."""
+    """Runs steps on whole batches, wherever their fields are.
+
+    ``label`` is where the labels of whole images are; None: to be found.
+    """
 
     def __init__(
         self,
         steps: tuple[MixStep, ...],
-        places: _Places,
-        num_classes: tuple[int | None, ...],
+        fields: Fields,
+        label: int | str | None,
+        num_classes: int | None,
         output: OutputForm | None = None,
     ) -> None:
         self.steps = steps
-        self.places = places
+        self.fields = fields
         self.output = output or OutputForm()
+        self._label = label
         self._num_classes = num_classes
-        self._stays = places.fields.stays
 
     def check_classes(self, sample: Batch) -> None:
         """Raise BatchError if a class of a sample is none of ``num_classes``.
@@ -306,16 +301,14 @@ class Mixer:
         It would train as if it had no label: so would -100, which a loss leaves out, as a share of
         a mixture it cannot. On the device a look at it would have to wait.
         """
-        if not self.steps or not any(self._num_classes):
+        if self._num_classes is None:
             return
-        image = find_fields(sample, self.places.fields, batched=False).image
-        places = self._label_places(sample, image)
-        for place, classes in zip(places, self._num_classes, strict=False):
-            value = get_field(sample, place) if has_field(sample, place) else None
-            if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
-                value = value.item()
-            if classes is not None and isinstance(value, int | np.integer):
-                _check_class(int(value), classes, f"The label {place!r} of a sample")
+        place = self._label_place(sample, find_fields(sample, self.fields, batched=False).image)
+        value = get_field(sample, place) if place is not None and has_field(sample, place) else None
+        if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+            value = value.item()
+        if isinstance(value, int | np.integer):
+            _check_class(int(value), self._num_classes, f"The label {place!r} of a sample")
 
     def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
         """Return a collated batch with its samples mixed.
@@ -325,7 +318,7 @@ class Mixer:
         """
         with plain_tensors():
             found = self._find(batch)
-            labels = self._find_labels(batch, found["image"])
+            label = self._label_place(batch, found["image"])
             image = get_field(batch, found["image"])
             if not isinstance(image, Tensor) or image.ndim not in {3, 4}:
                 raise BatchError(
@@ -338,12 +331,15 @@ class Mixer:
                     "samples. A collate_fn must keep the samples of a batch, in order."
                 )
             form = _Form(image)
-            shares = [
-                self._shares(get_field(batch, place), classes, form.image.device)
-                for place, classes in zip(labels, self._num_classes, strict=False)
-            ]
-            self._check_beside(batch, {*found.values(), *labels}, form.image)
-            parts = _parts(batch, found, form.image, shares)
+            shares = None if label is None else self._shares(batch, label, image.device)
+            known = {*found.values(), *(() if label is None else (label,))}
+            self._check_beside(batch, known, form.image)
+            given = get_field(batch, found["mask"]) if "mask" in found else None
+            parts = Parts(
+                image=form.image,
+                labels=shares,
+                mask=None if given is None else _mask_parts(given, form.image),
+            )
             start = 0
             for number, step in enumerate(self.steps):
                 own = numbers[:, start : start + step.count()]
@@ -351,17 +347,15 @@ class Mixer:
                 start += step.count()
             changed: dict[Location, object] = {found["image"]: form.restored(parts.image)}
             if parts.mask is not None:
-                given = get_field(batch, found["mask"])
                 changed[found["mask"]] = _mask_restored(parts.mask, given)
-            if parts.labels is not None:
-                widths = [one.shape[1] for one in shares]
-                changed.update(zip(labels, torch.split(parts.labels, widths, 1), strict=True))
+            if label is not None:
+                changed[label] = parts.labels
             return put_fields(batch, changed)
 
     def _find(self, batch: Batch) -> dict[str, Location]:
-        image, mask = find_fields(batch, self.places.fields, batched=True)
+        image, mask = find_fields(batch, self.fields, batched=True)
         for name in _BOX_KEYS:
-            if isinstance(batch, Mapping) and name in batch and name not in self._stays:
+            if isinstance(batch, Mapping) and name in batch and name not in self.fields.stays:
                 raise BatchError(
                     f"The batch holds {name!r}, which mixing would leave where they are while the "
                     f"images change. Boxes are not mixed. If these are none: stays=[{name!r}]."
@@ -375,25 +369,19 @@ class Mixer:
         """Raise BatchError if something of the images' size would not be mixed."""
         mover = Mover(_name(self.steps[0]), takes_boxes=False)
         size = image.shape[2], image.shape[3]
-        check_beside(batch, {*known, *self._stays}, size, mover, samples=len(image))
+        check_beside(batch, {*known, *self.fields.stays}, size, mover, samples=len(image))
 
-    def _find_labels(self, batch: Batch, image: Location) -> Sequence[int | str]:
-        places = self._label_places(batch, image)
-        if not self.places.labels:
-            return places
-        return [_existing(batch, place, "label") for place in places]
-
-    def _label_places(self, item: Batch, image: Location) -> Sequence[int | str]:
-        if self.places.labels:
-            return list(self.places.labels)
+    def _label_place(self, item: Batch, image: Location) -> int | str | None:
+        if self._label is not None:
+            return self._label
         if isinstance(item, Mapping):
-            return [key for key in _LABEL_KEYS if key in item][:1]
+            return next((key for key in _LABEL_KEYS if key in item), None)
         if isinstance(item, Sequence) and isinstance(image, int) and len(item) > image + 1:
-            return [image + 1]
-        return []
+            return image + 1
+        return None
 
-    @staticmethod
-    def _shares(labels: object, num_classes: int | None, device: torch.device) -> Tensor:
+    def _shares(self, batch: Batch, place: int | str, device: torch.device) -> Tensor:
+        labels, num_classes = get_field(batch, _existing(batch, place, "label")), self._num_classes
         if not isinstance(labels, Tensor) or labels.ndim not in {1, 2}:
             raise BatchError(
                 f"The labels are {describe(labels)}. Mixing needs classes [n] or one-hot rows "
@@ -432,17 +420,6 @@ def _existing(batch: Batch, place: int | str, name: str) -> int | str:
     if not has_field(batch, place):
         raise BatchError(f"There is no field {place!r} (given as {name}=) in {describe(batch)}.")
     return place
-
-
-def _parts(
-    batch: Batch, found: Mapping[str, Location], image: Tensor, shares: Sequence[Tensor]
-) -> Parts:
-    given = {name: get_field(batch, place) for name, place in found.items()}
-    return Parts(
-        image=image,
-        labels=torch.cat(list(shares), 1) if shares else None,
-        mask=_mask_parts(given["mask"], image) if "mask" in given else None,
-    )
 
 
 class _Form:
@@ -484,36 +461,13 @@ def _mask_restored(mask: Tensor, given: Tensor) -> Tensor:
     return mask if same else mask.permute(0, 2, 3, 1).contiguous()
 
 
-def repeated_key(key: SampleKey, repeats: int, number: int) -> SampleKey:
-    """Return the key of one augmentation of a sample, as if the dataset were so much longer."""
-    return key._replace(index=key.index * repeats + number)
-
-
-def repeat_batch(batch: Batch, samples: int, repeats: int) -> Batch:
-    """Return a batch in which every sample stands ``repeats`` times, one after the other."""
-    if not isinstance(batch, Mapping | list | tuple):
-        return repeat_entries(batch, samples, repeats)
-    entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return put_fields(batch, {at: repeat_entries(one, samples, repeats) for at, one in entries})
-
-
-def repeat_entries(field: Batch, samples: int, repeats: int) -> Batch:
-    """Return a field with each entry ``repeats`` times; a field of no entries as it is."""
-    if isinstance(field, Tensor) and field.ndim and len(field) == samples:
-        return field.repeat_interleave(repeats, 0)
-    if isinstance(field, list | tuple) and len(field) == samples:
-        return [one for one in field for _ in range(repeats)]
-    return field
-
-
 def mixed(
     *steps: object,
     image: int | str | None = None,
     mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
-    label: int | str | Sequence[int | str] | None = None,
-    num_classes: int | Sequence[int | None] | None = None,
-    repeats: int = 1,
+    label: int | str | None = None,
+    num_classes: int | None = None,
     same_pixels: bool = False,
     out: str | None = None,
     channels_last: bool = False,
@@ -533,12 +487,7 @@ def mixed(
         label: key or index of the labels: classes ``[n]`` or one-hot ``[n, classes]``; they become
             shares ``[n, classes]``, float32, in every batch. None takes the key ``"label"``,
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
-            Several, for a model with several heads, are a list.
-        num_classes: number of classes; needed where labels are not one-hot. For several labels a
-            list, one entry for each.
-        repeats: augmentations of each sample in a batch, which then has so many times as many
-            samples as the loader's ``batch_size``. A sample is read once for all of them, and a
-            ``collate_fn`` gets them all.
+        num_classes: number of classes; needed where labels are not one-hot.
         same_pixels: as :func:`as_batch_transform` takes it.
         out: the same; images are mixed as the pipeline makes them, and then converted.
         channels_last: the same.
@@ -547,12 +496,9 @@ def mixed(
         TransformError: nothing to mix with was given, or a pipeline that is not the first, or one
             that transforms what the mixing would leave as it is: boxes, keypoints or additional
             targets.
-        OptionsError: ``repeats`` is below 1, there are not as many ``num_classes`` as labels, or
-            ``out`` is no dtype.
+        OptionsError: ``out`` is no dtype.
     """
     output = output_form(out, channels_last=channels_last)
-    if repeats < 1:
-        raise OptionsError(f"repeats is {repeats}; give the augmentations per sample, at least 1.")
     rest = list(steps)
     pipeline = None
     if rest and not isinstance(rest[0], MixStep):
@@ -570,24 +516,16 @@ def mixed(
         pipeline.form = OutputForm()  # What it makes is mixed before it is converted.
     mixes = tuple(step for step in rest if isinstance(step, MixStep))
     wrong = [step for step in rest if not isinstance(step, MixStep)]
-    if wrong or (not rest and repeats == 1):
+    if wrong or not rest:
         what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
         raise TransformError(
             f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
             "MixUp, CutMix or OneOfMixes."
         )
-    if pipeline is not None and mixes:
+    if pipeline is not None:
         _check_all_is_mixed(pipeline)
-    labels = listed(label)
-    counts = listed(num_classes) or (None,) * max(1, len(labels))
-    if len(counts) != max(1, len(labels)):
-        raise OptionsError(
-            f"num_classes={num_classes!r} for label={label!r}: give one number for each label, in "
-            "the same order; None for one that is one-hot."
-        )
     fields = Fields(image=image, mask=mask, stays=listed(stays))
-    places = _Places(fields=fields, labels=labels)
-    return MixedTransform(pipeline, Mixer(mixes, places, counts, output), repeats)
+    return MixedTransform(pipeline, Mixer(mixes, fields, label, num_classes, output))
 
 
 def _check_all_is_mixed(pipeline: BatchTransform) -> None:
@@ -599,7 +537,7 @@ def _check_all_is_mixed(pipeline: BatchTransform) -> None:
     if moved:
         raise TransformError(
             f"The pipeline transforms {' and '.join(moved)}, which cannot be mixed, so that they "
-            "would no longer belong to their images. Only repeats leave them alone."
+            "would no longer belong to their images."
         )
 
 
@@ -608,17 +546,16 @@ class MixedTransform:
 
     Attributes:
         pipeline: what runs on each sample before the mixing, or None.
-        repeats: how often each sample of the loader is in a batch.
     """
 
     starts_in_worker = True
+    repeats = 1
     switch: PlaceSwitch | None = None
     defers = True
 
-    def __init__(self, pipeline: BatchTransform | None, mixer: Mixer, repeats: int = 1) -> None:
+    def __init__(self, pipeline: BatchTransform | None, mixer: Mixer) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
         self.pipeline = pipeline
-        self.repeats = repeats
         self._mixer = mixer
 
     @property
@@ -635,12 +572,12 @@ class MixedTransform:
         if self.pipeline is not None:
             self.pipeline.check_sample(sample)
         else:
-            find_fields(sample, self._mixer.places.fields, batched=False)
+            find_fields(sample, self._mixer.fields, batched=False)
 
     def for_samples(self, samples: Iterable[Any]) -> MixedTransform:
         """Return the transform for a dataset, of which these are samples from all over it."""
         pipeline = None if self.pipeline is None else self.pipeline.for_samples(samples)
-        return MixedTransform(pipeline, self._mixer, self.repeats)
+        return MixedTransform(pipeline, self._mixer)
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline, and what mixes."""
@@ -651,12 +588,12 @@ class MixedTransform:
         pipeline = None if self.pipeline is None else self.pipeline.renewed()
         if pipeline is self.pipeline:
             return self
-        return MixedTransform(pipeline, self._mixer, self.repeats)
+        return MixedTransform(pipeline, self._mixer)
 
     def in_worker(self, *, on_device: bool) -> MixedWorker:
         """Return the part that runs on each sample in the side process."""
         inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
-        return MixedWorker(inner, self._mixer, self.repeats)
+        return MixedWorker(inner, self._mixer)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Run the pipeline, then the mixing; BatchError if a field has not the form it needs."""
@@ -668,28 +605,19 @@ class MixedTransform:
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw and apply in one go, for a batch of another loader."""
-        if self.repeats > 1:
-            batch = repeat_batch(batch, len(self._images(batch)), self.repeats)
-            key = repeated_key(key, self.repeats, 0)
         if self.pipeline is not None:
             batch = self.pipeline.apply_unprepared(batch, key)
-        images = self._images(batch)
+        found = find_fields(batch, self._mixer.fields, batched=True)
+        images: Tensor = get_field(batch, found.image)
         keys = [key._replace(index=key.index + row) for row in range(len(images))]
         drawn = [draw_numbers(self._mixer.steps, own) for own in keys]
         return _mix(self._mixer, batch, _pack(drawn).to(images.device, True))
-
-    def _images(self, batch: Batch) -> Tensor:
-        found = find_fields(batch, self._mixer.places.fields, batched=True)
-        images: Tensor = get_field(batch, found.image)
-        return images
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
         placed = () if self.pipeline is None else self.pipeline.plan.placements
         rows = [(row.name, row.where, row.why) for row in placed]
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
-        if self.repeats > 1:
-            steps.insert(0, ("repeats", "worker", f"{self.repeats} augmentations of each sample"))
         return table(rows + steps)
 
 
@@ -697,45 +625,31 @@ class MixedWorker:
     """The part of a mixed transform that runs on each sample; picklable."""
 
     needs_batches = True
+    repeats = 1
 
-    def __init__(self, inner: ComposeWorker | None, mixer: Mixer, repeats: int = 1) -> None:
+    def __init__(self, inner: ComposeWorker | None, mixer: Mixer) -> None:
         self._inner = inner
         self._mixer = mixer
-        self.repeats = repeats
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
-        """Return the sample as the worker leaves it, and what was drawn for it.
-
-        With repeats, these are a list of samples and a list of draws.
-        """
-        if self.repeats == 1:
-            return self._once(sample, key)
-        keys = [repeated_key(key, self.repeats, number) for number in range(self.repeats)]
-        each = [self._once(sample, own) for own in keys]
-        return [one for one, _ in each], [drawn for _, drawn in each]
-
-    def _once(self, sample: Batch, key: SampleKey) -> tuple[Batch, object]:
+        """Return the sample as the worker leaves it, and what was drawn for it."""
         self._mixer.check_classes(sample)
         tape: Tape | None = None
         if self._inner is not None:
             sample, tape = self._inner(sample, key)
         return sample, (tape, draw_numbers(self._mixer.steps, key))
 
-    def _each(self, drawn: Sequence[Any]) -> list[Any]:
-        return list(drawn) if self.repeats == 1 else [one for each in drawn for one in each]
-
     def collate(self, drawn: Sequence[Any]) -> Draws:
         """Return what was drawn for a batch, packed in the order of its samples."""
-        each = self._each(drawn)
-        numbers = [own for _, own in each]
+        numbers = [own for _, own in drawn]
         if self._inner is None:
             return _pack(numbers)
-        return self._inner.collate([tape for tape, _ in each], stack_drawn(numbers))
+        return self._inner.collate([tape for tape, _ in drawn], stack_drawn(numbers))
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
         """Return whether what waits for the device can be one tensor, or is one in a batch."""
-        tapes = [tape for tape, _ in self._each(drawn)]
-        return self._inner is None or self._inner.stacks(self._each(samples), tapes, batch)
+        tapes = [tape for tape, _ in drawn]
+        return self._inner is None or self._inner.stacks(samples, tapes, batch)
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any]
@@ -743,27 +657,20 @@ class MixedWorker:
         """Return samples of which only the mixing waits for the device, and what it drew."""
         if self._inner is None:
             return list(samples), list(drawn)
-        tapes, numbers = zip(*self._each(drawn), strict=True)
-        done, left = self._inner.finish_each(self._each(samples), tapes)
-        each = list(zip(left, numbers, strict=True))
-        if self.repeats == 1:
-            return done, each
-        firsts = range(0, len(done), self.repeats)
-        return [done[at : at + self.repeats] for at in firsts], [
-            each[at : at + self.repeats] for at in firsts
-        ]
+        tapes, numbers = zip(*drawn, strict=True)
+        done, left = self._inner.finish_each(samples, tapes)
+        return done, list(zip(left, numbers, strict=True))
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Return a batch that was collated here, mixed; for where nothing runs on the device."""
-        return _mix(self._mixer, batch, _pack([numbers for _, numbers in self._each(drawn)]))
+        return _mix(self._mixer, batch, _pack([numbers for _, numbers in drawn]))
 
 
 def _mix(mixer: Mixer, batch: Batch, draws: Draws) -> Batch:
-    if mixer.steps:
-        numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
-        batch = mixer.mix(batch, numbers, order)
+    numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
+    batch = mixer.mix(batch, numbers, order)
     with plain_tensors():
-        return convert_images(batch, mixer.places.fields, {}, mixer.output)
+        return convert_images(batch, mixer.fields, {}, mixer.output)
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:

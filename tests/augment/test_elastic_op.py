@@ -43,6 +43,7 @@ def fields(count, same=False, approximate=False, sigma=4.0):
             same_dxdy=same,
             kernel_size=(17, 17) if approximate else (0, 0),
             random_generator=np.random.default_rng(seed),
+            noise_distribution="gaussian",
         )
         want.append(np.stack(pair))
     static = {"same": same, "radius": radius, "sigma": sigma, "alpha": 30.0}

@@ -15,7 +15,7 @@ from lightning_fastdata.augment.mixing import (
     OneOfMixes,
     mixed,
 )
-from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
@@ -40,8 +40,6 @@ BOXES = A.BboxParams("pascal_voc", label_fields=["kinds"])
 def test_what_a_pipeline_moves_does_not_stay_behind_when_images_are_mixed(step, pipeline, said):
     with pytest.raises(TransformError, match=said):
         mixed(pipeline, step)
-    # Nothing is moved here.
-    mixed(pipeline, repeats=2)
 
 
 @each("name", ["boxes", "bboxes"])
@@ -81,23 +79,6 @@ def test_labels_of_any_form_become_the_same_shares(step, form):
     assert torch.equal(shares, wanted)
     assert torch.allclose(shares.sum(1), torch.ones(COUNT))
     assert not torch.equal(shares, torch.eye(3)[INDICES])
-
-
-@each("step", STEPS)
-def test_several_labels_are_mixed_as_each_alone(step):
-    batch = {"image": images(), "kind": INDICES, "colour": torch.eye(5)[INDICES + 2]}
-    both = mixed(step, label=["kind", "colour"], num_classes=[3, None])
-    out = both.apply_unprepared(batch, KEY)
-    for name, classes in (("kind", 3), ("colour", None)):
-        alone = mixed(step, label=name, num_classes=classes).apply_unprepared(batch, KEY)
-        assert torch.equal(out[name], alone[name])
-        assert torch.equal(out["image"], alone["image"])
-
-
-@each("counts", [[3], 3, [3, 5, 2]])
-def test_as_many_numbers_of_classes_as_labels(counts):
-    with pytest.raises(OptionsError, match="one number for each label"):
-        mixed(CutMix(), label=["kind", "colour"], num_classes=counts)
 
 
 def test_a_label_that_is_no_class_is_told_where_it_is_read():

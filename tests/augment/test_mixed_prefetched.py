@@ -20,8 +20,8 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 
-def recipe(repeats=1):
-    return mixed(PIPELINE, CutMix(), MixUp(p=0.5), num_classes=CLASSES, repeats=repeats)
+def recipe():
+    return mixed(PIPELINE, CutMix(), MixUp(p=0.5), num_classes=CLASSES)
 
 
 def ahead(loader, transform=None, **more):
@@ -32,14 +32,13 @@ def equal(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@each("repeats", [1, 3])
 @each("workers", [0, 2])
-def test_what_the_workers_drew_is_mixed_one_batch_ahead(repeats, workers):
+def test_what_the_workers_drew_is_mixed_one_batch_ahead(workers):
     def loader(*, staged, on_device):
         return FastDataLoader(
             Photos(),
             4,
-            transform=recipe(repeats),
+            transform=recipe(),
             on_device=on_device,
             staged=staged,
             seed=2,
@@ -50,14 +49,13 @@ def test_what_the_workers_drew_is_mixed_one_batch_ahead(repeats, workers):
     found = list(ahead(loader(staged="train", on_device=True)))
     assert len(found) == 3
     for (image, label), (want, wanted_label) in zip(found, expected, strict=True):
-        assert image.shape == (4 * repeats, 3, 32, 40)
+        assert image.shape == (4, 3, 32, 40)
         assert (image - want).abs().max() < 1e-5
         assert torch.equal(label, wanted_label)
 
 
-@each("repeats", [1, 2])
-def test_batches_of_any_loader_draw_by_epoch_and_place(repeats):
-    transform = mixed(MixUp(1.0), CutMix(), num_classes=CLASSES, repeats=repeats)
+def test_batches_of_any_loader_draw_by_epoch_and_place():
+    transform = mixed(MixUp(1.0), CutMix(), num_classes=CLASSES)
 
     def collate(samples):
         image = torch.from_numpy(np.stack([np.resize(one, (32, 40, 3)) for one, _ in samples]))
@@ -69,7 +67,7 @@ def test_batches_of_any_loader_draw_by_epoch_and_place(repeats):
         firsts = (0, 5, 10)
         for first, raw, batch in zip(firsts, loader, batches, strict=True):
             want = transform.apply_unprepared(raw, SampleKey(7, epoch, first))
-            assert len(batch[0]) == repeats * len(raw[0])
+            assert len(batch[0]) == len(raw[0])
             assert equal(batch, want)
 
 
@@ -87,7 +85,7 @@ def test_training_gets_the_same_mixed_batches_however_they_are_moved(how, tmp_pa
         module = Keeps()
         data = OnStreams(
             4,
-            augment=recipe(2),
+            augment=recipe(),
             augment_on="gpu",
             prefetch=prefetching,
             options=LoaderOptions(num_workers=0),

@@ -169,10 +169,10 @@ def test_the_state_of_one_sample_is_gone_before_the_next() -> None:
 
 
 def test_pixels_asked_for_too_late_are_an_error_that_says_what_to_move() -> None:
-    ops = OPS | {"Solarize": op("Solarize", form_only_for_uint8)}
-    compose = A.Compose([A.Normalize(), A.Solarize(p=1)])
-    lenient = analyse(compose, OPS | {"Solarize": op("Solarize")})
-    with pytest.raises(TransformError, match="Put Solarize before Normalize"):
+    ops = OPS | {"Affine": op("Affine", form_only_for_uint8)}
+    compose = A.Compose([A.Normalize(), A.Affine(p=1)])
+    lenient = analyse(compose, OPS | {"Affine": op("Affine")})
+    with pytest.raises(TransformError, match="Put Affine before Normalize"):
         record(Recorder(compose, lenient, ops), 0, {"image": np.zeros(SHAPE, np.uint8)})
     assert not analyse(compose, ops).defers
 

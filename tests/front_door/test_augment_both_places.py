@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
-from lightning_fastdata.augment.mixing import mixed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,11 +146,6 @@ CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
         [{**pair, "mask": pair["mask"] / 255} for pair in PAIRS],
         A.Compose([A.Affine(rotate=(-40, 40), interpolation=0, p=1), A.Perspective(0, p=1)]),
         None,
-    ),
-    "mixed, and sorted": (
-        PAIRS,
-        mixed(A.Compose([*FLIPS, A.Erasing(fill=0, p=1)]), repeats=2),
-        sorted_by_level,
     ),
 }
 

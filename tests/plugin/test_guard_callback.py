@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset
 
 import lightning_fastdata.pytorch_lightning as twin
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 
@@ -255,43 +254,6 @@ def test_transforms_on_the_device_are_part_of_the_probe(tmp_path):
     _, model, _, guard = fit(tmp_path, "accumulate", module=module, model=Learns(), device=device)
     assert guard.decision.action == "accumulate"
     assert [len(x) for x in model.seen["train"]] == [8] * 8
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("augment_on", ["gpu", "cpu"])
-@pytest.mark.parametrize(
-    ("policy", "loaded", "batches"), [("reduce", 5, [15] * 12 + [12]), ("accumulate", 4, [12] * 16)]
-)
-def test_the_repeats_of_a_sample_are_part_of_the_probe(
-    tmp_path, policy, loaded, batches, augment_on
-):
-    class Learns(Pixels):
-        def __init__(self, device):
-            super().__init__()
-            self.layer = nn.Linear(12 * 10 * 3, 1)
-            self.device_memory = device
-
-        def training_step(self, batch, batch_idx):
-            self.device_memory.take(len(batch[0]))
-            return super().training_step((batch[0].float(), batch[1]), batch_idx)
-
-    device = Counted()
-    module = FastDataModule.from_datasets(
-        Images(64),
-        batch_size=32,
-        guard=policy,
-        options=LoaderOptions(num_workers=0),
-        augment=mixed(A.HorizontalFlip(), CutMix(), repeats=3, num_classes=64),
-        augment_on=augment_on,
-    )
-    trainer, model, _, guard = fit(
-        tmp_path, policy, module=module, model=Learns(device), device=device
-    )
-    # 15 rows fit at the model: five samples of the loader, or four that divide 32.
-    assert guard.decision.batch_size == loaded
-    assert [len(x) for x in model.seen["train"]] == batches
-    assert trainer.global_step == (13 if policy == "reduce" else 2)
-    assert "the model gets 3 of each (repeats=3)" in guard.decision.reason
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ FEATURES = {
     "own pipeline": {"module": {"dataset": Augmented}},
     "random callable": {"module": {"augment": lambda: brighter}},
     "draws": {"module": {"dataset": Draws}},
-    "repeats and mixup": {"module": {"augment": lambda: mixed(pipeline(), MixUp(), repeats=2)}},
+    "mixup": {"module": {"augment": lambda: mixed(pipeline(), MixUp())}},
     "drop_last": {"module": {"drop_last": True}},
     "weighted sampler": {"module": {"sampler": weighted}},
     "sampler with state": {"module": {"sampler": Reversing}},
