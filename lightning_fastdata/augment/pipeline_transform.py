@@ -15,9 +15,7 @@ from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
 from lightning_fastdata.augment.record.targets import convert_images, target_roles
 from lightning_fastdata.augment.record.worker import (
     ComposeWorker,
-    CropOnDevice,
     SampleForm,
-    crop_on_device,
     device_ops,
 )
 from lightning_fastdata.augment.replay.torch import replay_batch
@@ -80,10 +78,7 @@ class PipelineTransform:
         channels, dtypes = self._images
         self._state = state
         self._epoch: int | None = None
-        self.plan = self._any_size = self._analyse(
-            channels=channels, dtypes=dtypes, why_not=self._why_not
-        )
-        self._crop: CropOnDevice | None = None
+        self.plan = self._analyse(channels=channels, dtypes=dtypes, why_not=self._why_not)
         self._roles = target_roles(self.compose)
         self._foreign: ForeignBatches | None = None
 
@@ -92,10 +87,7 @@ class PipelineTransform:
         return (self.compose,)
 
     def renewed(self) -> Self:
-        """Return the transform as the pipeline is now: itself, if nothing of that has changed.
-
-        What a device does has to be found out anew; it does not crop any more.
-        """
+        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
         state = _state_of(self.compose)
         if state is not None and state == self._state:
             return self
@@ -157,18 +149,15 @@ class PipelineTransform:
         return ComposeWorker(
             self.compose,
             self._fields,
-            self._any_size if defers else None,
+            self.plan if defers else None,
             self._ops,
-            self._crop if defers else None,
             form=None if on_device else self.form,  # On a device it is converted there.
         )
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
 
-        What a device can do depends on channels and dtypes of the images. If all have one
-        size, not much larger than what the pipeline makes of it, the device crops, too. Samples of
-        another size are still right, but cost more than without.
+        What a device can do depends on channels and dtypes of the images.
         """
         worker = ComposeWorker(self.compose, self._fields, None, self._ops)
         found: list[SampleForm | None] = []
@@ -182,28 +171,16 @@ class PipelineTransform:
         if not found:
             return self
         fitted = copy.copy(self)
-        fitted._foreign, fitted._crop, fitted._unfitted = None, None, self
+        fitted._foreign, fitted._unfitted = None, self
         if not (forms := [form for form in found if form is not None]):
             why_not = "the samples hold no image, but frames or volumes"
             fitted._why_not = why_not
-            fitted.plan = fitted._any_size = self._analyse(channels=3, why_not=why_not)
+            fitted.plan = self._analyse(channels=3, why_not=why_not)
             return fitted
-        (size, channels, first), crop = forms[0], None
+        channels, first = forms[0]
         dtypes = [frozenset(form.dtypes.get(name, first[name]) for form in forms) for name in first]
-        if size is not None and all(form.size == size for form in forms):
-            crop = crop_on_device(
-                self.compose,
-                self.ops,
-                size,
-                refusal=refusal(),
-                same_pixels=self._same_pixels,
-                channels=channels,
-                dtypes=dtypes,
-            )
         fitted._images = channels, dtypes
-        fitted._any_size = self._analyse(channels=channels, dtypes=dtypes)
-        fitted._crop = crop
-        fitted.plan = fitted._any_size if crop is None else crop.plan
+        fitted.plan = self._analyse(channels=channels, dtypes=dtypes)
         return fitted
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:

@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lightning_fastdata
-from lightning_fastdata import FastImageFolder, LoaderOptions, MixUp, decode_crop, register
+from lightning_fastdata import FastImageFolder, LoaderOptions, MixUp, decode_crop
 from lightning_fastdataTWIN import DataThroughputCallback, FastDataModule
 from lightning_fastdata.augment.mixing import mixed
 from lightning_fastdata.cli import main
@@ -96,7 +96,6 @@ if __name__ == "__main__":
                      if issubclass(one.category, lightning_fastdata.FastDataWarning)],
         "folder": said(FastImageFolder, "nowhere", size=8),
         "crop": said(decode_crop, b"", (0, 0, 1, 1)),
-        "register": said(register, "nothing.Here", table=True),
         "objects": said(ObjectSource, "s3://bucket"),
         "command": said(main, ["doctor"]),
     }))
@@ -142,7 +141,6 @@ def test_a_training_runs_without_any_extra_and_without_the_other_lightning(tmp_p
     assert told["warnings"] == []
     assert hint("images") in told["folder"]
     assert hint("images") in told["crop"]
-    assert hint("augment") in told["register"]
     assert hint("objects") in told["objects"]
     assert hint("cli") in told["command"]
 

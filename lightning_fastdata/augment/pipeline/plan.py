@@ -5,8 +5,7 @@ The rules, in order:
 1. Everything up to and including the operation that makes the image size the same for all samples
    (``Resize``, ``RandomResizedCrop``, ...) runs in the worker: dataset images may vary in size.
    A pipeline without such an operation can only be collated when the dataset's images already have
-   one size, so nothing is held back for it. Where they are known to,
-   :mod:`~lightning_fastdata.augment.record.worker` leaves that operation to the device as well.
+   one size, so nothing is held back for it.
 2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
    one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
    of the pipeline, if none does: a batch is one tensor. See
@@ -101,9 +100,6 @@ class Plan:
     opaque_until: int
     """Number of the last leaf that must run unobserved, because something calls its transforms in
     its own way; -1 for none."""
-    crop: int = -1
-    """Number of the leaf that makes all images one size, where it runs on the device, although a
-    sample may still come from the worker cropped; -1 for none."""
 
     @property
     def defers(self) -> bool:
@@ -123,7 +119,6 @@ def analyse(
     same_pixels: bool = False,
     channels: int | None = 3,
     dtypes: Collection[States] = OF_BYTES,
-    crop: int = -1,
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
 
@@ -135,8 +130,6 @@ def analyse(
         same_pixels: keep in the worker what would draw numbers for every pixel on the device.
         channels: of the images; None for images ``[H, W]``.
         dtypes: of each image that a sample has: which dtypes it may have.
-        crop: number of the leaf that makes all images one size, if samples may come from the worker
-            cropped or not; -1 for none.
     """
     leaves = list_leaves(compose)
     refusal = refusal or _refusal(leaves)
@@ -177,9 +170,7 @@ def analyse(
             why_worker = own_pixels if draws else _why_amplified(leaf, states, after)
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
-            # After a crop on the device, what the worker resizes again would have a third size.
-            again = 0 <= crop < index and name in CHANGES_SIZE
-            earlier = leaves[crop if again else max(boundary, crop) + 1 : index]
+            earlier = leaves[boundary + 1 : index]
             size_here = sizes.before[index].exact or (64, 64)
             if not _encodes_after(earlier, leaf, ops, size_here, channels, states):
                 why_worker = "no device form for its settings, or for the images it is given"

@@ -203,13 +203,12 @@ class Recorder:
         for key, encoded, shape, dtype in noted:
             target = self._target(key, data[key])
             changes = shape != target.shown.shape or dtype != target.shown.dtype
-            bars = changes and leaf != self._plan.crop
             apply, given = function_by_key(hooked.transform)[key], params
             if op.draw is not None:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
-            pending = Pending(TapeOp(leaf, op.name, encoded), apply, given, bars)
+            pending = Pending(TapeOp(leaf, op.name, encoded), apply, given, changes)
             target.pending.append(pending)
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)

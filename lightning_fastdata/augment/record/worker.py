@@ -1,28 +1,17 @@
-"""The part of an Albumentations pipeline that runs on each sample in the side process.
-
-What makes all images one size runs there too, since images of a dataset may differ in size. If they
-do not, a resized crop can be deferred to the device like any other operation; that is worth it
-while the images are not much larger than what the crop leaves of them. Sizes are known from a few
-samples only, so nothing may depend on them: an image that has another size after all is cropped in
-the worker by Albumentations, and lies in a corner of an image of the usual size, with a note that
-the device is to cut out that corner. A batch stays one tensor.
-"""
+"""The part of an Albumentations pipeline that runs on each sample in the side process."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, TapeOp, Track
+from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, Track
 from lightning_fastdata.augment.ops.output import OutputForm
-from lightning_fastdata.augment.pipeline.dtypes import States, changes_form
 from lightning_fastdata.augment.pipeline.fields import (
     CHANNELS,
     Fields,
@@ -37,14 +26,10 @@ from lightning_fastdata.augment.pipeline.fields import (
     target_places,
     to_hwc,
 )
-from lightning_fastdata.augment.pipeline.plan import OF_BYTES, Plan, analyse, device_form
+from lightning_fastdata.augment.pipeline.plan import Plan
 from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
 from lightning_fastdata.augment.pipeline.tree import (
-    CHANGES_SIZE,
-    Size,
-    follow_sizes,
     list_leaves,
-    size_after,
 )
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.record.targets import (
@@ -66,103 +51,14 @@ if TYPE_CHECKING:
 
 _Seed: TypeAlias = "Callable[[SampleKey], None]"
 
-_RESAMPLES: Final = frozenset({"RandomResizedCrop", "RandomSizedCrop", "Resize"})
-"""What costs the worker something. To cut out a window costs it less than a larger batch."""
-MOST_BYTES_PER_BYTE: Final = 1.5
-"""An image that crosses to the device is at most so many times what the crop leaves of it: more
-would cost the bus and the memory more than the worker gains."""
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
 _SEVERAL: Final = _VOLUMES | {"masks"}
 _MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CropOnDevice:
-    """A plan that holds for images of one size, and what to do with the others."""
-
-    plan: Plan
-    """Where each operation runs on images of that size."""
-    size: tuple[int, int]
-    """Height and width of all images as they leave the worker."""
-    corner: TapeOp
-    """Cuts the upper left corner, as large as the crop leaves an image, out of an image of
-    ``size``: a copy, to the bit."""
-
-    def fit(self, result: Mapping[str, Any], tape: Tape) -> tuple[dict[str, Any], Tape]:
-        """Return a sample and its tape so that its images and masks have the usual size.
-
-        The arrays of ``result`` are of that size, or, if the crop ran in the worker, of the size
-        that it makes.
-        """
-        fitted, notes = dict(result), dict(tape)
-        for name, track in tape.items():
-            cropped = result[name]
-            if cropped.shape[:2] != self.size:
-                fitted[name] = np.zeros((*self.size, *cropped.shape[2:]), cropped.dtype)
-                fitted[name][: cropped.shape[0], : cropped.shape[1]] = cropped
-                notes[name] = track._replace(ops=(self.corner, *track.ops), size=self.size)
-        return fitted, notes
-
-
-def crop_on_device(
-    compose: BaseCompose,
-    ops: Mapping[str, DeviceOp],
-    size: tuple[int, int],
-    *,
-    refusal: str | None = None,
-    same_pixels: bool = False,
-    channels: int | None = 3,
-    dtypes: Collection[States] = OF_BYTES,
-) -> CropOnDevice | None:
-    """Return how to defer the crop to the device, or None if it has to stay, or had better.
-
-    ``size`` is the ``(height, width)`` that images are believed to have; the other options are
-    those of :func:`~lightning_fastdata.augment.pipeline.plan.analyse`.
-    """
-    leaf, leaves = follow_sizes(compose, Size()).boundary, list_leaves(compose)
-    if leaf < 0 or type(leaves[leaf].transform).__name__ not in _RESAMPLES:
-        return None
-    transform = leaves[leaf].transform
-    op = device_form(transform, ops)
-    made = size_after(transform, Size(size, size)).exact
-    if op is None or made is None or made[0] > size[0] or made[1] > size[1]:
-        return None
-    if size[0] * size[1] > MOST_BYTES_PER_BYTE * made[0] * made[1]:
-        return None
-    corner, whole = (
-        op.encode(transform, {"crop_coords": (0, 0, width, height)}, (*size, 3), np.dtype(np.uint8))
-        for height, width in (made, size)
-    )
-    if corner is None or whole is None:
-        return None  # Its interpolation has no device form, or none that makes images smaller.
-    plan = analyse(
-        compose,
-        ops,
-        size=size,
-        refusal=refusal,
-        same_pixels=same_pixels,
-        channels=channels,
-        dtypes=dtypes,
-        crop=leaf,
-    )
-    sizes = {one.exact for one in follow_sizes(compose, Size(size, size)).before[: leaf + 1]}
-    before = {type(one.transform).__name__ for one in leaves[:leaf] if changes_form(one.transform)}
-    # Samples that come cropped could not be in a batch with others of other channels or dtypes.
-    if plan.placements[leaf].where != "device" or sizes != {size} or before - CHANGES_SIZE:
-        return None
-    have, makes = (f"{height} x {width}" for height, width in (size, made))
-    why = f"on the batch: images have {have} pixels already, and it makes {makes} of them"
-    placements = list(plan.placements)
-    placements[leaf] = dataclasses.replace(placements[leaf], why=why)
-    plan = dataclasses.replace(plan, placements=tuple(placements), crop=leaf)
-    return CropOnDevice(plan=plan, size=size, corner=TapeOp(leaf, op.name, corner))
-
-
 class SampleForm(NamedTuple):
     """What a plan depends on of the images and masks of a sample."""
 
-    size: tuple[int, int] | None
-    """Height and width of all of them; None if they differ."""
     channels: int | None
     """Of the image; None if it is ``[H, W]``."""
     dtypes: Mapping[str, np.dtype[Any]]
@@ -183,7 +79,6 @@ class ComposeWorker:
         fields: Fields,
         plan: Plan | None,
         ops: Mapping[str, DeviceOp] | None = None,
-        crop: CropOnDevice | None = None,
         *,
         form: OutputForm | None = None,
     ) -> None:
@@ -193,7 +88,6 @@ class ComposeWorker:
         self.needs_batches = self._form.converts
         self._fields = fields
         self._plan = plan
-        self._crop = crop
         self._roles = target_roles(compose)
         self._masks = _MASKS | {name for name, role in self._roles.items() if role == "mask"}
         self._taken = argument_names(compose)
@@ -220,8 +114,6 @@ class ComposeWorker:
         """
         data, places = self._arguments(sample)
         plan = self._plan if "image" in data else None
-        if plan is not None and self._crop is not None and self._size(data) == self._crop.size:
-            plan = self._crop.plan
         run, seed = self._own(plan)
         seed(key)
         tape: Tape | None = None if self._plan is None else {}
@@ -229,8 +121,6 @@ class ComposeWorker:
             result = run(**data)
         else:
             result, tape = run(data)
-            if self._crop is not None:
-                result, tape = self._crop.fit(result, tape)
             for target in self._roles:
                 if target in places and isinstance(result[target], np.ndarray):
                     pixels = _with_channel(result[target], data[target], tape.get(target))
@@ -254,7 +144,7 @@ class ComposeWorker:
         shape = data["image"].shape
         images = [name for name, role in self._roles.items() if role == "image"]
         dtypes = {name: data[name].dtype for name in images if data.get(name) is not None}
-        return SampleForm(self._size(data), shape[2] if len(shape) == 3 else None, dtypes)
+        return SampleForm(shape[2] if len(shape) == 3 else None, dtypes)
 
     def collate(
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
@@ -345,11 +235,6 @@ class ComposeWorker:
                 compose = run.compose
             own[id(plan)] = run, reseeder(compose)
         return own[id(plan)]
-
-    def _size(self, data: Mapping[str, Any]) -> tuple[int, int] | None:
-        pixels = [data[name] for name in self._roles if data.get(name) is not None]
-        sizes = {value.shape[:2] for value in pixels}
-        return sizes.pop() if len(sizes) == 1 else None
 
     def _arguments(self, sample: Batch) -> tuple[dict[str, Any], dict[str, Location]]:
         """Return the arguments of the pipeline, and where each of them sits in the sample."""
