@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_fastdata.augment.replay.kernels.fused import across_kernel, fused_kernel, mask_kernel
+from lightning_fastdata.augment.replay.kernels.fused import across_kernel, fused_kernel
 
 POINTERS = {
     "source": "u8",
@@ -28,9 +28,9 @@ LERPS, TERMS = 3 * 3 * PER_THREAD, 3 * PER_THREAD
 """Explicit multiply-adds: three lerps a channel; in a filter, one a channel for each term."""
 
 
-def assembly(kernel, capability, target, constants, *, one_pixel=False, **others):
+def assembly(kernel, capability, target, constants, *, one_pixel=False):
     names = kernel.arg_names
-    kinds = {name: f"*{kind}" for name, kind in (POINTERS | {"target": target} | others).items()}
+    kinds = {name: f"*{kind}" for name, kind in (POINTERS | {"target": target}).items()}
     special = [name for name in names if name not in kernel.do_not_specialize]
     special = [name for name in special if name not in constants]
     ones = dict.fromkeys([name for name in special if name not in kinds and one_pixel], 1)
@@ -43,7 +43,7 @@ def assembly(kernel, capability, target, constants, *, one_pixel=False, **others
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name in special
-            if name not in constants and name != "channels"
+            if name not in constants
         },
     )
     compiled = triton.compile(
@@ -85,15 +85,10 @@ for capability, geometry, sums, ends, planes, target in CASES:
         4: lambda count: count > 0 and count % TERMS == 0,
     }.get(geometry, lambda count: count == 0)
     check(ptx, wanted, f"geometry {geometry}")
-# An image of one pixel, and a mask.
+# An image of one pixel.
 assembly(fused_kernel, 90, "u8", {
     "GEOMETRY": 2, "SUMS": False, "ENDS": 0, "PLANES": True, "BLOCK": BLOCK,
 }, one_pixel=True)  # fmt: skip
-assembly(mask_kernel, 90, "u8", {"GEOMETRY": 2, "BLOCK": BLOCK}, one_pixel=True)
 for capability in (80, 90):
     ptx = assembly(across_kernel, capability, "fp32", {"BLOCK": BLOCK})
     check(ptx, lambda count: count > 0 and count % TERMS == 0, "across")
-for capability, geometry, kind in [(80, 0, "u8"), (90, 1, "i16"), (80, 2, "i64"), (90, 3, "i32")]:
-    constants = {"GEOMETRY": geometry, "BLOCK": BLOCK}
-    ptx = assembly(mask_kernel, capability, kind, constants, source=kind)
-    check(ptx, lambda count: count == 0, f"masks, geometry {geometry}")

@@ -214,7 +214,7 @@ def compiled_for(launch):
     )
 
 
-KERNELS = {"fused": "fused_kernel", "across": "across_kernel", "mask": "mask_kernel"}
+KERNELS = {"fused": "fused_kernel", "across": "across_kernel"}
 
 
 @each("name", ["imagenet", "kaggle, affine and blur"])

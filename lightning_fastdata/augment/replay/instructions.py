@@ -44,7 +44,7 @@ from lightning_fastdata.augment.ops.operation import End
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Fused, Instruction, Role
+    from lightning_fastdata.augment.ops.operation import Encoded, Instruction
 
 NOP, MIRROR, TABLE, HSV, SCALE, CONTRAST, SATURATION, HUE, GRAY, HOLES = range(10)
 WARP, BOTH_AXES, PLANE = range(10, 13)
@@ -131,43 +131,19 @@ def gray(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | No
 
 def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
     """Return the instruction of rectangles of a constant."""
-    return _holes(encoded, offsets, "fill")
-
-
-def mask_holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
-    """Return the instruction of rectangles of a constant in a mask, if they are painted there."""
-    return _holes(encoded, offsets, "fill_mask") if "fill_mask" in encoded.arrays else []
-
-
-def _holes(encoded: Encoded, offsets: Mapping[str, int], fill: str) -> list[Instruction]:
-    counts = len(encoded.arrays["holes"]), len(encoded.arrays[fill])
-    return [(HOLES, offsets["holes"], counts[0], offsets[fill], counts[1])]
+    counts = len(encoded.arrays["holes"]), len(encoded.arrays["fill"])
+    return [(HOLES, offsets["holes"], counts[0], offsets["fill"], counts[1])]
 
 
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
     """Return the reading of an affine or projective warp, or None."""
-    interpolation = dict(encoded.static)["interpolation"]
-    if len(encoded.arrays["fill"]) != CHANNELS:
+    static: dict[str, Any] = dict(encoded.static)
+    # The kernel reads between the pixels as OpenCV 5 does: without a grid.
+    if static["cells"] or len(encoded.arrays["fill"]) != CHANNELS:
         return None
-    return _warp(encoded, offsets, "fill", nearest=interpolation == _NEAREST)
-
-
-def warp_mask(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the reading of a mask through a warp at the nearest pixels, or None."""
-    if dict(encoded.static)["mask_interpolation"] != _NEAREST:
-        return None
-    return _warp(encoded, offsets, "fill_mask", nearest=True)
-
-
-def _warp(
-    encoded: Encoded, offsets: Mapping[str, int], fill: str, *, nearest: bool
-) -> list[Instruction] | None:
-    static = dict(encoded.static)
-    if static["cells"]:
-        return None  # the kernel reads between the pixels as OpenCV 5 does: without a grid
-    how = static["border"] + _WARPED_NEAREST * nearest + _PROJECTIVE * static["projective"]
-    how += _ROUNDS_ONCE * static["rounds_once"]
-    return [(WARP, offsets["inverse"], how, offsets[fill], static["scalar_from"])]
+    how = static["border"] + _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
+    how += _PROJECTIVE * static["projective"] + _ROUNDS_ONCE * static["rounds_once"]
+    return [(WARP, offsets["inverse"], how, offsets["fill"], static["scalar_from"])]
 
 
 def correlation(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
@@ -193,32 +169,3 @@ def _margin(kernel: np.ndarray, axis: int) -> int:
     used = np.flatnonzero(kernel.any(axis=others)).tolist()
     length = int(kernel.shape[axis])
     return min(used[0], length - 1 - used[-1]) if used else length // 2
-
-
-def nothing(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
-    """Return no instructions: the operation leaves a mask as it is."""
-    return []
-
-
-def mask_to_tensor(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return no instructions, or None if the channels of masks are to come first."""
-    return None if dict(encoded.static)["transpose_mask"] else []
-
-
-_OF_MASKS: Final[Mapping[Fused, Fused]] = {
-    mirror: mirror,
-    warp: warp_mask,
-    holes: mask_holes,
-    "channels first": mask_to_tensor,
-    "window": "window",
-    "resize": "resize",
-}
-
-
-def fused_form(op: DeviceOp, role: Role) -> Fused | None:
-    """Return what an operation is within a run on images or on masks; None: no run takes it."""
-    if role == "image":
-        return op.fused
-    if op.mask is None:
-        return nothing
-    return None if op.fused is None else _OF_MASKS.get(op.fused)

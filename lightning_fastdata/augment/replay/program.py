@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.replay.instructions import fused_form
 from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, StepGroup, fuse
 
 if TYPE_CHECKING:
@@ -158,15 +157,15 @@ def compile_tapes(
     for key in dict.fromkeys(name for tape in tapes for name in tape):
         role = next(tape[key].role for tape in tapes if key in tape)
         notes = [tape[key].ops if key in tape else () for tape in tapes]
-        steps, known = _schedule(notes, packer, ops or {}, role)
-        runs = fuse(known, len(tapes), packer.add, role)
+        steps, known = _schedule(notes, packer, ops or {})
+        runs = fuse(known, len(tapes), packer.add) if role == "image" else ()
         programs[key] = Program(role=role, steps=steps, runs=runs)
     slots = {name: packer.add(array) for name, array in (beside or {}).items()}
     return Draws(len(tapes), programs, packer.blob(), slots)
 
 
 def _schedule(
-    tracks: Sequence[Sequence[TapeOp]], packer: Packer, ops: Mapping[str, DeviceOp], role: Role
+    tracks: Sequence[Sequence[TapeOp]], packer: Packer, ops: Mapping[str, DeviceOp]
 ) -> tuple[tuple[ProgramStep, ...], list[ScheduledStep]]:
     # What each sample has still to do, last to first.
     waiting = {row: list(reversed(track)) for row, track in enumerate(tracks) if track}
@@ -188,7 +187,7 @@ def _schedule(
             parts.append(StepPart(rows=at, static=encoded[0].static, arrays=arrays))
             groups.append(StepGroup(rows, encoded, arrays))
         steps.append(ProgramStep(name=name, parts=tuple(parts)))
-        known.append(ScheduledStep(fused_form(ops[name], role) if name in ops else None, groups))
+        known.append(ScheduledStep(ops[name].fused if name in ops else None, groups))
     return tuple(steps), known
 
 
@@ -203,7 +202,7 @@ def launches(program: Program) -> int:
     """Return how many times a batch is handed to the device, if kernels carry out the runs.
 
     A run counts its kernels; a step that no run takes counts one for each of its parts, for which
-    torch launches several. Images other than uint8 RGB and masks of floats take no runs.
+    torch launches several. Images other than uint8 RGB, and masks, take no runs.
     """
     fused = {number for run in program.runs for number in range(run.first, run.last + 1)}
     rest = (len(step.parts) for number, step in enumerate(program.steps) if number not in fused)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import Encoded, Fused, Instruction, Instructions, Role
+from lightning_fastdata.augment.ops.operation import Encoded, Fused, Instruction, Instructions
 from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
 REPLICATE: Final = 1
-_READ: Final = {
-    "image": ("interpolation", 1, "fill"),
-    "mask": ("mask_interpolation", 0, "fill_mask"),
-}
-"""The setting of how a resize reads, the value that runs know (linear for images, the nearest pixel
-for masks), and the array of what lies outside."""
+_LINEAR: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ class Reading(NamedTuple):
     border: int = REPLICATE
     """``window``: the border mode."""
     fill: ArrayAt | None = None
-    """``window`` that reaches outside: float32 ``[samples, 3]``, of masks ``[samples, 4]``."""
+    """``window`` that reaches outside: float32 ``[samples, 3]``."""
 
 
 class Ending(NamedTuple):
@@ -93,7 +88,6 @@ class FusedRun:
     last: int
     code: ArrayAt
     """int32 ``[samples, instructions, 5]``."""
-    role: Role
     reading: Reading
     ending: Ending
     idle: bool = False
@@ -146,17 +140,16 @@ def fuse(
     steps: Sequence[ScheduledStep],
     samples: int,
     add: Callable[[np.ndarray], ArrayAt],
-    role: Role = "image",
 ) -> tuple[FusedRun, ...]:
-    """Return the runs of a program of an image or a mask; ``add`` packs an array into the blob."""
-    runs, open_run = [], _OpenRun(0, samples, role)
+    """Return the runs of the program of an image; ``add`` packs an array into the blob."""
+    runs, open_run = [], _OpenRun(0, samples)
     for number, step in enumerate(steps):
         if open_run.takes(step):
             continue
         runs.append(open_run.close(number - 1, add))
-        ended, open_run = open_run.ends, _OpenRun(number, samples, role)
+        ended, open_run = open_run.ends, _OpenRun(number, samples)
         if ended or not open_run.takes(step):
-            open_run = _OpenRun(number + 1, samples, role)
+            open_run = _OpenRun(number + 1, samples)
         if ended or step.fused in instructions.ENDS:
             # What follows are no bytes any more.
             break
@@ -165,9 +158,8 @@ def fuse(
 
 
 class _OpenRun:
-    def __init__(self, first: int, samples: int, role: Role) -> None:
+    def __init__(self, first: int, samples: int) -> None:
         self.first = first
-        self.role = role
         self.code: list[list[Instruction]] = [[] for _ in range(samples)]
         self.taken = 0
         self.reading = Reading()
@@ -207,12 +199,11 @@ class _OpenRun:
         if self.taken:
             return False
         static, arrays = dict(step.groups[0].encoded[0].static), step.groups[0].arrays
-        interpolation, known, fill = _READ[self.role]
-        if step.fused == "resize" and static[interpolation] == known:
+        if step.fused == "resize" and static["interpolation"] == _LINEAR:
             self.reading = Reading("resize", static["size"], arrays["box"])
             return True
-        outside = arrays.get(fill)
-        if step.fused != "window" or not (self.role == "mask" or _is_of_colours(outside)):
+        outside = arrays.get("fill")
+        if step.fused != "window" or not _is_of_colours(outside):
             return False
         self.reading = Reading(
             "window", static["size"], arrays["corner"], static["border"], outside
@@ -266,7 +257,6 @@ class _OpenRun:
             first=self.first,
             last=last,
             code=add(code),
-            role=self.role,
             reading=self.reading,
             ending=self.ending,
             idle=geometry == "none" and not any(self.code) and not self.ends,

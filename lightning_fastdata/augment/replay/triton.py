@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.ops.positions.warp import still_on_cells
 from lightning_fastdata.augment.replay.instructions import CHANNELS
 from lightning_fastdata.errors import FastDataWarning
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _BLOCK: Final = 512
 """Pixels that one program of a kernel computes: four for each thread, which fit its registers."""
-INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _MOST: Final = 1 << 31
 """Values of one image: kernels count those with 32 bits."""
 _NO_KERNELS: Final = (
@@ -41,7 +39,7 @@ _GEOMETRIES: Final = {"none": 0, "window": 1, "resize": 2, "warp": 3, "filter": 
 class Launch(NamedTuple):
     """One launch of a kernel."""
 
-    kernel: Literal["fused", "across", "mask"]
+    kernel: Literal["fused", "across"]
     grid: tuple[int]
     """Programs: one for each block of pixels of each sample."""
     arguments: tuple[torch.Tensor | int, ...]
@@ -83,27 +81,17 @@ def is_fusible(batch: torch.Tensor) -> bool:
     return known and 0 < math.prod(batch.shape[1:]) < _MOST
 
 
-def is_movable(masks: torch.Tensor) -> bool:
-    """Return whether the kernels know masks of this form: integers ``[n, H, W]`` or with channels.
-
-    bool is not among them.
-    """
-    return masks.dtype in INTEGERS and masks.ndim in (3, 4) and 0 < masks[:1].numel() < _MOST
-
-
 def takes(run: FusedRun, batch: torch.Tensor) -> bool:
     """Return whether a run knows a batch of this form and size.
 
     A run that reads some samples as they are keeps the size of the batch, and one that turns some
     samples on their side has square images. Otherwise torch carries out its steps, or says why not.
     """
-    if not (is_fusible(batch) if run.role == "image" else is_movable(batch)):
+    if not is_fusible(batch):
         return False
-    if run.role == "mask" and run.reading.geometry == "warp" and still_on_cells(batch):
-        return False  # the kernel reads at the nearest pixel as OpenCV 5 mostly does
     before = batch.shape[1], batch.shape[2]
     height, width = after = run.reading.size or before
-    if height * width * math.prod(batch.shape[3:]) >= _MOST:
+    if height * width * CHANNELS >= _MOST:
         return False
     return (not run.keeps_size or after == before) and (not run.square or height == width)
 
@@ -120,15 +108,14 @@ def run_fused(
     Args:
         run: What to do.
         blob: The arrays of the program, on the device of ``batch``.
-        batch: uint8 images ``[n, H, W, 3]`` or masks of integers ``[n, H, W]`` or ``[n, H, W, C]``,
-            which the run :func:`takes`; never written to.
+        batch: uint8 images ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
         out_dtype: A floating dtype, rounded to the nearest, halves to even; None: float32 behind
             Normalize or ToFloat, else uint8.
         channels_last: A result ``[n, 3, h, w]`` lies in memory as ``torch.channels_last``.
     """
     from lightning_fastdata.augment.replay.kernels import fused
 
-    known = {"fused": fused.fused_kernel, "across": fused.across_kernel, "mask": fused.mask_kernel}
+    known = {"fused": fused.fused_kernel, "across": fused.across_kernel}
     out, launches = prepare(run, blob, batch, out_dtype=out_dtype, channels_last=channels_last)
     with _current(batch.device):
         for kernel, grid, arguments, constants in launches:
@@ -154,21 +141,10 @@ def prepare(
     It asks the device for no value: everything it decides by lies on the host.
     """
     batch = batch.contiguous()
-    samples, height, width, *rest = batch.shape
+    samples, height, width, _ = batch.shape
     size = run.reading.size or (height, width)
     length = run.code.shape[1]
     ints, floats = blob.view(torch.int32), blob.view(torch.float32)
-    arguments: tuple[torch.Tensor | int, ...]
-    if run.role == "mask":
-        values = math.prod((*size, *rest))
-        out = batch.new_empty((samples, *size, *rest))
-
-        arguments = (
-            *(batch, out, ints, floats, *_places(run), height, width, *size),
-            *(length, math.prod(rest), values),
-        )
-        constants = {"GEOMETRY": _GEOMETRIES[run.reading.geometry], "BLOCK": _BLOCK}
-        return out, [Launch("mask", _grid(samples, values), arguments, constants)]
     planes = run.ending.channels_first and not channels_last
     shape = (CHANNELS, *size) if planes else (*size, CHANNELS)
     dtype = out_dtype or (torch.uint8 if run.ending.keeps_bytes else torch.float32)
@@ -178,9 +154,8 @@ def prepare(
         (some,) = run.both_axes.shape
         middle = floats.new_empty((some, height, width, CHANNELS))
         offsets = run.both_axes.offset // 4, run.code.offset // 4
-        arguments = (batch, middle, ints, floats, *offsets, height, width, length)
-        grid = _grid(some, height * width)
-        launches.append(Launch("across", grid, arguments, {"BLOCK": _BLOCK}))
+        given = (batch, middle, ints, floats, *offsets, height, width, length)
+        launches.append(Launch("across", _grid(some, height * width), given, {"BLOCK": _BLOCK}))
     launches += _pixel_launches(run, blob, batch, out, middle, planes=planes)
     turned = run.ending.channels_first and not planes
     return out.permute(0, 3, 1, 2) if turned else out, launches
@@ -202,8 +177,10 @@ def _pixel_launches(
     mean, gain = normalize or (limit or run.code, run.code)
     views = [blob.view(dtype) for dtype in (torch.int32, torch.float32, torch.float64)]
     sums = batch.new_zeros(samples, dtype=torch.int64) if run.contrasts else blob.view(torch.int64)
-    before: tuple[torch.Tensor | int, ...]
-    before = (blob, *views, sums, middle, *_places(run), mean.offset // 4, gain.offset // 4)
+    # What is not there lies at any place.
+    where, fill = run.reading.where or run.code, run.reading.fill or run.code
+    at = run.code.offset // 4, where.offset // 4, run.reading.border, fill.offset // 4
+    before = (blob, *views, sums, middle, *at, mean.offset // 4, gain.offset // 4)
     after = height, width, *size, run.code.shape[1], math.prod(size)
     for adds_up in (True, False) if run.contrasts else (False,):
         # What adds up writes no pixels: one kernel does for all that could be written.
@@ -216,12 +193,6 @@ def _pixel_launches(
         }
         arguments = (batch, batch if adds_up else out, *before, *after)
         yield Launch("fused", _grid(samples, math.prod(size)), arguments, constants)
-
-
-def _places(run: FusedRun) -> tuple[int, int, int, int]:
-    """Return where code, geometry and fill lie, with the border; any place if they are not."""
-    where, fill = run.reading.where or run.code, run.reading.fill or run.code
-    return run.code.offset // 4, where.offset // 4, run.reading.border, fill.offset // 4
 
 
 def _grid(images: int, values: int) -> tuple[int]:

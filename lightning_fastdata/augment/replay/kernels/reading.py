@@ -64,22 +64,6 @@ def read_resized(image, box, y, x, width, out_height, out_width, mask):
     return red, green, blue
 
 
-@triton.jit
-def _nearest_taps(out, first, last, size):
-    length = last - first
-    step = 1.0 / (size.to(tl.float64) / length.to(tl.float64))
-    index = tl.floor(out.to(tl.float64) * step).to(tl.int32)
-    return first + tl.minimum(index, length - 1)
-
-
-@triton.jit
-def nearest(box, y, x, out_height, out_width):
-    """Return rows and columns of a box of an image, resized to the nearest pixels."""
-    row = _nearest_taps(y, tl.load(box + 1), tl.load(box + 3), out_height)
-    column = _nearest_taps(x, tl.load(box), tl.load(box + 2), out_width)
-    return row, column
-
-
 _FAR = tl.constexpr(1048576.0)
 
 
@@ -118,13 +102,6 @@ def _back(matrix, columns, rows, how, scalar_from):
         x = tl.div_rn(x, depth)
         y = tl.div_rn(y, depth)
     return _limited(x), _limited(y)
-
-
-@triton.jit
-def nearest_warped(inverse, how, scalar_from, y, x):
-    """Return the nearest rows and columns that a warp reads, also outside the image."""
-    columns, rows = _back(inverse, x, y, how, scalar_from)
-    return even(rows).to(tl.int32), even(columns).to(tl.int32)
 
 
 @triton.jit
