@@ -1,7 +1,7 @@
 """The GPU benchmark's augmentation: time beside what the memory allows, launches, and rivals.
 
 Each recipe turns 256 uint8 images into 256 x 3 x 224 x 224 numbers. The least that can take is one
-read of the bytes and one write of bfloat16, which a copy that does nothing else takes on the same
+read of the bytes and one write of float32, which a copy that does nothing else takes on the same
 device, and five launches; "over the limit" is the ratio to that sum.
 """
 
@@ -98,7 +98,7 @@ def _measure_case(run, case, rows, side, *, launch_ms, step_ms):
     rng = np.random.default_rng(0)
     images = list(rng.integers(0, 256, (rows, given, given, 3), np.uint8))
     compose = Compose([*case.steps(side), Normalize(), ToTensorV2()])
-    transform = as_batch_transform(compose, image=0, out="bfloat16")
+    transform = as_batch_transform(compose, image=0)
     if case.cropped_there:
         transform = transform.for_samples([(image,) for image in images[:8]])
     worker = transform.in_worker(on_device=True)
@@ -120,7 +120,7 @@ def _measure_case(run, case, rows, side, *, launch_ms, step_ms):
     run.settle()
     run.add(name, "the first apply()", time.perf_counter() - at, "s", "compiles what is new")
     took_ms = run.time_ms(ours)
-    run.add(name, "apply(), uint8 to bfloat16", took_ms, "ms", "on the device")
+    run.add(name, "apply(), uint8 to float32", took_ms, "ms", "on the device")
     run.add(name, "apply(), host time", run.host_ms(ours), "ms", "until all is handed over")
     run.add(name, "launches", run.launches(ours), "")
     _measure_waiting(run, name, ours)
@@ -128,8 +128,8 @@ def _measure_case(run, case, rows, side, *, launch_ms, step_ms):
 
     copy_ms = _copy_ms(run, batch[0], ours())
     limit_ms = copy_ms + LAUNCHES * launch_ms
-    run.add(name, "a copy from uint8 to bfloat16", copy_ms, "ms", "read once, written once")
-    moved = batch[0].numel() + 2 * ours().numel()
+    run.add(name, "a copy from uint8 to float32", copy_ms, "ms", "read once, written once")
+    moved = batch[0].numel() + 4 * ours().numel()
     run.add(name, "the copy's bandwidth", moved / copy_ms / 1e6, "GB/s", "bytes read and written")
     _ratio(run, name, "over the limit", took_ms / limit_ms, "x", f"limit: {limit_ms:.4g} ms")
     if step_ms is not None:
@@ -154,13 +154,13 @@ def _launch_ms(run, count=50):
 
 
 def _copy_ms(run, images, result):
-    """Return the time to read as many bytes as came and to write as many bfloat16 as went."""
+    """Return the time to read as many bytes as came and to write as many float32 as went."""
     target = torch.empty_like(result.flatten())
     source = torch.randint(256, target.shape, dtype=torch.uint8, device=run.device)
     extra = images.numel() - source.numel()
     copy_ms = run.time_ms(lambda: target.copy_(source))
-    # What a crop leaves out has to be read as well: a byte read for three that are moved.
-    return copy_ms * (1 + max(0, extra) / (3 * source.numel()))
+    # What a crop leaves out has to be read as well: a byte read for five that are moved.
+    return copy_ms * (1 + max(0, extra) / (5 * source.numel()))
 
 
 def _measure_waiting(run, name, function):
@@ -227,7 +227,7 @@ def measure_rivals(run, name, case, images, ours_ms):
             continue
         try:
             theirs = build(run, case.name, images.shape[-1])
-            took_ms = run.time_ms(lambda theirs=theirs: theirs(images).to(torch.bfloat16))
+            took_ms = run.time_ms(lambda theirs=theirs: theirs(images))
             count = run.launches(lambda theirs=theirs: theirs(images))
         except Skipped as why:
             run.add(name, who, None, "ms", str(why))

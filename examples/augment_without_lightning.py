@@ -46,17 +46,16 @@ if __name__ == "__main__":
     loader = DataLoader(photos, 16, shuffle=True, drop_last=True)  # uint8 [16, 3, 112, 112]
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    form = {"out": "float32", "channels_last": True}
     cuts = [RandomCrop(96, 96), HorizontalFlip()]
     finish = [Normalize(), ToTensorV2()]
-    changed = BatchTransform.from_albumentations(Compose([*cuts, Faded(p=0.8), *finish]), **form)
-    plain = BatchTransform.from_albumentations(Compose([*cuts, *finish]), **form)
+    changed = BatchTransform.from_albumentations(Compose([*cuts, Faded(p=0.8), *finish]))
+    plain = BatchTransform.from_albumentations(Compose([*cuts, *finish]))
     print(changed.explain(size=(112, 112)))
 
     student = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4))
-    student = student.to(device, memory_format=torch.channels_last)
+    student = student.to(device)
     teacher = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4))
-    teacher = teacher.to(device, memory_format=torch.channels_last)
+    teacher = teacher.to(device)
     optimizer, timer = torch.optim.Adam(student.parameters(), 1e-3), StepTimer(device)
     for epoch in range(1 if SMALL else 3):
         for step, (pixels, _) in enumerate(timer.batches(loader)):

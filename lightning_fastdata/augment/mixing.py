@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_fastdata.augment.ops.operation import Tape
-from lightning_fastdata.augment.ops.output import OutputForm, check_form, output_form
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -26,7 +24,6 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
 )
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
-from lightning_fastdata.augment.record.targets import convert_images
 from lightning_fastdata.augment.record.worker import ComposeWorker
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.stage_transform import plain_tensors, table
@@ -287,11 +284,9 @@ class Mixer:
         fields: Fields,
         label: int | str | None,
         num_classes: int | None,
-        output: OutputForm | None = None,
     ) -> None:
         self.steps = steps
         self.fields = fields
-        self.output = output or OutputForm()
         self._label = label
         self._num_classes = num_classes
 
@@ -469,8 +464,6 @@ def mixed(
     label: int | str | None = None,
     num_classes: int | None = None,
     same_pixels: bool = False,
-    out: str | None = None,
-    channels_last: bool = False,
 ) -> MixedTransform:
     """Return a transform that mixes the samples of a batch, behind a pipeline or alone.
 
@@ -489,16 +482,12 @@ def mixed(
             ``"labels"``, ``"target"`` or ``"targets"``, or the field behind the image in a tuple.
         num_classes: number of classes; needed where labels are not one-hot.
         same_pixels: as :func:`as_batch_transform` takes it.
-        out: the same; images are mixed as the pipeline makes them, and then converted.
-        channels_last: the same.
 
     Raises:
         TransformError: nothing to mix with was given, or a pipeline that is not the first, or one
             that transforms what the mixing would leave as it is: boxes, keypoints or additional
             targets.
-        OptionsError: ``out`` is no dtype.
     """
-    output = output_form(out, channels_last=channels_last)
     rest = list(steps)
     pipeline = None
     if rest and not isinstance(rest[0], MixStep):
@@ -510,10 +499,7 @@ def mixed(
                 f"{first.name} comes before what mixes, and only an albumentations Compose can. "
                 "Register a callable by itself, behind the mixing."
             )
-        output = output if output.converts else first.form
-        check_form(output, first.compose)
-        pipeline = copy.copy(first)
-        pipeline.form = OutputForm()  # What it makes is mixed before it is converted.
+        pipeline = first
     mixes = tuple(step for step in rest if isinstance(step, MixStep))
     wrong = [step for step in rest if not isinstance(step, MixStep)]
     if wrong or not rest:
@@ -525,7 +511,7 @@ def mixed(
     if pipeline is not None:
         _check_all_is_mixed(pipeline)
     fields = Fields(image=image, mask=mask, stays=listed(stays))
-    return MixedTransform(pipeline, Mixer(mixes, fields, label, num_classes, output))
+    return MixedTransform(pipeline, Mixer(mixes, fields, label, num_classes))
 
 
 def _check_all_is_mixed(pipeline: BatchTransform) -> None:
@@ -668,9 +654,7 @@ class MixedWorker:
 
 def _mix(mixer: Mixer, batch: Batch, draws: Draws) -> Batch:
     numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
-    batch = mixer.mix(batch, numbers, order)
-    with plain_tensors():
-        return convert_images(batch, mixer.fields, {}, mixer.output)
+    return mixer.mix(batch, numbers, order)
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:

@@ -8,11 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
-from lightning_fastdata.augment.ops.output import OutputForm, check_form
 from lightning_fastdata.augment.pipeline.fields import Fields, describe
 from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, redrawn
 from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
-from lightning_fastdata.augment.record.targets import convert_images, target_roles
 from lightning_fastdata.augment.record.worker import (
     ComposeWorker,
     SampleForm,
@@ -50,7 +48,6 @@ class PipelineTransform:
         ops: Mapping[str, DeviceOp] | None = None,
         *,
         same_pixels: bool = False,
-        form: OutputForm | None = None,
         on_cpu: OnCpu = "albumentations",
     ) -> None:
         import albumentations
@@ -59,8 +56,6 @@ class PipelineTransform:
         if not isinstance(compose, albumentations.Compose):
             compose = albumentations.Compose([compose])
         self.compose = compose
-        self.form = form or OutputForm()
-        check_form(self.form, compose)
         self._ops = ops
         self._same_pixels = same_pixels
         self._on_cpu = checked_on_cpu(on_cpu)
@@ -79,7 +74,6 @@ class PipelineTransform:
         self._state = state
         self._epoch: int | None = None
         self.plan = self._analyse(channels=channels, dtypes=dtypes, why_not=self._why_not)
-        self._roles = target_roles(self.compose)
         self._foreign: ForeignBatches | None = None
 
     def made_of(self) -> tuple[object, ...]:
@@ -91,7 +85,6 @@ class PipelineTransform:
         state = _state_of(self.compose)
         if state is not None and state == self._state:
             return self
-        check_form(self.form, self.compose)
         twin = copy.copy(self)
         twin._take_in(state)
         if self._unfitted is not None:
@@ -151,7 +144,6 @@ class PipelineTransform:
             self._fields,
             self.plan if defers else None,
             self._ops,
-            form=None if on_device else self.form,  # On a device it is converted there.
         )
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
@@ -191,10 +183,10 @@ class PipelineTransform:
         Raises:
             BatchError: the image field is missing, or has another number of samples than was drawn.
         """
+        if draws is None:
+            return batch
         with plain_tensors():
-            if draws is not None:
-                batch = replay_batch(batch, draws, self._fields, self.ops, self.form)
-            return convert_images(batch, self._fields, self._roles, self.form)
+            return replay_batch(batch, draws, self._fields, self.ops)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw and compute here, for a batch ``[n, C, H, W]`` or ``[n, H, W, C]``.
@@ -216,8 +208,7 @@ class PipelineTransform:
 
     def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
         with plain_tensors():
-            batch = self._on_batches().run(batch, fields, key)
-            return convert_images(batch, fields, self._roles, self.form)
+            return self._on_batches().run(batch, fields, key)
 
     def _on_batches(self) -> ForeignBatches:
         if self._foreign is None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastdata.augment.ops.output import output_form
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
@@ -39,8 +38,6 @@ def as_batch_transform(
     mask: int | str | None = None,
     stays: int | str | Sequence[int | str] = (),
     same_pixels: bool = False,
-    out: str | None = None,
-    channels_last: bool = False,
 ) -> StageTransform:
     """Return a transform of batches.
 
@@ -58,30 +55,17 @@ def as_batch_transform(
         same_pixels: for Albumentations, leave noise, elastic fields and other operations that draw
             numbers for every pixel to the worker. On the device they keep the distribution of
             Albumentations' result, not its pixels.
-        out: for Albumentations, the dtype of the images that come out, ``"float32"``,
-            ``"float16"`` or ``"bfloat16"``; None: what the pipeline makes. Numbers are not scaled.
-        channels_last: for Albumentations behind ``ToTensorV2``, have the images that come out lie
-            in memory as ``torch.channels_last``.
 
     Raises:
-        TransformError: it is none of these, or cannot yield that form.
-        OptionsError: ``out`` is something else.
+        TransformError: it is none of these.
     """
-    form = output_form(out, channels_last=channels_last)
     fields = Fields(image=image, mask=mask, stays=listed(stays))
-    ready = isinstance(transform, StageTransform)
-    if not ready and callable(transform) and not isinstance(transform, type):
-        if is_albumentations_pipeline(transform):
-            return BatchTransform(transform, fields, same_pixels=same_pixels, form=form)
-        if not form.converts:
-            return CallableTransform(transform, fields)
-    if form.converts:
-        raise TransformError(
-            f"out= and channels_last= go with an albumentations Compose, not with {transform!r}: "
-            "convert in it, behind what it does."
-        )
     if isinstance(transform, StageTransform):
         return transform
+    if callable(transform) and not isinstance(transform, type):
+        if is_albumentations_pipeline(transform):
+            return BatchTransform(transform, fields, same_pixels=same_pixels)
+        return CallableTransform(transform, fields)
     raise TransformError(
         f"{transform!r} cannot transform a batch. Pass an albumentations Compose (an instance), an "
         "nn.Module, or a callable that takes a batch and returns a batch."
@@ -106,8 +90,6 @@ class BatchTransform(PipelineTransform):
         mask: int | str | None = None,
         stays: int | str | Sequence[int | str] = (),
         same_pixels: bool = False,
-        out: str | None = None,
-        channels_last: bool = False,
         on_cpu: OnCpu = "albumentations",
     ) -> Self:
         """Return a transform of batches to call yourself.
@@ -118,15 +100,13 @@ class BatchTransform(PipelineTransform):
             mask: key or index of the mask; None takes the key ``"mask"``.
             stays: what is left as it is, as :func:`as_batch_transform` takes it.
             same_pixels: the same.
-            out: the same.
-            channels_last: the same.
             on_cpu: what makes the pixels of batches that lie on the CPU: ``"albumentations"``, or
                 ``"torch"``, as on a device, to see without one what it would do; that takes many
                 times as long.
 
         Raises:
-            TransformError: it is no pipeline, or cannot yield that form.
-            OptionsError: ``out`` or ``on_cpu`` is something else.
+            TransformError: it is no pipeline.
+            OptionsError: ``on_cpu`` is something else.
         """
         if isinstance(compose, type) or not is_albumentations_pipeline(compose):
             raise TransformError(
@@ -136,7 +116,6 @@ class BatchTransform(PipelineTransform):
             compose,
             Fields(image=image, mask=mask, stays=listed(stays)),
             same_pixels=same_pixels,
-            form=output_form(out, channels_last=channels_last),
             on_cpu=on_cpu,
         )
 

@@ -68,7 +68,7 @@ def test_in_a_mixed_batch_each_sample_takes_what_it_drew_and_nothing_else():
     tapes = [part(item, key)[1] for item, key in zip(items, keys(len(items)), strict=True)]
     batch, _ = on_device(transform, items)
     drawn = [[op.name for op in tape["image"].ops] if tape else [] for tape in tapes]
-    assert len(set(map(tuple, drawn))) > 10
+    assert len(set(map(tuple, drawn))) > 8
     assert [] in drawn
     for index, (item, tape) in enumerate(zip(items, tapes, strict=True)):
         draws = part.collate([tape])

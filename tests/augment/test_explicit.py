@@ -245,7 +245,7 @@ def test_nothing_that_is_given_is_written_to() -> None:
 
 def test_tensors_made_in_inference_mode_can_be_trained_on() -> None:
     layer = torch.nn.Conv2d(3, 4, 1)
-    aug = explicit(PIPELINE, out="float32", channels_last=True)
+    aug = explicit(PIPELINE)
     with torch.inference_mode():
         made = aug(IMAGES)
     layer(made).sum().backward()

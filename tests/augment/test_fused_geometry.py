@@ -12,15 +12,14 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from augment.test_fused import DEVICE, both_ways, check, photographs, prepared, tape_of
+from augment.test_fused import both_ways, check, photographs, tape_of
 from misses import each
 from thoroughness import LONG, some
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.operation import Track
 from lightning_fastdata.augment.replay.program import compile_tapes
-from lightning_fastdata.augment.replay.torch import replay
-from lightning_fastdata.augment.replay.triton import prepare, takes
+from lightning_fastdata.augment.replay.triton import takes
 
 pytest.importorskip("triton")
 
@@ -182,31 +181,3 @@ def test_a_warp_sees_what_came_before_it():
 def test_padding_is_read_by_the_run(mode):
     program = check([A.Pad((3, 9), border_mode=mode, fill=(1, 2, 300), p=1), A.ToGray()], count=3)
     assert [run.reading.geometry for run in program.runs] == ["window"]
-
-
-@pytest.mark.cases(5)
-@each("channels_last", [False, True])
-@each("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
-@each("ends", [[A.Normalize()], [A.ToFloat(max_value=7)], []])
-def test_the_kernel_writes_the_form_that_torch_would_convert_to(ends, dtype, channels_last):
-    batch, draws = prepared([A.HorizontalFlip(), *ends, A.ToTensorV2()], photographs(5, 11, 7))
-    program = draws.programs["image"]
-    plain, out, single = (
-        replay(program, draws.blob.to(DEVICE), batch.to(DEVICE), DEVICE_OPS, **options)
-        for options in (
-            {"kernels": True},
-            {"kernels": True, "out_dtype": dtype, "channels_last": channels_last},
-            {"kernels": False, "out_dtype": dtype, "channels_last": channels_last},
-        )
-    )
-    wanted = plain if dtype is None else plain.to(dtype)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    for given in (out, single):
-        assert given.dtype == wanted.dtype
-        assert given.is_contiguous(memory_format=layout)
-        assert torch.equal(given, wanted)
-    # The kernel itself wrote it: nothing was converted afterwards.
-    (run,) = program.runs
-    made, _ = prepare(run, draws.blob, batch, out_dtype=dtype, channels_last=channels_last)
-    assert made.dtype == wanted.dtype
-    assert made.is_contiguous(memory_format=layout)

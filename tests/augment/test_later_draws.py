@@ -96,7 +96,7 @@ IN_WORKER = {
             *("ThinPlateSpline", "UnsharpMask", "Downscale", "ISONoise", "ToSepia"),
             *("AdvancedBlur", "CLAHE", "Defocus", "Emboss", "MedianBlur", "MultiplicativeNoise"),
             *("PlanckianJitter", "RGBShift", "RandomToneCurve", "RingingOvershoot"),
-            *("FrequencyMasking", "GridDropout", "SafeRotate", "SquareSymmetry", "TimeMasking"),
+            *("FrequencyMasking", "GridDropout", "SafeRotate", "SquareSymmetry"),
             *("GridDistortion", "OpticalDistortion", "TimeReverse", "XYMasking"),
             *("ChannelDropout", "ChannelShuffle", "FromFloat", "ToRGB"),
         )
@@ -109,6 +109,7 @@ IN_WORKER = {
     "Lambda": {"image": black},
     "RandomSizedBBoxSafeCrop": {"height": 30, "width": 30},
     "SmallestMaxSize": {"max_size": 40},
+    "TimeMasking": {"time_mask_param": 20},
     "LongestMaxSize": {"max_size": 40},
 }
 """Operations without a device form, which Albumentations carries out on each sample."""

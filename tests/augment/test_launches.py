@@ -80,7 +80,7 @@ AT_MOST = {
     "classification: evaluation": 1,
     "classification: cifar": 1,
     "classification: self-supervised": 4,
-    "classification: leaves": 2,
+    "classification: leaves": 4,
     "classification: skin lesions": 1,
     "classification: landmarks": 2,
     "classification: resized and flipped": 2,

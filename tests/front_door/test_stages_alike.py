@@ -84,7 +84,7 @@ LEFT_OUT = {
     "floats": (UNIT, UNIT, lambda: A.Compose([A.Normalize(max_pixel_value=1.0)])),
     "ToFloat": (BYTES, BYTES, lambda: A.Compose([A.ToFloat(255)])),
     "a pipeline that does not": (BYTES, BYTES, lambda: {"train": normalise(), "val": flip()}),
-    "behind options": (BYTES, BYTES, lambda: as_batch_transform(normalise(), out="float32")),
+    "behind options": (BYTES, BYTES, lambda: as_batch_transform(normalise(), same_pixels=True)),
     "mixed": (BYTES, BYTES, lambda: mixed(normalise(), CutMix(), num_classes=3)),
 }
 

@@ -4,13 +4,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
@@ -22,58 +19,9 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
     channels,
 )
-from lightning_fastdata.augment.pipeline.tree import list_leaves
-from lightning_fastdata.errors import OptionsError, TransformError
 
-_FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
-_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputForm:
-    """The form in which a pipeline hands over its images, after its last operation."""
-
-    dtype: torch.dtype | None = None
-    """Type of the numbers, which are not scaled; None: what the pipeline makes."""
-    channels_last: bool = False
-    """Whether ``[n, C, H, W]`` lies in memory as ``torch.channels_last``, else contiguous."""
-
-    @property
-    def converts(self) -> bool:
-        """Whether it asks for anything."""
-        return self.dtype is not None or self.channels_last
-
-
-def output_form(out: str | None, *, channels_last: bool = False) -> OutputForm:
-    """Return the form that options ask for; OptionsError if ``out`` names no dtype of theirs."""
-    if out is not None and out not in _DTYPES:
-        raise OptionsError(f"out is {out!r}; choose one of {', '.join(_DTYPES)}, or None.")
-    dtype = None if out is None else _DTYPES[out]
-    return OutputForm(dtype=dtype, channels_last=channels_last)
-
-
-def check_form(form: OutputForm, compose: object) -> None:
-    """Raise TransformError if a pipeline cannot yield images in a form."""
-    ends = any(
-        type(leaf.transform).__name__ == "ToTensorV2" and not leaf.conditional
-        for leaf in list_leaves(compose)
-    )
-    if form.channels_last and not ends:
-        raise TransformError(
-            "channels_last=True is about images [n, C, H, W], which ToTensorV2 makes: end the "
-            "pipeline with ToTensorV2."
-        )
-
-
-def convert_output(images: Tensor, form: OutputForm) -> Tensor:
-    """Return images in a form; the same tensor if they have it already.
-
-    They are ``[n, C, H, W]`` where the form is ``channels_last``, else of any shape.
-    """
-    converted = images if form.dtype is None else images.to(form.dtype)
-    if not form.channels_last:
-        return converted
-    return converted.contiguous(memory_format=torch.channels_last)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _encode_normalize(

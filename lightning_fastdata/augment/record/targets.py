@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from lightning_fastdata.augment.ops.output import OutputForm, convert_output
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -19,7 +18,6 @@ from lightning_fastdata.augment.pipeline.fields import (
     get_field,
     has_numpy_dtype,
     numpy_dtype,
-    put_fields,
 )
 from lightning_fastdata.augment.pipeline.roles import check_beside, mover_of
 from lightning_fastdata.augment.pipeline.tree import is_container, list_leaves, list_nodes
@@ -107,22 +105,6 @@ def named_places(item: Batch, names: Collection[str]) -> dict[str, Location]:
         return {name: name for name in item if name in names and item[name] is not None}
     length = len(item) if isinstance(item, list | tuple) else 0
     return {str(place): place for place in range(length) if str(place) in names}
-
-
-def convert_images(
-    batch: Batch, fields: Fields, roles: Mapping[str, Role], form: OutputForm
-) -> Batch:
-    """Return a collated batch with its uint8 or float32 images in their output form.
-
-    ``fields`` says where its image is; ``roles`` has the names of other images.
-    """
-    if not form.converts:
-        return batch
-    places: list[Location] = [find_fields(batch, fields, batched=True).image]
-    named = [name for name, role in roles.items() if role == "image" and name != "image"]
-    places += _tensors(batch, named_places(batch, named)).values()
-    converted = {place: convert_output(get_field(batch, place), form) for place in places}
-    return put_fields(batch, converted)
 
 
 def places_of(batch: Batch, fields: Fields, compose: BaseCompose) -> dict[str, Location]:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Tape, Track
-from lightning_fastdata.augment.ops.output import OutputForm
 from lightning_fastdata.augment.pipeline.fields import (
     CHANNELS,
     Fields,
@@ -34,7 +33,6 @@ from lightning_fastdata.augment.pipeline.tree import (
 from lightning_fastdata.augment.record.tape import Recorder
 from lightning_fastdata.augment.record.targets import (
     argument_names,
-    convert_images,
     named_places,
     target_roles,
 )
@@ -71,6 +69,7 @@ class ComposeWorker:
     Several threads may call it: each has its own copy of the pipeline.
     """
 
+    needs_batches = False
     repeats = 1
 
     def __init__(
@@ -79,13 +78,9 @@ class ComposeWorker:
         fields: Fields,
         plan: Plan | None,
         ops: Mapping[str, DeviceOp] | None = None,
-        *,
-        form: OutputForm | None = None,
     ) -> None:
         self._compose = compose
         self._ops = ops
-        self._form = form or OutputForm()
-        self.needs_batches = self._form.converts
         self._fields = fields
         self._plan = plan
         self._roles = target_roles(compose)
@@ -216,8 +211,8 @@ class ComposeWorker:
         return found
 
     def finish(self, batch: Batch, drawn: Sequence[object]) -> Batch:  # noqa: ARG002
-        """Return the batch, on whose samples the pipeline has run, in its output form."""
-        return convert_images(batch, self._fields, self._roles, self._form)
+        """Return the batch, on whose samples the pipeline has run, as it is."""
+        return batch
 
     @property
     def _device_ops(self) -> Mapping[str, DeviceOp]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded, Run
-    from lightning_fastdata.augment.ops.output import OutputForm
     from lightning_fastdata.augment.replay.program import Draws, Program, ProgramStep
     from lightning_fastdata.augment.replay.runs import FusedRun
     from lightning_fastdata.types import Batch
@@ -50,8 +49,6 @@ def replay(
     ops: Mapping[str, DeviceOp],
     *,
     kernels: bool | None = None,
-    out_dtype: torch.dtype | None = None,
-    channels_last: bool = False,
 ) -> torch.Tensor:
     """Return a batch of images or masks after all steps of its program.
 
@@ -62,8 +59,6 @@ def replay(
         ops: device forms by name.
         kernels: one kernel for each fused run that knows the form of the batch; None: on CUDA. On
             the CPU they need Triton's interpreter (``TRITON_INTERPRET=1`` before its import).
-        out_dtype: dtype of the result; None: what the last step makes.
-        channels_last: lay a result of four dimensions out as ``torch.channels_last``.
 
     Raises:
         TransformError: a step would give some samples another shape or dtype than the others.
@@ -76,11 +71,7 @@ def replay(
     with torch.autocast(kind, enabled=False) if half else nullcontext():
         fused = has_kernels(batch.device) if kernels is None else kernels
         runs = {run.first: run for run in program.runs} if fused else {}
-        result = _run_all(program, runs, blob, batch, ops, out_dtype, channels_last)
-        result = result if out_dtype is None else result.to(out_dtype)
-        if channels_last and result.ndim == 4:
-            result = result.contiguous(memory_format=torch.channels_last)
-        return result.to(device)
+        return _run_all(program, runs, blob, batch, ops).to(device)
 
 
 def _run_all(
@@ -89,8 +80,6 @@ def _run_all(
     blob: torch.Tensor,
     batch: torch.Tensor,
     ops: Mapping[str, DeviceOp],
-    out_dtype: torch.dtype | None,
-    channels_last: bool,
 ) -> torch.Tensor:
     given, kind = batch.dtype, _computed_as(batch.dtype, batch.device)
     current, owned, number = batch.to(kind), kind != given, 0
@@ -99,8 +88,7 @@ def _run_all(
         if run is not None and (run.idle or takes(run, current)):
             number = run.last + 1
             if not run.idle:
-                form = (out_dtype, channels_last) if number == len(program.steps) else (None, False)
-                current, owned = run_fused(run, blob, current, *form), True
+                current, owned = run_fused(run, blob, current), True
             continue
         current, owned = _run_step(program.steps[number], program, blob, current, ops, owned=owned)
         current = current if kind == given else _within(current, given)
@@ -108,17 +96,10 @@ def _run_all(
     return current if kind == given else current.to(given)
 
 
-def replay_batch(
-    batch: Batch,
-    draws: Draws,
-    fields: Fields,
-    ops: Mapping[str, DeviceOp],
-    form: OutputForm | None = None,
-) -> Batch:
+def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, DeviceOp]) -> Batch:
     """Return a batch as the workers left it after the programs of its images and masks.
 
-    Its images are ``[n, H, W, C]`` or ``[n, H, W]`` and come out in ``form``; ``draws`` are on its
-    device.
+    Its images are ``[n, H, W, C]`` or ``[n, H, W]``; ``draws`` are on its device.
 
     Raises:
         BatchError: a field is missing, or has another number of samples than was drawn.
@@ -134,31 +115,16 @@ def replay_batch(
                 f"as many as were drawn for, but is {describe(value)}. A collate_fn must "
                 "stack the images of a batch in order, and keep them at their place."
             )
-        values[location] = replay_image(program, draws.blob, value, ops, form)
+        values[location] = replay_image(program, draws.blob, value, ops)
     return put_fields(batch, values)
 
 
 def replay_image(
-    program: Program,
-    blob: torch.Tensor,
-    batch: torch.Tensor,
-    ops: Mapping[str, DeviceOp],
-    form: OutputForm | None = None,
+    program: Program, blob: torch.Tensor, batch: torch.Tensor, ops: Mapping[str, DeviceOp]
 ) -> torch.Tensor:
-    """Do as :func:`replay`, and take images ``[n, H, W]`` for images of one channel.
-
-    Images come out in ``form``; masks as their pipeline makes them.
-    """
+    """Do as :func:`replay`, and take images ``[n, H, W]`` for images of one channel."""
     add_channel = program.role == "image" and batch.ndim == 3
-    form = form if program.role == "image" else None
-    value = replay(
-        program,
-        blob,
-        batch.unsqueeze(-1) if add_channel else batch,
-        ops,
-        out_dtype=None if form is None else form.dtype,
-        channels_last=form is not None and form.channels_last,
-    )
+    value = replay(program, blob, batch.unsqueeze(-1) if add_channel else batch, ops)
     drop = add_channel and not program.makes_tensor and value.shape[-1] == 1
     return value.squeeze(-1) if drop else value
 

@@ -96,27 +96,18 @@ def takes(run: FusedRun, batch: torch.Tensor) -> bool:
     return (not run.keeps_size or after == before) and (not run.square or height == width)
 
 
-def run_fused(
-    run: FusedRun,
-    blob: torch.Tensor,
-    batch: torch.Tensor,
-    out_dtype: torch.dtype | None = None,
-    channels_last: bool = False,
-) -> torch.Tensor:
+def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     """Return a batch after a run.
 
     Args:
         run: What to do.
         blob: The arrays of the program, on the device of ``batch``.
         batch: uint8 images ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
-        out_dtype: A floating dtype, rounded to the nearest, halves to even; None: float32 behind
-            Normalize or ToFloat, else uint8.
-        channels_last: A result ``[n, 3, h, w]`` lies in memory as ``torch.channels_last``.
     """
     from lightning_fastdata.augment.replay.kernels import fused
 
     known = {"fused": fused.fused_kernel, "across": fused.across_kernel}
-    out, launches = prepare(run, blob, batch, out_dtype=out_dtype, channels_last=channels_last)
+    out, launches = prepare(run, blob, batch)
     with _current(batch.device):
         for kernel, grid, arguments, constants in launches:
             known[kernel][grid](*arguments, **constants, enable_fp_fusion=False)
@@ -129,12 +120,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def prepare(
-    run: FusedRun,
-    blob: torch.Tensor,
-    batch: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    channels_last: bool = False,
+    run: FusedRun, blob: torch.Tensor, batch: torch.Tensor
 ) -> tuple[torch.Tensor, list[Launch]]:
     """Return the memory for the result of :func:`run_fused`, and the launches that fill it.
 
@@ -145,9 +131,8 @@ def prepare(
     size = run.reading.size or (height, width)
     length = run.code.shape[1]
     ints, floats = blob.view(torch.int32), blob.view(torch.float32)
-    planes = run.ending.channels_first and not channels_last
-    shape = (CHANNELS, *size) if planes else (*size, CHANNELS)
-    dtype = out_dtype or (torch.uint8 if run.ending.keeps_bytes else torch.float32)
+    shape = (CHANNELS, *size) if run.ending.channels_first else (*size, CHANNELS)
+    dtype = torch.uint8 if run.ending.keeps_bytes else torch.float32
     out = batch.new_empty((samples, *shape), dtype=dtype)
     launches, middle = [], floats
     if run.both_axes is not None:
@@ -156,9 +141,8 @@ def prepare(
         offsets = run.both_axes.offset // 4, run.code.offset // 4
         given = (batch, middle, ints, floats, *offsets, height, width, length)
         launches.append(Launch("across", _grid(some, height * width), given, {"BLOCK": _BLOCK}))
-    launches += _pixel_launches(run, blob, batch, out, middle, planes=planes)
-    turned = run.ending.channels_first and not planes
-    return out.permute(0, 3, 1, 2) if turned else out, launches
+    launches += _pixel_launches(run, blob, batch, out, middle)
+    return out, launches
 
 
 def _pixel_launches(
@@ -167,8 +151,6 @@ def _pixel_launches(
     batch: torch.Tensor,
     out: torch.Tensor,
     middle: torch.Tensor,
-    *,
-    planes: bool,
 ) -> Iterator[Launch]:
     """Yield the launches that write the pixels, after one that adds up luminance if need be."""
     samples, height, width, _ = batch.shape
@@ -188,7 +170,7 @@ def _pixel_launches(
             "GEOMETRY": _GEOMETRIES[run.reading.geometry],
             "SUMS": adds_up,
             "ENDS": 0 if adds_up or run.ending.keeps_bytes else 1 if normalize else 2,
-            "PLANES": planes and not adds_up,
+            "PLANES": run.ending.channels_first and not adds_up,
             "BLOCK": _BLOCK,
         }
         arguments = (batch, batch if adds_up else out, *before, *after)

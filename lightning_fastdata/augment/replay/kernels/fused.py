@@ -19,7 +19,6 @@ import triton.language as tl
 
 from lightning_fastdata.augment.replay.kernels.pixels import (
     REFLECT_101,
-    as_kind,
     came_from,
     contrasted,
     covered,
@@ -231,6 +230,6 @@ def fused_kernel(
             green = tl.div_rn(green.to(tl.float32), limit)
             blue = tl.div_rn(blue.to(tl.float32), limit)
         kind_out = target.dtype.element_ty
-        tl.store(first, as_kind(red, kind_out), mask)
-        tl.store(first + between, as_kind(green, kind_out), mask)
-        tl.store(first + 2 * between, as_kind(blue, kind_out), mask)
+        tl.store(first, red.to(kind_out), mask)
+        tl.store(first + between, green.to(kind_out), mask)
+        tl.store(first + 2 * between, blue.to(kind_out), mask)

@@ -80,21 +80,6 @@ def read_anywhere(image, y, x, height, width, mode, fill, mask):
 
 
 @triton.jit
-def as_kind(x, KIND: tl.constexpr):
-    """Return int32 or float32 in another dtype: the nearest number, halves to even."""
-    if tl.uint8 == KIND:
-        return x.to(tl.uint8)
-    number = x.to(tl.float32)
-    if tl.bfloat16 == KIND:
-        # Half of bfloat16's last bit, less where that is even: then cutting off rounds. Triton's
-        # interpreter only cuts off.
-        bits = number.to(tl.int32, bitcast=True)
-        bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536
-        number = bits.to(tl.float32, bitcast=True)
-    return number.to(KIND)
-
-
-@triton.jit
 def came_from(code, length, y, x, height, width):
     """Return where symmetries took each pixel from, and their instructions' effect undone."""
     for back in range(length):
