@@ -34,8 +34,6 @@ class Case:
     name: str
     steps: Any
     """Takes the side of the result, returns Albumentations transforms."""
-    cropped_there: bool = False
-    """Images come to the device at 8/7 of the side, and are cropped there."""
     rivals: bool = True
     """Whether others have a form of the recipe that is worth comparing with."""
 
@@ -64,7 +62,6 @@ def kaggle(side):
 
 CASES = (
     Case(name="imagenet", steps=imagenet),
-    Case(name="imagenet, cropped there", steps=imagenet, cropped_there=True, rivals=False),
     Case(name="kaggle", steps=kaggle),
 )
 
@@ -94,13 +91,10 @@ def _measure_case(run, case, rows, side, *, launch_ms, step_ms):
     from lightning_fastdata.types import SampleKey
 
     name = f"augment, {case.name}, {rows}x3x{side}x{side}"
-    given = side * 8 // 7 if case.cropped_there else side
     rng = np.random.default_rng(0)
-    images = list(rng.integers(0, 256, (rows, given, given, 3), np.uint8))
+    images = list(rng.integers(0, 256, (rows, side, side, 3), np.uint8))
     compose = Compose([*case.steps(side), Normalize(), ToTensorV2()])
     transform = as_batch_transform(compose, image=0)
-    if case.cropped_there:
-        transform = transform.for_samples([(image,) for image in images[:8]])
     worker = transform.in_worker(on_device=True)
     at = time.perf_counter()
     pairs = [worker((image,), SampleKey(0, 0, i)) for i, image in enumerate(images)]
@@ -155,12 +149,8 @@ def _launch_ms(run, count=50):
 
 def _copy_ms(run, images, result):
     """Return the time to read as many bytes as came and to write as many float32 as went."""
-    target = torch.empty_like(result.flatten())
-    source = torch.randint(256, target.shape, dtype=torch.uint8, device=run.device)
-    extra = images.numel() - source.numel()
-    copy_ms = run.time_ms(lambda: target.copy_(source))
-    # What a crop leaves out has to be read as well: a byte read for five that are moved.
-    return copy_ms * (1 + max(0, extra) / (5 * source.numel()))
+    target, source = torch.empty_like(result.flatten()), images.flatten()
+    return run.time_ms(lambda: target.copy_(source))
 
 
 def _measure_waiting(run, name, function):
