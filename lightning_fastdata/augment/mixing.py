@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +27,20 @@ from lightning_fastdata.augment.pipeline.fields import (
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.record.worker import ComposeWorker
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
-from lightning_fastdata.augment.stage_transform import plain_tensors, table
+from lightning_fastdata.augment.stage_transform import (
+    StageTransform,
+    WorkerTransform,
+    plain_tensors,
+    table,
+)
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.types import Batch, SampleKey
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.stage_transform import PlaceSwitch
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
 _BOX_KEYS: Final = ("boxes", "bboxes")
@@ -527,17 +534,12 @@ def _check_all_is_mixed(pipeline: BatchTransform) -> None:
         )
 
 
-class MixedTransform:
+class MixedTransform(StageTransform):
     """An Albumentations pipeline or none, and what mixes the batch behind it; see :func:`mixed`.
 
     Attributes:
         pipeline: what runs on each sample before the mixing, or None.
     """
-
-    starts_in_worker = True
-    repeats = 1
-    switch: PlaceSwitch | None = None
-    defers = True
 
     def __init__(self, pipeline: BatchTransform | None, mixer: Mixer) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
@@ -560,25 +562,28 @@ class MixedTransform:
         else:
             find_fields(sample, self._mixer.fields, batched=False)
 
-    def for_samples(self, samples: Iterable[Any]) -> MixedTransform:
+    def for_samples(self, samples: Iterable[Any]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it."""
-        pipeline = None if self.pipeline is None else self.pipeline.for_samples(samples)
-        return MixedTransform(pipeline, self._mixer)
+        return self if self.pipeline is None else self._behind(self.pipeline.for_samples(samples))
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline, and what mixes."""
         return (self.compose, *self._mixer.steps)
 
-    def renewed(self) -> MixedTransform:
+    def renewed(self) -> Self:
         """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
-        pipeline = None if self.pipeline is None else self.pipeline.renewed()
+        return self if self.pipeline is None else self._behind(self.pipeline.renewed())
+
+    def _behind(self, pipeline: BatchTransform) -> Self:
         if pipeline is self.pipeline:
             return self
-        return MixedTransform(pipeline, self._mixer)
+        twin = copy.copy(self)
+        twin.pipeline = pipeline
+        return twin
 
-    def in_worker(self, *, on_device: bool) -> MixedWorker:
+    def worker_part(self, *, on_device: bool) -> MixedWorker:
         """Return the part that runs on each sample in the side process."""
-        inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
+        inner = None if self.pipeline is None else self.pipeline.worker_part(on_device=on_device)
         return MixedWorker(inner, self._mixer)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
@@ -607,11 +612,10 @@ class MixedTransform:
         return table(rows + steps)
 
 
-class MixedWorker:
+class MixedWorker(WorkerTransform):
     """The part of a mixed transform that runs on each sample; picklable."""
 
     needs_batches = True
-    repeats = 1
 
     def __init__(self, inner: ComposeWorker | None, mixer: Mixer) -> None:
         self._inner = inner

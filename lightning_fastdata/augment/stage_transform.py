@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -26,121 +27,123 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, PixelPlace, SampleKey
 
 
-class WorkerTransform(Protocol):
+class WorkerTransform:
     """The part of a stage transform that runs on each sample in the side process; picklable."""
 
-    needs_batches: bool
+    needs_batches = False
     """Whether something is left to do once samples are collated, even with nothing on a device."""
-    repeats: int
+    repeats = 1
     """Samples that it makes of each one; above 1 they come as a list."""
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it, and what it drew for the device."""
+        raise NotImplementedError
 
     def collate(self, drawn: Sequence[Any], /) -> Draws | None:
         """Return what was drawn for the samples of a batch, in their order.
 
         None: nothing is deferred to the device, and :meth:`finish` makes the batch complete.
         """
+        raise NotImplementedError
 
-    def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:
+    def finish(self, batch: Batch, drawn: Sequence[Any], /) -> Batch:  # noqa: ARG002
         """Return a collated batch, complete, where no device takes part."""
+        return batch
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
         """Return whether what waits for the device can be one tensor, or is one in a batch."""
+        raise NotImplementedError
 
     def finish_each(
         self, samples: Sequence[Batch], drawn: Sequence[Any], /
     ) -> tuple[list[Any], list[Any]]:
         """Return samples of which nothing waits for the device, and what else was drawn."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class StageTransform(Protocol):
-    """What a data module runs on a batch once it is on the device."""
+class StageTransform:
+    """What a data module runs on a batch once it is on the device.
+
+    One that starts in the workers has a :meth:`worker_part`.
+    """
 
     name: str
     """How messages and reports call it."""
-    starts_in_worker: bool
+    starts_in_worker = True
     """Whether it has a part that runs on each sample in the side process."""
-    repeats: int
+    repeats = 1
     """How often each sample of the loader is in a batch behind it."""
-    switch: PlaceSwitch | None
+    switch: PlaceSwitch | None = None
     """Where the pixels of an epoch are computed; None: that is not switched."""
 
     @property
     def defers(self) -> bool:
         """Whether a device can do any part of it."""
+        return True
 
     def redrawn(self) -> tuple[str, ...]:
         """Return the operations of which a device makes other pixels of the same distribution."""
+        return ()
 
-    def for_samples(self, samples: Iterable[Batch]) -> StageTransform:
+    def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
         """Return the transform for a dataset, of which these are samples from all over it.
 
         It may do less in the workers, and has to be right for any other sample, too.
         """
+        return self
 
     def made_of(self) -> tuple[object, ...]:
         """Return what the user gave and may change: a pipeline, say."""
+        return ()
 
-    def renewed(self) -> StageTransform:
+    def renewed(self) -> Self:
         """Return the transform as what it is made of is now: itself, if nothing has changed."""
+        return self
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset has not what the transform needs."""
 
+    def worker_part(self, *, on_device: bool) -> WorkerTransform | None:  # noqa: ARG002
+        """Return the part that runs on each sample: all of it, or what a device cannot do."""
+        return None
+
     def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
-        """Return the part that runs on each sample in the side process, or None."""
+        """Return the part that runs on each sample in the side process, or None.
+
+        With a switch that is both parts, of which the epoch of a sample chooses one.
+        """
+        whole = self.worker_part(on_device=False) if self.switch is not None else None
+        deferred = self.worker_part(on_device=on_device)
+        if self.switch is None or not on_device or whole is None or deferred is None:
+            return deferred
+        return SwitchedWorker(whole, deferred, self.switch)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Return the batch, which is already on the device, transformed as was drawn."""
+        raise NotImplementedError
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Return a batch of another loader, transformed; sample ``i`` has ``key.index + i``."""
+        raise NotImplementedError
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
+        raise NotImplementedError
 
 
-class CallableTransform:
+class CallableTransform(StageTransform):
     """A callable or ``nn.Module`` that runs on the batch on the device.
 
-    A module whose parameters or buffers are elsewhere is moved to the batch's device, once.
+    A module whose parameters or buffers are elsewhere is moved to the batch's device, once. What it
+    draws and needs, it alone knows.
     """
 
     starts_in_worker = False
-    repeats = 1
-    switch: PlaceSwitch | None = None
-    defers = True
 
     def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
         self.name = name_of(function)
         self._function = function
         self._fields = fields
-
-    def redrawn(self) -> tuple[str, ...]:
-        """Return nothing: it is not known what the callable draws."""
-        return ()
-
-    def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
-        """Return it as it is."""
-        return self
-
-    def made_of(self) -> tuple[object, ...]:
-        """Return nothing: it is called itself, and no copy of it."""
-        return ()
-
-    def renewed(self) -> Self:
-        """Return it as it is."""
-        return self
-
-    def check_sample(self, sample: Batch) -> None:
-        """Accept every sample: only the callable knows what it needs."""
-
-    def in_worker(self, *, on_device: bool) -> None:  # noqa: ARG002 - the contract's signature
-        """Return None: nothing runs in the side process."""
-        return
 
     def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:  # noqa: ARG002
         """Call it on the image field if one was named, else on the whole batch."""
@@ -240,50 +243,12 @@ class PlaceSwitch:
 
     def on(self, transform: StageTransform) -> StageTransform:
         """Return a transform that starts in the workers with this switch."""
-        return SwitchedTransform(transform, self)
+        twin = copy.copy(transform)
+        twin.switch = self
+        return twin
 
 
-class SwitchedTransform:
-    """A stage transform that starts in the workers, and in some epochs ends there."""
-
-    starts_in_worker = True
-
-    def __init__(self, inner: StageTransform, switch: PlaceSwitch) -> None:
-        self.name = inner.name
-        self.inner = inner
-        self._switch = switch
-        self.switch: PlaceSwitch | None = switch
-        self.repeats = inner.repeats
-        self.defers = inner.defers
-        self.redrawn = inner.redrawn
-        self.check_sample = inner.check_sample
-        self.apply = inner.apply
-        self.apply_unprepared = inner.apply_unprepared
-        self.explain = inner.explain
-
-    def for_samples(self, samples: Iterable[Batch]) -> StageTransform:
-        """Return the same switch on the transform for a dataset."""
-        return self._switch.on(self.inner.for_samples(samples))
-
-    def made_of(self) -> tuple[object, ...]:
-        """Return what the transform is made of."""
-        return self.inner.made_of()
-
-    def renewed(self) -> StageTransform:
-        """Return the same switch on the transform as it is now."""
-        inner = self.inner.renewed()
-        return self if inner is self.inner else self._switch.on(inner)
-
-    def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
-        """Return the part that runs on each sample; without a device, the whole of it."""
-        whole = self.inner.in_worker(on_device=False)
-        deferred = self.inner.in_worker(on_device=True)
-        if not on_device or whole is None or deferred is None:
-            return whole
-        return SwitchedWorker(whole, deferred, self._switch)
-
-
-class SwitchedWorker:
+class SwitchedWorker(WorkerTransform):
     """Both parts of a transform, of which the epoch of a sample chooses one; picklable."""
 
     needs_batches = True
@@ -310,8 +275,6 @@ class SwitchedWorker:
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Return a batch of which the workers do everything, complete."""
-        if not self._whole.needs_batches:
-            return batch
         return self._whole.finish(batch, [own for _, own in drawn])
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:

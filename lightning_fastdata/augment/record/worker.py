@@ -38,7 +38,7 @@ from lightning_fastdata.augment.record.targets import (
 )
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
 from lightning_fastdata.augment.replay.torch import replay_image
-from lightning_fastdata.augment.stage_transform import plain_tensors
+from lightning_fastdata.augment.stage_transform import WorkerTransform, plain_tensors
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
 
@@ -63,14 +63,11 @@ class SampleForm(NamedTuple):
     """Of each image, by the pipeline's name for it."""
 
 
-class ComposeWorker:
+class ComposeWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
     Several threads may call it: each has its own copy of the pipeline.
     """
-
-    needs_batches = False
-    repeats = 1
 
     def __init__(
         self,
@@ -209,10 +206,6 @@ class ComposeWorker:
             if there and isinstance(value := get_field(item, place), torch.Tensor):
                 found[name] = place, value
         return found
-
-    def finish(self, batch: Batch, drawn: Sequence[object]) -> Batch:  # noqa: ARG002
-        """Return the batch, on whose samples the pipeline has run, as it is."""
-        return batch
 
     @property
     def _device_ops(self) -> Mapping[str, DeviceOp]:
