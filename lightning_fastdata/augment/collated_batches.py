@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 import numpy as np
 import torch
 
+from lightning_fastdata.augment.pipeline.dtypes import BYTES
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     channels_first,
@@ -19,7 +20,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     numpy_dtype,
     put_fields,
 )
-from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse
+from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.record.tape import Recorder, phantom
 from lightning_fastdata.augment.record.targets import (
     channels_as_given,
@@ -35,7 +36,7 @@ from lightning_fastdata.randomness.seeds import reseed
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp, Tape
-    from lightning_fastdata.augment.pipeline.dtypes import States
+    from lightning_fastdata.augment.pipeline.dtypes import DType
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.types import Batch, SampleKey
@@ -110,9 +111,7 @@ class ForeignBatches:
         channels = int(tensors["image"].shape[3]) if image.ndim == 4 else None
         roles = target_roles(self._compose)
         dtypes = tuple(
-            frozenset({numpy_dtype(tensor.dtype)})
-            for name, tensor in tensors.items()
-            if roles[name] == "image"
+            numpy_dtype(tensor.dtype) for name, tensor in tensors.items() if roles[name] == "image"
         )
         shortcut = image.device.type == "cpu" and self._on_cpu == "albumentations"
         recorder = None if shortcut else self.recorder(size, channels, dtypes)
@@ -127,7 +126,7 @@ class ForeignBatches:
         self,
         size: tuple[int, int],
         channels: int | None = 3,
-        dtypes: tuple[States, ...] = OF_BYTES,
+        dtypes: tuple[DType, ...] = (BYTES,),
     ) -> Plan:
         """Return where operations run for images of one shape and dtype."""
         form = (size, channels, dtypes)
@@ -147,7 +146,7 @@ class ForeignBatches:
         self,
         size: tuple[int, int],
         channels: int | None = 3,
-        dtypes: tuple[States, ...] = OF_BYTES,
+        dtypes: tuple[DType, ...] = (BYTES,),
     ) -> Recorder | None:
         """Return the recorder for images of one form, or None if nothing may be deferred."""
         form = (size, channels, dtypes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
+from lightning_fastdata.augment.pipeline.dtypes import BYTES
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     describe,
@@ -17,7 +18,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     get_field,
     listed,
 )
-from lightning_fastdata.augment.pipeline.plan import OF_BYTES, analyse, redrawn
+from lightning_fastdata.augment.pipeline.plan import analyse, redrawn
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
 from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
 from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm, device_ops
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
-    from lightning_fastdata.augment.pipeline.dtypes import States
-    from lightning_fastdata.augment.pipeline.plan import Plan
+    from lightning_fastdata.augment.pipeline.dtypes import DType
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.fingerprint import Fingerprint
@@ -114,7 +114,7 @@ class BatchTransform(StageTransform):
         self._same_pixels = same_pixels
         self._on_cpu = checked_on_cpu(on_cpu)
         self._fields = fields
-        self._images: tuple[int | None, Collection[States]] = 3, OF_BYTES
+        self._images: tuple[int | None, Collection[DType]] = 3, (BYTES,)
         """Channels and dtypes of the images that the plan is for."""
         self._unfitted: BatchTransform | None = None
         """What :meth:`for_samples` has made this of; it runs on the device."""
@@ -206,7 +206,14 @@ class BatchTransform(StageTransform):
         channels, dtypes = self._images
         self._state = state
         self._epoch: int | None = None
-        self.plan = self._analyse(channels=channels, dtypes=dtypes, why_not=self._why_not)
+        self.plan = analyse(
+            self.compose,
+            self.ops,
+            refusal=refusal() or self._why_not,
+            same_pixels=self._same_pixels,
+            channels=channels,
+            dtypes=dtypes,
+        )
         self._foreign: ForeignBatches | None = None
 
     def made_of(self) -> tuple[object, ...]:
@@ -253,31 +260,10 @@ class BatchTransform(StageTransform):
                     stacklevel=2,
                 )
 
-    def _analyse(
-        self,
-        *,
-        channels: int | None,
-        dtypes: Collection[States] = OF_BYTES,
-        why_not: str | None = None,
-    ) -> Plan:
-        return analyse(
-            self.compose,
-            self.ops,
-            refusal=refusal() or why_not,
-            same_pixels=self._same_pixels,
-            channels=channels,
-            dtypes=dtypes,
-        )
-
     def worker_part(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         defers = on_device and self.plan.defers
-        return ComposeWorker(
-            self.compose,
-            self._fields,
-            self.plan if defers else None,
-            self._ops,
-        )
+        return ComposeWorker(self.compose, self._fields, self.plan if defers else None, self._ops)
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
@@ -296,16 +282,16 @@ class BatchTransform(StageTransform):
         if not found:
             return self
         fitted = copy.copy(self)
-        fitted._foreign, fitted._unfitted = None, self
-        if not (forms := [form for form in found if form is not None]):
-            why_not = "the samples hold no image, but frames or volumes"
-            fitted._why_not = why_not
-            fitted.plan = self._analyse(channels=3, why_not=why_not)
-            return fitted
-        channels, first = forms[0]
-        dtypes = [frozenset(form.dtypes.get(name, first[name]) for form in forms) for name in first]
-        fitted._images = channels, dtypes
-        fitted.plan = self._analyse(channels=channels, dtypes=dtypes)
+        fitted._unfitted = self
+        if forms := [form for form in found if form is not None]:
+            channels, first = forms[0]
+            fitted._images = channels, tuple(first.values())
+            several = {one for form in forms for one in form.dtypes.items() - first.items()}
+            if several:
+                fitted._why_not = "the samples hold images of several dtypes"
+        else:
+            fitted._why_not = "the samples hold no image, but frames or volumes"
+        fitted._take_in(self._state)
         return fitted
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:

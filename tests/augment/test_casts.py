@@ -23,7 +23,7 @@ PIPELINES = {
     "by mean, then moved": (own("image_per_channel"), A.HorizontalFlip(p=0.5), A.ToTensorV2()),
     "by range, then blurred": (own("min_max"), A.GaussianBlur(p=1), A.HorizontalFlip(p=1)),
     "by range, and back": (own("min_max"), A.FromFloat(), A.HorizontalFlip(p=1)),
-    "to another dtype": (A.ToFloat(), A.FromFloat("uint16"), A.HorizontalFlip(p=1)),
+    "to another dtype": (A.ToFloat(), A.FromFloat("uint16"), A.ToFloat(), A.HorizontalFlip(p=1)),
     "gray to rgb": (A.RandomGamma(p=1), A.ToRGB(), A.Normalize(), A.ToTensorV2()),
 }
 

@@ -111,7 +111,7 @@ class Unusual(A.HorizontalFlip):
         # A batch must stay one tensor.
         ("ww", [H(), NORM(p=0.5)]),
         ("wwd", [NORM(p=0.5), NORM(), H()]),
-        ("eww", [H(), A.OneOf([NORM((0, 0, 0)), NORM()], p=1)]),
+        ("www", [H(), A.OneOf([NORM((0, 0, 0)), NORM()], p=1)]),
         ("eww", [H(), NORM(), A.CLAHE()]),
         (
             "wwe",

@@ -7,7 +7,6 @@ import pytest
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.record.tape import Recorder, phantom
-from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import reseed
 from lightning_fastdata.types import SampleKey
 
@@ -168,12 +167,13 @@ def test_the_state_of_one_sample_is_gone_before_the_next() -> None:
     assert len(tape["image"].ops) == 1
 
 
-def test_pixels_asked_for_too_late_are_an_error_that_says_what_to_move() -> None:
+def test_a_draw_without_a_form_behind_a_change_of_dtype_is_computed_with_all_before_it() -> None:
     ops = OPS | {"Affine": op("Affine", form_only_for_uint8)}
     compose = A.Compose([A.Normalize(), A.Affine(p=1)])
     lenient = analyse(compose, OPS | {"Affine": op("Affine")})
-    with pytest.raises(TransformError, match="Put Affine before Normalize"):
-        record(Recorder(compose, lenient, ops), 0, {"image": np.zeros(SHAPE, np.uint8)})
+    result, tape = record(Recorder(compose, lenient, ops), 0, {"image": np.zeros(SHAPE, np.uint8)})
+    assert result["image"].dtype == np.float32
+    assert tape["image"].ops == ()
     assert not analyse(compose, ops).defers
 
 

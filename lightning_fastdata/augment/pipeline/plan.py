@@ -8,8 +8,7 @@ The rules, in order:
    one size, so nothing is held back for it.
 2. Everything up to the operation that gives all samples one dtype again runs in the worker, where
    one before it changes the dtype of some samples only (``OneOf([InvertImg(), ToFloat()])``); all
-   of the pipeline, if none does: a batch is one tensor. See
-   :mod:`~lightning_fastdata.augment.pipeline.dtypes`.
+   of the pipeline, if none does: a batch is one tensor.
 3. An operation without a device form runs in the worker on real pixels, and so do the ones before
    it, but only in samples that drew it. A form is for certain dtypes: colours, blurs and noise for
    uint8 alone.
@@ -36,10 +35,9 @@ from lightning_fastdata.augment.pipeline.bounds import may_differ, why_amplifies
 from lightning_fastdata.augment.pipeline.dtypes import (
     BYTES,
     CHANGES_DTYPE_OR_LAYOUT,
+    DType,
     Followed,
-    States,
     changes_form,
-    dtypes_of,
     follow_dtypes,
     why_not,
 )
@@ -69,8 +67,6 @@ Where: TypeAlias = Literal["worker", "device", "either"]
 
 _SOME_SIZE: Final = (1 << 16, 3 << 14)
 """Not square, and larger than any crop."""
-OF_BYTES: Final[tuple[States, ...]] = (frozenset({BYTES}),)
-"""Dtypes of samples with one image, of uint8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +114,7 @@ def analyse(
     refusal: str | None = None,
     same_pixels: bool = False,
     channels: int | None = 3,
-    dtypes: Collection[States] = OF_BYTES,
+    dtypes: Collection[DType] = (BYTES,),
 ) -> Plan:
     """Decide where each operation of a pipeline runs.
 
@@ -129,7 +125,7 @@ def analyse(
         refusal: a reason to run everything in the worker.
         same_pixels: keep in the worker what would draw numbers for every pixel on the device.
         channels: of the images; None for images ``[H, W]``.
-        dtypes: of each image that a sample has: which dtypes it may have.
+        dtypes: of each image that a sample has.
     """
     leaves = list_leaves(compose)
     refusal = refusal or _refusal(leaves)
@@ -143,8 +139,7 @@ def analyse(
     sizes = follow_sizes(compose, Size(size, size))
     # With a size that all images share, though it may be unknown.
     shared = follow_sizes(compose, Size(size or _SOME_SIZE, None))
-    shape = (64, 48) if channels is None else (64, 48, channels)
-    followed = [follow_dtypes(compose, states, shape) for states in dtypes]
+    followed = [follow_dtypes(leaves, dtype) for dtype in dtypes]
     boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform) for leaf in leaves]
@@ -158,8 +153,8 @@ def analyse(
         why_worker = refusal
         if why_worker is None and index <= boundary:
             why_worker = _why_before(index, opaque, sizes.boundary, followed, leaves)
-        states: States = frozenset().union(*(one.before[index] for one in followed))
-        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], states, barrier_after)
+        given = {one.before[index] for one in followed}
+        why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], given, barrier_after)
         if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
             padded = some_are_padded(leaves[boundary + 1 : index])
             if shared.before[index].exact is None or padded:
@@ -167,12 +162,12 @@ def analyse(
         draws = op is not None and op.draws_pixels(leaf.transform)
         if why_worker is None:
             after = [leaves[other] for other in _on_device(behind[index], placed, len(leaves))]
-            why_worker = own_pixels if draws else _why_amplified(leaf, states, after)
+            why_worker = own_pixels if draws else _why_amplified(leaf, given, after)
         if why_worker is None and op is not None:
             # What the worker has done by then, or may do for some samples, leaves one form.
             earlier = leaves[boundary + 1 : index]
             size_here = sizes.before[index].exact or (64, 64)
-            if not _encodes_after(earlier, leaf, ops, size_here, channels, states):
+            if not _encodes_after(earlier, leaf, ops, size_here, channels, given):
                 why_worker = "no device form for its settings, or for the images it is given"
         turns = why_worker is None and _depends_on_shape(leaf, op, sizes.before[index])
         where, why = _where(name, why_worker, barrier_after, turns=turns, sees=sees[index])
@@ -229,11 +224,15 @@ def _depends_on_shape(leaf: Leaf, op: DeviceOp | None, before: Size) -> bool:
 
 
 def _why_worker(
-    leaf: Leaf, op: DeviceOp | None, before: Size, states: States, barrier_after: str | None
+    leaf: Leaf,
+    op: DeviceOp | None,
+    before: Size,
+    given: Collection[DType | None],
+    barrier_after: str | None,
 ) -> str | None:
     if op is None:
         return "no device form"
-    if (strange := why_not(op, states)) is not None:
+    if (strange := why_not(op, given)) is not None:
         return strange
     if _depends_on_shape(leaf, op, before):
         return None
@@ -260,9 +259,9 @@ def _on_device(leaves: Iterable[int], placed: list[OpPlacement], count: int) -> 
     return [leaf for leaf in sorted(leaves) if known.get(leaf) != "worker"]
 
 
-def _why_amplified(leaf: Leaf, states: States, after: list[Leaf]) -> str | None:
+def _why_amplified(leaf: Leaf, given: Collection[DType | None], after: list[Leaf]) -> str | None:
     """Return why an operation may not be off at all: one of those after it makes more of that."""
-    for other in (one.transform for one in after if BYTES in states and may_differ(leaf.transform)):
+    for other in (one.transform for one in after if BYTES in given and may_differ(leaf.transform)):
         if (how := why_amplifies(other)) is not None:
             return f"equal in the worker alone, and {type(other).__name__} after it {how}"
     return None
@@ -285,12 +284,10 @@ def _why_before(
     if index <= sized:
         return "up to the operation that makes the image size the same for all samples"
     latest = max(followed, key=lambda one: one.boundary)
-    if latest.ends_mixed:
-        several = " or ".join(dtypes_of(latest.after))
-        return f"the pipeline leaves some samples {several}, and a batch has one dtype"
-    several = " or ".join(dtypes_of(latest.before[latest.boundary]))
+    if latest.after is None:
+        return "the pipeline may change the dtype of some samples only, and a batch has one"
     name = type(leaves[latest.boundary].transform).__name__
-    return f"samples may be {several} until {name} gives all of them one dtype"
+    return f"samples may be of several dtypes until {name} gives all of them one"
 
 
 def _reads_pixels(transform: Node) -> bool:
@@ -308,7 +305,7 @@ def _encodes_after(
     ops: Mapping[str, DeviceOp],
     size: tuple[int, int],
     channels: int | None,
-    states: States,
+    given: Collection[DType | None],
     draws: int = 4,
 ) -> bool:
     """Whether an operation behind one that changes shape or dtype has a device form for sure.
@@ -327,7 +324,7 @@ def _encodes_after(
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:
-        return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in states)
+        return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in given)
     except Exception:
         # It refuses images of this size or kind, in whatever way (a division by the size of a tiny
         # one, too): Albumentations will say so, to a real one.

@@ -42,7 +42,6 @@ from lightning_fastdata.augment.pipeline.plan import Plan, device_form
 from lightning_fastdata.augment.pipeline.tree import is_albumentations, list_leaves
 from lightning_fastdata.augment.record.targets import Pending, Target, contiguous, target_roles
 from lightning_fastdata.augment.replay.torch import replay_one
-from lightning_fastdata.errors import TransformError
 
 if TYPE_CHECKING:
     from albumentations import BaseCompose, BasicTransform
@@ -195,7 +194,6 @@ class Recorder:
         drawn = params | self._small.pop(leaf) if leaf in self._small else params
         noted = self._encode(hooked, drawn, data)
         if noted is None:
-            self._refuse_late_pixels(op.name, data)
             return self._run(hooked.original, params, **data)
         if len(noted) < len(data):
             others = {key: value for key, value in data.items() if key not in self._roles}
@@ -208,8 +206,7 @@ class Recorder:
                 # The few numbers that were drawn are not enough for Albumentations.
                 is_image = self._roles[key] == "image"
                 apply, given = functools.partial(replay_one, op, encoded, is_image), {}
-            pending = Pending(TapeOp(leaf, op.name, encoded), apply, given, changes)
-            target.pending.append(pending)
+            target.pending.append(Pending(TapeOp(leaf, op.name, encoded), apply, given))
             if op.name == "ToTensorV2":
                 target.shown = _phantom_tensor(shape, dtype)
             elif changes:
@@ -251,19 +248,6 @@ class Recorder:
                 new_shape = op.out_shape(transform, params, shape) if turned else shape
                 noted.append((key, noted[0][1], new_shape, dtype))
         return noted
-
-    def _refuse_late_pixels(self, name: str, data: _Values) -> None:
-        for key, value in data.items():
-            if not self._is_pixels(key, value):
-                continue
-            for pending in self._target(key, value).pending:
-                if pending.bars_pixels:
-                    raise TransformError(
-                        f"{name} drew parameters without a form for the device after "
-                        f"{pending.op.name} had changed the shape or dtype of the images. "
-                        f"Put {name} before {pending.op.name} in the pipeline, or use "
-                        "on_device=False (augment='cpu')."
-                    )
 
 
 def function_by_key(transform: BasicTransform) -> Mapping[str, Callable[..., Any]]:

@@ -37,8 +37,6 @@ class Pending:
     op: TapeOp
     apply: Callable[..., Any]
     params: Mapping[str, Any]
-    bars_pixels: bool
-    """Whether it changes the form of the image, so that no later operation may have its pixels."""
 
 
 @dataclass(slots=True, eq=False)
