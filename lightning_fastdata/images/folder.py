@@ -102,8 +102,6 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         seed: Of the random crops and flips.
         decoder: ``"auto"`` takes simplejpeg, or else pillow; :attr:`decoder` says which.
         max_pixels: Height x width above which a file is refused before it is decoded.
-        apply_exif_orientation: Turn pictures as their EXIF tag says. Default: as stored, like
-            ``ImageFolder``.
         check_files: Random crops of a JPEG decode no more of it than they need, if a library for
             that is there (``pip install lightning-fastdata[jpeg]``), to the same pixels. True: not
             before the file was decoded whole once, which finds damage anywhere in it; processes
@@ -139,7 +137,6 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         seed: int = 0,
         decoder: DecoderName = "auto",
         max_pixels: int = MAX_PIXELS,
-        apply_exif_orientation: bool = False,
         check_files: bool = True,
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
@@ -161,7 +158,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             self.root, is_valid_file=is_valid_file, allow_empty=allow_empty
         )
         self._paths = PackedStrings(path for path, _ in samples)
-        self.files = ImageFiles(self._paths, decoder, max_pixels, apply_exif_orientation)
+        self.files = ImageFiles(self._paths, decoder, max_pixels)
         self._targets = np.array([target for _, target in samples], np.int32)
         self._samples: list[tuple[str, int]] | None = None
         # Which files were decoded whole, so that none of these is damaged anywhere.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 import sys
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 MAX_PIXELS = 178_956_970
 """Pixels above which a file is refused by default: where Pillow refuses, 537 MB RGB."""
 
-_EXIF_ORIENTATION = 0x0112
 _NO_WAIT: Final = 0 if sys.platform == "win32" else os.O_NONBLOCK
 """Opening a named pipe would wait for its other end."""
 _IN_MEMORY: Final = "in memory"
@@ -38,11 +36,9 @@ class EncodedImage:
     path: str
     data: bytes
     height: int
-    """In pixels, after the orientation."""
+    """In pixels, as it is stored."""
     width: int
-    """In pixels, after the orientation."""
-    orientation: int
-    """EXIF orientation to apply, 1 to 8; 1: upright, or EXIF is not to be applied."""
+    """In pixels, as it is stored."""
     decoder: Decoder
 
     @property
@@ -51,19 +47,15 @@ class EncodedImage:
         return self.decoder.scales_jpeg and is_jpeg(self.data)
 
     def decode(self, *, scale: Scale = 1) -> Pixels:
-        """Return the pixels upright, ``[ceil(height/scale), ceil(width/scale), 3]`` uint8 RGB.
-
-        C-contiguous if ``orientation`` is 1, otherwise a view with other strides: crop it first,
-        copy what is left.
+        """Return the pixels, ``[ceil(height/scale), ceil(width/scale), 3]`` uint8 RGB.
 
         Raises:
             DatasetError: If the data is damaged.
         """
         try:
-            pixels = self.decoder.decode(self.data, scale=scale)
+            return self.decoder.decode(self.data, scale=scale)
         except ValueError as error:
             raise _damaged(self.path, self.decoder, error) from error
-        return oriented(pixels, self.orientation)
 
     def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:
         """Return ``decode(scale=scale)`` within ``box``, decoding less than that where possible.
@@ -76,10 +68,9 @@ class EncodedImage:
         top, left, height, width = box
         rows, columns = -(-self.height // scale), -(-self.width // scale)
         if height < rows or width < columns:
-            stored = stored_box(box, rows, columns, self.orientation)
-            pixels = self.decoder.decode_part(self.data, stored, scale=scale)
+            pixels = self.decoder.decode_part(self.data, box, scale=scale)
             if pixels is not None:
-                return oriented(pixels, self.orientation)
+                return pixels
         return self.decode(scale=scale)[top : top + height, left : left + width]
 
 
@@ -90,7 +81,6 @@ class ImageFiles:
     paths: Sequence[str]
     decoder_name: DecoderName
     max_pixels: int
-    apply_exif_orientation: bool
 
     def open(self, index: int) -> EncodedImage:
         """Read a file and its header; raises as :func:`open_image`."""
@@ -98,7 +88,6 @@ class ImageFiles:
             self.paths[index],
             decoder=choose_decoder(self.decoder_name),
             max_pixels=self.max_pixels,
-            apply_exif_orientation=self.apply_exif_orientation,
         )
 
 
@@ -107,12 +96,11 @@ def open_image(
     *,
     decoder: Decoder,
     max_pixels: int = MAX_PIXELS,
-    apply_exif_orientation: bool = False,
 ) -> EncodedImage:
     """Read a file and its header.
 
-    Without ``apply_exif_orientation`` a model sees the pixels as they are stored, as in
-    torchvision's ``ImageFolder``. (A TIFF is always turned: Pillow does it while it loads.)
+    Pixels are those that are stored, as in torchvision's ``ImageFolder``: EXIF orientation is not
+    applied. (A TIFF is always turned: Pillow does it while it loads.)
 
     Raises:
         DatasetError: If the file cannot be read (the ``OSError`` is its cause), is damaged or not
@@ -129,13 +117,10 @@ def open_image(
             f"Cannot read the image {path}: {error.strerror or error}. Check that the file is "
             "there and may be read."
         ) from error
-    orientation = exif_orientation(data) if apply_exif_orientation else 1
-    return _opened(path, data, decoder, max_pixels, orientation)
+    return _opened(path, data, decoder, max_pixels)
 
 
-def _opened(
-    path: str, data: bytes, decoder: Decoder, max_pixels: int, orientation: int = 1
-) -> EncodedImage:
+def _opened(path: str, data: bytes, decoder: Decoder, max_pixels: int) -> EncodedImage:
     """Check the header of an image that was read."""
     try:
         height, width = decoder.size(data)
@@ -147,9 +132,7 @@ def _opened(
             f"and max_pixels is {max_pixels:,}: it may be a decompression bomb. "
             "Raise max_pixels if you trust it, or remove the file."
         )
-    if orientation >= 5:
-        height, width = width, height
-    return EncodedImage(path, data, height, width, orientation, decoder)
+    return EncodedImage(path, data, height, width, decoder)
 
 
 def decode_crop(
@@ -203,50 +186,6 @@ def _check_file(path: str, status: os.stat_result, max_pixels: int) -> None:
             f"(max_pixels) have uncompressed ({limit:,}). Raise max_pixels if you trust it, or "
             "remove the file."
         )
-
-
-def exif_orientation(data: bytes) -> int:
-    """Return the EXIF orientation of an encoded image, 1 to 8; 1 if it has none or a broken one.
-
-    Also 1 for a TIFF, because Pillow turns a TIFF by itself while it loads it.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            if image.format == "TIFF":
-                return 1
-            orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
-    except MemoryError:
-        raise
-    except Exception:  # a broken tag is no reason to lose a picture that decodes
-        return 1
-    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
-
-
-def oriented(pixels: Pixels, orientation: int) -> Pixels:
-    """Return a view of the pixels turned as the EXIF orientation (1 to 8) says."""
-    if orientation == 1:
-        return pixels
-    if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
-    # After the transpose of 5 to 8.
-    rows = -1 if orientation in (3, 4, 7, 8) else 1
-    columns = -1 if orientation in (2, 3, 6, 7) else 1
-    return pixels[::rows, ::columns]
-
-
-def stored_box(box: Box, height: int, width: int, orientation: int) -> Box:
-    """Return where a box of an upright ``height`` x ``width`` picture lies in it as it is stored.
-
-    The inverse of what :func:`oriented` does for an EXIF orientation of 1 to 8.
-    """
-    top, left, rows, columns = box
-    if orientation in (3, 4, 7, 8):
-        top = height - top - rows
-    if orientation in (2, 3, 6, 7):
-        left = width - left - columns
-    return Box(left, top, columns, rows) if orientation >= 5 else Box(top, left, rows, columns)
 
 
 def _damaged(path: str, decoder: Decoder, error: ValueError) -> DatasetError:

@@ -30,15 +30,11 @@ class Picture(Protocol):
 
     @property
     def height(self) -> int:
-        """In pixels, upright."""
+        """In pixels."""
 
     @property
     def width(self) -> int:
-        """In pixels, upright."""
-
-    @property
-    def orientation(self) -> int:
-        """EXIF orientation that decoding applies, 1 to 8."""
+        """In pixels."""
 
     @property
     def scalable(self) -> bool:
@@ -247,8 +243,6 @@ def render(
         pixels = image.decode(scale=plan.scale)[top : top + height, left : left + width]
     else:
         pixels = image.decode_part(box, plan.scale)
-    if image.orientation != 1:
-        pixels = np.ascontiguousarray(pixels)
     _, rows, columns, top, left, flip = placement
     if out.shape[:2] == (rows, columns) and not flip:
         resize(pixels, rows, columns, plan.filter, out)

@@ -60,11 +60,6 @@ class StoredPicture:
     """What errors call it."""
 
     @property
-    def orientation(self) -> int:
-        """1: it was turned when it was stored."""
-        return 1
-
-    @property
     def scalable(self) -> bool:
         """Whether decoding at a scale above 1 is cheaper than decoding fully."""
         return self.form == "jpeg"
@@ -82,7 +77,7 @@ class StoredPicture:
         if self.form == "jpeg":
             data = self.data.tobytes()
             decoder = choose_decoder("auto")
-            image = EncodedImage(self.name, data, self.height, self.width, 1, decoder)
+            image = EncodedImage(self.name, data, self.height, self.width, decoder)
             return image.decode_part(box, scale=scale)
         top, left, height, width = box
         if self.form == "rgb":

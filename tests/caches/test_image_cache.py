@@ -102,7 +102,6 @@ def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
     small = path(shorter_side=48)
     assert path(shorter_side=48, scale=(0.5, 1.0), seed=3, normalize=True) == small
     assert path(shorter_side=40) != small
-    assert path(shorter_side=48, apply_exif_orientation=True) != small
     os.utime(root / "a" / "0.png", (1, 1))
     assert path(shorter_side=48) != small
 

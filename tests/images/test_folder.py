@@ -238,25 +238,6 @@ def test_the_pixel_limit_reaches_every_file(folder):
         dataset[0]
 
 
-def test_an_orientation_is_applied_when_asked(folder, china, encode):
-    from PIL import Image, ImageOps
-
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    path = folder / "Z" / "one.png"
-    path.unlink()
-    path = folder / "Z" / "turned.jpg"
-    path.write_bytes(encode(china, format="JPEG", quality=95, exif=exif.tobytes()))
-    turned = FastImageFolder(folder, size=64, crop="stretch", apply_exif_orientation=True)
-    plain = FastImageFolder(folder, size=64, crop="stretch")
-    resize = v2.Compose([v2.PILToTensor(), v2.Resize((64, 64), antialias=True)])
-    with Image.open(path) as image:
-        upright = resize(ImageOps.exif_transpose(image)).permute(1, 2, 0)
-        stored = resize(image).permute(1, 2, 0)
-    torch.testing.assert_close(turned[0][0], upright, rtol=0, atol=0)
-    torch.testing.assert_close(plain[0][0], stored, rtol=0, atol=0)
-
-
 @each("name", ["simplejpeg", "pillow"])
 def test_every_decoder_gives_the_same_samples(folder, name):
     wanted = everything(FastImageFolder(folder, size=32))

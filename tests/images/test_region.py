@@ -20,7 +20,6 @@ from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.images import Box, decoders, region
 from lightning_fastdata.images.decoders import choose_decoder
 from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.types import SampleKey
 
 needs_library = pytest.mark.skipif(
     region.region_decoder() is None, reason="TurboJPEG 3 is not installed"
@@ -98,26 +97,6 @@ def test_what_is_no_jpeg_can_be_decoded_in_part(china, encode, decoder):
 def test_a_box_that_is_not_within_the_picture_is_named(jpegs, box):
     with pytest.raises(OptionsError, match=r"257 x 333 pixels"):
         ld.decode_crop(jpegs["420"], box)
-
-
-@each("orientation", range(1, 9))
-@each("check_files", [True, False])
-def test_turned_pictures_are_cut_where_they_are_seen(tmp_path, china, orientation, check_files):
-    (tmp_path / "a").mkdir()
-    picture = china.crop((0, 0, 200, 150))
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    picture.save(tmp_path / "a" / "x.jpg", quality=95, exif=exif)
-    folder = FastImageFolder(
-        tmp_path, size=40, apply_exif_orientation=True, check_files=check_files, resample="linear"
-    )
-    for epoch in range(6):
-        out = np.empty((40, 40, 3), np.uint8)
-        folder.write_into(0, out, key=SampleKey(0, epoch, 0))
-        whole = FastImageFolder(tmp_path, size=40, apply_exif_orientation=True, resample="linear")
-        wanted = np.empty_like(out)
-        whole.write_into(0, wanted, key=SampleKey(0, epoch, 0))
-        np.testing.assert_array_equal(out, wanted)
 
 
 @needs_library
