@@ -97,8 +97,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         normalize: True: float32 samples ``(value / 255 - mean) / std``, channels first, with
             ImageNet's means and deviations; or ``(mean, std)``, three numbers each. Default: uint8.
         resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for
-            the others; ``"exact"``, ``"linear"`` and ``"area"``: see
-            :data:`lightning_fastdata.images.resized_crop.Resample`.
+            the others; ``"exact"``: that for all.
         seed: Of the random crops and flips.
         decoder: ``"auto"`` takes simplejpeg, or else pillow; :attr:`decoder` says which.
         max_pixels: Height x width above which a file is refused before it is decoded.

@@ -170,12 +170,11 @@ def shorter_side_to(length: int, height: int, width: int) -> tuple[int, int]:
     return length, int(length * width / height)
 
 
-Resample: TypeAlias = Literal["auto", "exact", "linear", "area"]
+Resample: TypeAlias = Literal["auto", "exact"]
 """``auto``: fast for random crops (see :func:`plan_resample`), exact for all others. ``exact``:
-decode fully, torchvision's antialiased bilinear resize. ``linear``: decode fully, OpenCV's
-``INTER_LINEAR``, which aliases when it shrinks. ``area``: decode fully, OpenCV's ``INTER_AREA``."""
+decode fully, torchvision's antialiased bilinear resize."""
 
-Filter: TypeAlias = Literal["linear", "area", "antialias"]
+Filter: TypeAlias = Literal["linear", "antialias"]
 
 LINEAR_BELOW = 1.5
 """Downscale below which two taps per axis are enough. Against the antialiased resize, photographs
@@ -200,7 +199,7 @@ def plan_resample(placement: Placement, resample: Resample, *, scalable: bool) -
     ``scalable``: whether a scaled decode of this file is cheaper than a full one.
     """
     if resample != "auto":
-        return ResamplePlan(1, "antialias" if resample == "exact" else resample)
+        return ResamplePlan(1, "antialias")
     box = placement.box
     downscales = box.height / placement.height, box.width / placement.width
     if max(downscales) < LINEAR_BELOW:
@@ -291,15 +290,6 @@ def resize(
         return out
     import cv2
 
-    if how == "area" and pixels.shape[:2] != (height, width):
-        # INTER_AREA averages only if no axis grows; shrink first, then let the other axis grow.
-        rows, columns = min(height, pixels.shape[0]), min(width, pixels.shape[1])
-        last = (rows, columns) == (height, width)
-        pixels = cv2.resize(
-            pixels, (columns, rows), dst=out if last else None, interpolation=cv2.INTER_AREA
-        )
-        if last:
-            return pixels
     linear: Pixels = cv2.resize(pixels, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
     return linear
 
