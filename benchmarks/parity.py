@@ -212,7 +212,7 @@ def both_ways(
     """
     size = (int(images[0].shape[0]), int(images[0].shape[1]))
     compose = copy.deepcopy(compose)
-    dtypes = (frozenset({image.dtype for image in images}),)
+    dtypes = tuple({image.dtype for image in images})
     plan = analyse(compose, DEVICE_OPS, size=size, refusal=refusal(), dtypes=dtypes)
     recorder = Recorder(compose, plan, DEVICE_OPS)
     wanted, left, tapes = [], [], []
