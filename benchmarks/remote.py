@@ -234,7 +234,9 @@ def steps_of(loader: FastDataLoader) -> float:
 def predicted(rounds: int) -> list[tuple[int, float, list[float]]]:
     """Actors, the step that is predicted with them, and the median step of each round; ms."""
     with connected((1, sum(ACTORS))):
-        mb_per_s, latency_ms = look_at_cluster().slowest_link
+        links = [node for node in look_at_cluster().nodes if node.mb_per_s is not None]
+        slow = min(links, key=lambda node: (node.trains, node.mb_per_s))
+        mb_per_s, latency_ms = slow.mb_per_s, slow.small_ms
         how = {"cores": ACTORS, "mb_per_s": mb_per_s, "latency_ms": latency_ms}
         local = FastDataLoader(Waiting(), SAMPLES, num_workers=1)
         plan = plan_remote(local, step_ms=STEP_MS, **how)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.pipeline.tree import Node
 
-SAME: Final = 1e-3
-"""Levels: values that are closer are equal. float32 sums differ in the last bits."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bound:

@@ -26,8 +26,6 @@ class Leaf(NamedTuple):
     transform: BasicTransform
     conditional: bool
     """Whether some samples skip it: ``p < 1``, or a choice above it."""
-    last_in_group: int
-    """Number of the last leaf of the outermost group whose order or choice is random."""
 
 
 def is_container(node: object) -> bool:
@@ -51,20 +49,16 @@ def is_albumentations_pipeline(transform: object) -> bool:
 
 def list_leaves(compose: Node) -> list[Leaf]:
     """Return the transforms of a pipeline in the order in which they are written."""
-    return list(_leaves(compose, conditional=False, group_end=None, first=0))
+    return list(_leaves(compose, conditional=False))
 
 
-def _leaves(node: Node, *, conditional: bool, group_end: int | None, first: int) -> Iterator[Leaf]:
+def _leaves(node: Node, *, conditional: bool) -> Iterator[Leaf]:
     conditional = conditional or node.p < 1
     if not is_container(node):
-        yield Leaf(node, conditional, first if group_end is None else group_end)
+        yield Leaf(node, conditional)
         return
-    if not in_sequence(node):
-        conditional = True
-        group_end = first + count_leaves(node) - 1 if group_end is None else group_end
     for child in node.transforms:
-        yield from _leaves(child, conditional=conditional, group_end=group_end, first=first)
-        first += count_leaves(child)
+        yield from _leaves(child, conditional=conditional or not in_sequence(node))
 
 
 def list_nodes(compose: Node) -> list[Node]:

@@ -180,19 +180,6 @@ class ClusterOffer:
         """Actors of one CPU that there are CPUs for."""
         return int(self.seen.free_cpus)
 
-    @property
-    def slowest_link(self) -> tuple[float, float]:
-        """Megabytes a second, and ms of a small batch, from the other node that is slowest.
-
-        Of a single node its own; 1000 MB/s and 1 ms where nothing could be measured.
-        """
-        known = [node for node in self.nodes if node.mb_per_s is not None]
-        known = [node for node in known if not node.trains] or known
-        if not known:
-            return 1000.0, 1.0
-        slow = min(known, key=lambda node: node.mb_per_s or 0.0)
-        return slow.mb_per_s or 0.0, slow.small_ms or 0.0
-
     def text(self) -> str:
         """Return it as plain text."""
         seen = self.seen
