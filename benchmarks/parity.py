@@ -21,7 +21,6 @@ import torch
 
 from demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.pipeline.bounds import SAME
 from lightning_fastdata.augment.pipeline.plan import analyse
 from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.pipeline.trial import refusal
@@ -36,6 +35,8 @@ from lightning_fastdata.types import SampleKey
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+_SAME: Final = 1e-3
+"""Levels: values that are closer are equal. float32 sums differ in the last bits."""
 _EXAMPLES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "Affine": (
         {"scale": (0.7, 1.3), "rotate": (-40, 40), "shear": (-9, 9)},
@@ -189,7 +190,7 @@ def pixel_parity(compose: Any, images: Sequence[np.ndarray], *, draws: int = 1) 
                     f"{want.dtype} {want.shape}."
                 )
             gap = np.abs(want.astype(np.float64) - image) * unit
-            gap[gap < SAME] = 0
+            gap[gap < _SAME] = 0
             largest = max(largest, float(gap.max(initial=0)))
             total += float(gap.sum())
             equal += int((gap == 0).sum())

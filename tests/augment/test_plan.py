@@ -110,7 +110,7 @@ class Unusual(A.HorizontalFlip):
         ("weed", [A.Resize(8, 8), H(), A.Equalize(mask=lambda image: image), V()]),
         # A batch must stay one tensor.
         ("ww", [H(), NORM(p=0.5)]),
-        ("wwd", [NORM(p=0.5), NORM(), H()]),
+        ("wwd", [NORM(p=0.5), NORM(), TENSOR()]),
         ("www", [H(), A.OneOf([NORM((0, 0, 0)), NORM()], p=1)]),
         ("eww", [H(), NORM(), A.CLAHE()]),
         (

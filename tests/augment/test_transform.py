@@ -280,7 +280,7 @@ def test_each_sample_gets_the_filters_that_it_drew_and_no_others() -> None:
     )
     transform = as_batch_transform(compose)
     assert isinstance(transform, BatchTransform)
-    assert [place.where for place in transform.plan.placements].count("worker") == 1
+    assert [place.where for place in transform.plan.placements].count("worker") == 2
     items = samples(40)
     assert_same(*both_ways(transform, items))
 

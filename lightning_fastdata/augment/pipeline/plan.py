@@ -167,7 +167,7 @@ def analyse(
             # What the worker has done by then, or may do for some samples, leaves one form.
             earlier = leaves[boundary + 1 : index]
             size_here = sizes.before[index].exact or (64, 64)
-            if not _encodes_after(earlier, leaf, ops, size_here, channels, given):
+            if not _has_form(earlier, leaf, ops, size_here, channels, given):
                 why_worker = "no device form for its settings, or for the images it is given"
         turns = why_worker is None and _depends_on_shape(leaf, op, sizes.before[index])
         where, why = _where(name, why_worker, barrier_after, turns=turns, sees=sees[index])
@@ -299,7 +299,7 @@ def _reads_pixels(transform: Node) -> bool:
     return name == "Equalize" and callable(transform.mask)
 
 
-def _encodes_after(
+def _has_form(
     before: list[Leaf],
     leaf: Leaf,
     ops: Mapping[str, DeviceOp],
@@ -308,35 +308,32 @@ def _encodes_after(
     given: Collection[DType | None],
     draws: int = 4,
 ) -> bool:
-    """Whether an operation behind one that changes shape or dtype has a device form for sure.
+    """Whether an operation has a device form for its settings, which is tried out.
 
-    Before those, parameters without a device form send one sample to the CPU. Behind them that
-    would leave images of two forms in one batch, so it is tried out here.
+    Parameters without a form send one sample to the CPU. Behind a change of shape or dtype that
+    would leave images of two forms in one batch, so all that are drawn here need one, else any.
     """
-    name, op = type(leaf.transform).__name__, device_form(leaf.transform, ops)
-    changes = [other.transform for other in before if changes_form(other.transform)]
-    names = {type(other).__name__ for other in changes}
-    last = name in CHANGES_DTYPE_OR_LAYOUT
-    if op is None or last or not changes or "ToTensorV2" in names:
+    op = device_form(leaf.transform, ops)
+    if op is None or type(leaf.transform).__name__ in CHANGES_DTYPE_OR_LAYOUT:
         return True
+    changes = [other.transform for other in before if changes_form(other.transform)]
     for other in changes:
         channels = held(other, "num_output_channels") or channels
     shape = size if channels is None else (*size, channels)
     transform = copy.deepcopy(leaf.transform)
     try:
-        return all(_encodes(transform, op, np.zeros(shape, dtype), draws) for dtype in given)
+        tried = [dtype for dtype in given for _ in range(draws)]
+        found = (_encodes(transform, op, np.zeros(shape, dtype)) for dtype in tried)
+        return all(found) if changes else any(found)
     except Exception:
         # It refuses images of this size or kind, in whatever way (a division by the size of a tiny
         # one, too): Albumentations will say so, to a real one.
         return True
 
 
-def _encodes(transform: Node, op: DeviceOp, image: np.ndarray, draws: int) -> bool:
-    for _ in range(draws):
-        data = {"image": image}
-        params = transform.update_transform_params(transform.get_params(), data)
-        sampler = transform.get_params_dependent_on_data
-        params.update(draw_params(op, transform, sampler, params, data, whole=False))
-        if op.encode(transform, params, image.shape, image.dtype) is None:
-            return False
-    return True
+def _encodes(transform: Node, op: DeviceOp, image: np.ndarray) -> bool:
+    data = {"image": image}
+    params = transform.update_transform_params(transform.get_params(), data)
+    sampler = transform.get_params_dependent_on_data
+    params.update(draw_params(op, transform, sampler, params, data, whole=False))
+    return op.encode(transform, params, image.shape, image.dtype) is not None
