@@ -103,7 +103,7 @@ class Unusual(A.HorizontalFlip):
         # Quarter turns keep the size of square images only.
         ("wd", [A.Resize(8, 8), A.RandomRotate90()]),
         ("ww", [A.Resize(8, 9), A.RandomRotate90()]),
-        ("e", [A.RandomRotate90()]),
+        ("w", [A.RandomRotate90()]),
         # No device form: the ones before go with it, but only in samples that drew it.
         ("wewd", [A.Resize(8, 8), H(), A.CLAHE(), V()]),
         ("wed", [A.Resize(8, 8), A.RandomBrightnessContrast(brightness_by_max=False), H()]),

@@ -17,9 +17,6 @@ The rules, in order:
 5. An operation whose pixels may be a level off runs in the worker where one after it makes more of
    that (``Equalize``, ``Sharpen``, ...). So the bound of whole pipelines is that of their
    operations, see :mod:`~lightning_fastdata.augment.pipeline.bounds`.
-6. A quarter turn or a transposition does not change a square. Where the size is not known before
-   any image is seen, it runs on the device in those samples whose shape it leaves as it is, and in
-   the worker in the others.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ from lightning_fastdata.augment.pipeline.dtypes import (
 )
 from lightning_fastdata.augment.pipeline.tree import (
     CHANGES_SIZE,
-    SWAPS_AXES,
     Leaf,
     Size,
     follow_sizes,
@@ -53,7 +49,6 @@ from lightning_fastdata.augment.pipeline.tree import (
     last_opaque,
     list_leaves,
     size_after,
-    some_are_padded,
 )
 from lightning_fastdata.tree import held
 
@@ -64,9 +59,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.tree import Node
 
 Where: TypeAlias = Literal["worker", "device", "either"]
-
-_SOME_SIZE: Final = (1 << 16, 3 << 14)
-"""Not square, and larger than any crop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +129,10 @@ def analyse(
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
     sizes = follow_sizes(compose, Size(size, size))
-    # With a size that all images share, though it may be unknown.
-    shared = follow_sizes(compose, Size(size or _SOME_SIZE, None))
     followed = [follow_dtypes(leaves, dtype) for dtype in dtypes]
     boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
     placed: list[OpPlacement] = []
     sees = [_reads_pixels(leaf.transform) for leaf in leaves]
-    conditional = [leaf.conditional for leaf in leaves]
     barrier_after: str | None = None
     behind = followers(compose)
     for index in range(len(leaves) - 1, -1, -1):
@@ -156,9 +145,7 @@ def analyse(
         given = {one.before[index] for one in followed}
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], given, barrier_after)
         if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
-            padded = some_are_padded(leaves[boundary + 1 : index])
-            if shared.before[index].exact is None or padded:
-                why_worker = "images differ in size before it"
+            why_worker = "the size of images before it is not known"
         draws = op is not None and op.draws_pixels(leaf.transform)
         if why_worker is None:
             after = [leaves[other] for other in _on_device(behind[index], placed, len(leaves))]
@@ -169,16 +156,14 @@ def analyse(
             size_here = sizes.before[index].exact or (64, 64)
             if not _has_form(earlier, leaf, ops, size_here, channels, given):
                 why_worker = "no device form for its settings, or for the images it is given"
-        turns = why_worker is None and _depends_on_shape(leaf, op, sizes.before[index])
-        where, why = _where(name, why_worker, barrier_after, turns=turns, sees=sees[index])
+        where, why = _where(name, why_worker, barrier_after, sees=sees[index])
         why += _DRAWS if op is not None and draws and where != "worker" else ""
         placed.append(OpPlacement(name=name, where=where, why=why))
         sees[index] |= where == "worker"
-        conditional[index] |= turns
-        barrier_after = name if sees[index] or turns else barrier_after
+        barrier_after = name if sees[index] else barrier_after
     return Plan(
         placements=tuple(reversed(placed)),
-        conditional=tuple(conditional),
+        conditional=tuple(leaf.conditional for leaf in leaves),
         sees_pixels=tuple(sees),
         opaque_until=opaque,
     )
@@ -200,27 +185,19 @@ def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None
 
 
 def _where(
-    name: str, why_worker: str | None, barrier_after: str | None, *, turns: bool, sees: bool
+    name: str, why_worker: str | None, barrier_after: str | None, *, sees: bool
 ) -> tuple[Where, str]:
     """Return where an operation runs, and why.
 
-    ``barrier_after`` is the next operation that may need real pixels. Whether it changes the shape
-    of its image may depend on the sample (``turns``); its sampler may need the image (``sees``).
+    ``barrier_after`` is the next operation that may need real pixels. Its sampler may need the
+    image (``sees``).
     """
     if why_worker is not None:
         return "worker", why_worker
     unless = f", unless {barrier_after} was drawn after it" if barrier_after is not None else ""
-    if turns:
-        return "either", f"on the batch, where it leaves the shape as it is (square images){unless}"
     if sees:
         return "either", f"needs the pixels to draw ({name}), then on the batch"
     return ("either" if unless else "device"), f"on the batch{unless}"
-
-
-def _depends_on_shape(leaf: Leaf, op: DeviceOp | None, before: Size) -> bool:
-    """Return whether it depends on the sample if an operation changes the shape of its image."""
-    unknown = before.exact is None and op is not None
-    return unknown and type(leaf.transform).__name__ in SWAPS_AXES
 
 
 def _why_worker(
@@ -234,8 +211,6 @@ def _why_worker(
         return "no device form"
     if (strange := why_not(op, given)) is not None:
         return strange
-    if _depends_on_shape(leaf, op, before):
-        return None
     # Images of an unknown but common size are taken to be any, so not square.
     one_size = before.exact or (64, 48)
     made = size_after(leaf.transform, Size(one_size, one_size)).exact

@@ -296,10 +296,3 @@ def _padded(transform: BasicTransform, before: Size) -> Size:
     ):
         return _exactly(*least)
     return Size()
-
-
-def some_are_padded(leaves: list[Leaf]) -> bool:
-    """Return whether images of one size may have two, if it is small."""
-    return any(
-        leaf.conditional and type(leaf.transform).__name__ == "PadIfNeeded" for leaf in leaves
-    )
