@@ -14,7 +14,6 @@ import pytest
 from process_memory import settle
 from programs import PRELOADED, serve
 from thoroughness import choose_examples, left_out, longest_first
-from torch.utils.data import BatchSampler, DataLoader
 from virtual_time import PatientClock, virtual_time
 
 from lightning_fastdata.host import usage
@@ -57,6 +56,9 @@ def torchs_own_loaders():
 
     Afterwards it cannot predict from a plain ``DataLoader`` any more, in the whole process.
     """
+    # Here, since a process of pytest-xdist that only hands out tests needs no torch.
+    from torch.utils.data import BatchSampler, DataLoader
+
     methods = ("__init__", "__setattr__", "__delattr__")
     kinds = [
         (kind, name)
@@ -137,6 +139,19 @@ def pytest_configure(config):
     """Import once, in each process of pytest-xdist, what its tests and their programs need."""
     if hasattr(config, "workerinput") and sys.platform == "linux":
         serve()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Collect from the end in every second process, where the first one has not come yet.
+
+    In a fresh clone each file is then rewritten and compiled by one of them, and read by the other.
+    """
+    report = yield
+    number = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")[2:]
+    if isinstance(collector, pytest.Directory) and int(number) % 2:
+        report.result.reverse()
+    return report
 
 
 def pytest_collection_finish(session):

@@ -19,14 +19,15 @@ from lightning_fastdata.plugin.data.datamodule import ModuleArguments
 PACKAGE = Path(lightning_fastdata.__file__).parent
 
 
-def complaints(statement, tmp_path, *, package):
-    """Return what mypy says of a statement, with the package's own declarations alone."""
-    snippet = tmp_path / "snippet.py"
-    snippet.write_text(f"{statement}\n")
+def complaints(statements, tmp_path):
+    """Return what mypy says of each statement, with the package's own declarations alone."""
+    snippets = [tmp_path / f"snippet_{number}.py" for number in range(len(statements))]
+    for snippet, statement in zip(snippets, statements, strict=True):
+        snippet.write_text(f"{statement}\n")
     options = ["--strict", "--follow-imports=skip", "--explicit-package-bases"]
     options += ["--config-file=", f"--cache-dir={tmp_path}", "--no-error-summary"]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(snippet), str(package)],
+        [sys.executable, "-m", "mypy", *options, *snippets, *(at.__file__ for at in MODULES)],
         capture_output=True,
         text=True,
         cwd=PACKAGE.parent,
@@ -34,17 +35,21 @@ def complaints(statement, tmp_path, *, package):
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith(str(snippet))]
+    lines = done.stdout.splitlines()
+    return [[line for line in lines if line.startswith(str(snippet))] for snippet in snippets]
 
 
-@pytest.mark.parametrize("module", [lightning_fastdata, lightning_fastdata.augment])
-def test_every_name_is_known_and_a_misspelt_one_is_seen(tmp_path, module):
-    names, at = module.__all__, Path(module.__file__)
-    good = f"from {module.__name__} import {', '.join(names)}"
-    assert complaints(good, tmp_path, package=at) == []
-    wrong = f"from {module.__name__} import {names[0]}s"
-    (said,) = complaints(wrong, tmp_path, package=at)
-    assert f'has no attribute "{names[0]}s"' in said
+MODULES = (lightning_fastdata, lightning_fastdata.augment)
+
+
+def test_every_name_is_known_and_a_misspelt_one_is_seen(tmp_path):
+    right = [f"from {one.__name__} import {', '.join(one.__all__)}" for one in MODULES]
+    wrong = [f"from {one.__name__} import {one.__all__[0]}s" for one in MODULES]
+    *of_right, first, second = complaints([*right, *wrong], tmp_path)
+    assert of_right == [[], []]
+    for module, said in zip(MODULES, (first, second), strict=True):
+        assert len(said) == 1
+        assert f'has no attribute "{module.__all__[0]}s"' in said[0]
 
 
 def test_the_package_says_that_it_is_typed():

@@ -53,13 +53,19 @@ def choose_examples() -> None:
     settings.register_profile("long", untimed)
     settings.register_profile("shrink", untimed, derandomize=True, database=None)
     settings.register_profile(
-        "short", settings.get_profile("shrink"), phases=[Phase.explicit, Phase.generate]
+        "short",
+        settings.get_profile("shrink"),
+        phases=[Phase.explicit, Phase.generate],
+        max_examples=max_examples(100).max_examples,
     )
     settings.load_profile("long" if LONG else "short")
 
 
 def max_examples(count: int, **how: Any) -> settings:
-    """Have Hypothesis draw ``count`` examples in a long run, and a third of them otherwise."""
+    """Have Hypothesis draw ``count`` examples in a long run, and a third of them otherwise.
+
+    Without this, it draws as many as of 100.
+    """
     drawn = count if LONG else max(min(count, 12), count // 3)
     return settings(max_examples=drawn, deadline=None, **how)
 
@@ -70,9 +76,9 @@ def some(cases: Iterable[Any], every: int) -> list[Any]:
 
 
 def longest_first(items: Iterable[Any], root: Path) -> list[Any]:
-    """Return tests with those of :data:`LONGEST` first, and otherwise as they were."""
-    places = {str(root / "tests" / file): place for place, file in enumerate(LONGEST)}
-    return sorted(items, key=lambda item: places.get(str(item.path), len(places)))
+    """Return tests by their files, with those of :data:`LONGEST` first."""
+    places = {root / "tests" / file: place for place, file in enumerate(LONGEST)}
+    return sorted(items, key=lambda item: (places.get(item.path, len(places)), str(item.path)))
 
 
 def left_out(items: Iterable[Any]) -> set[Any]:

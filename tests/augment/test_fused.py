@@ -60,7 +60,7 @@ def both_ways(program, blob, batch):
     return results
 
 
-def check(pipeline, *, count=6, seed=0, **size):
+def check(pipeline, *, count=3, seed=0, **size):
     batch, draws = prepared(pipeline, photographs(count, seed=seed, **size), seed)
     program = draws.programs["image"]
     fused, single = both_ways(program, draws.blob, batch)
@@ -111,7 +111,7 @@ ENDS = {
 
 def test_the_usual_recipe_is_one_run():
     pipeline = [A.RandomResizedCrop((24, 24)), A.HorizontalFlip(), A.ColorJitter(p=0.8)]
-    program = check([*pipeline, A.Normalize(), A.ToTensorV2()], count=12)
+    program = check([*pipeline, A.Normalize(), A.ToTensorV2()], count=6)
     assert [(run.first, run.last) for run in program.runs] == [(0, len(program.steps) - 1)]
 
 
@@ -198,7 +198,7 @@ def test_a_crop_before_the_pixels_reads_the_same_bytes():
 @each("contrast", [0.0, 1.0, 3.0])
 def test_contrast_takes_the_mean_of_what_came_before_it(contrast):
     jitter = A.ColorJitter(**{**JITTER, "contrast": (contrast, contrast)}, p=1)
-    program = check([A.RandomGamma(p=0.5), jitter], count=8)
+    program = check([A.RandomGamma(p=0.5), jitter])
     assert program.runs[0].contrasts == (contrast != 1.0)
 
 

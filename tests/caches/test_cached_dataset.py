@@ -20,11 +20,12 @@ import pytest
 import torch
 import torchvision.transforms as T
 from caches.made import Made
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from PIL import Image
 from programs import run_program
+from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import v2
@@ -397,7 +398,7 @@ def test_a_folder_that_cannot_be_made_is_named(folder):
         ld.CachedDataset(Made(folder), "/proc/nowhere")[0]
 
 
-@settings(max_examples=20, deadline=None)
+@max_examples(20)
 @given(order=st.lists(st.integers(0, 11), min_size=1, max_size=40), varies=st.booleans())
 def test_any_order_of_reading_gives_the_same(tmp_path_factory, order, varies):
     folder = tmp_path_factory.mktemp("c")

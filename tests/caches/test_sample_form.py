@@ -8,11 +8,12 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from misses import each
 from PIL import Image
+from thoroughness import max_examples
 from torchvision import tv_tensors
 
 from lightning_fastdata.caches.sample_form import leaf_bytes, put_together, taken_apart
@@ -67,7 +68,7 @@ def same(ours, theirs):
     return ours == theirs
 
 
-@settings(max_examples=200, deadline=None)
+@max_examples(200)
 @given(sample=_samples)
 def test_a_sample_comes_back_from_bytes_and_json(sample):
     form, raws = taken_apart(sample)

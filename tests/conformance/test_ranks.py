@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from conformance.forked_ranks import launched
+from processes import hang
 from virtual_time import VirtualClock
 
 from lightning_fastdata.host import clock
@@ -246,21 +246,24 @@ def test_a_later_fit_does_not_read_what_an_earlier_one_left():
     assert [rank.stall_ms for rank in zero.epoch_ended(history_of(1.0))] == [1.0, 5.0]
 
 
+def serve_a_store(port):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.put(store.port)
+    hang()
+
+
 @pytest.mark.usefixtures("virtual")
 def test_a_store_that_is_gone_is_mentioned_and_fails_nothing():
-    program = (
-        "import torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, "
-        "wait_for_workers=False); print(s.port, flush=True); input()"
-    )
-    server = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    context = multiprocessing.get_context("fork")
+    port = context.SimpleQueue()
+    server = context.Process(target=serve_a_store, args=(port,))
+    server.start()
     try:
-        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", port.get(), wait_for_workers=False)
         zero, _ = two(store, patience_s=0.1)
     finally:
         server.kill()
-        server.communicate()
+        server.join()
     assert zero.epoch_ended(history_of(1.0)) == ()
     assert zero.so_far == ()
     (note,) = zero.notes()

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from processes import hang, runs, until
+from programs import run_program
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_fastdata.errors import WorkerError
@@ -422,13 +423,7 @@ executor.close()
 
 
 def test_what_cannot_be_sent_for_now_is_sent_later() -> None:
-    program = subprocess.run(
-        [sys.executable, "-c", CROWD, TESTS],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    program = run_program("-c", CROWD, TESTS)
     assert program.stdout.splitlines() == [
         str(errno.ETOOMANYREFS),
         "True 0",

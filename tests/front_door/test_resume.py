@@ -50,7 +50,7 @@ class Told(IterableDataset):
 class Module(FastDataModule):
     def __init__(self, executor="inline", *, stream=False, rank=None, **arguments):
         workers = 0 if executor == "inline" else 2
-        options = LoaderOptions(num_workers=workers, executor=executor)
+        options = LoaderOptions(num_workers=workers, executor=executor, probe=False)
         super().__init__(4, options=options, seed=5, **arguments)
         self.stream, self.rank = stream, rank
 

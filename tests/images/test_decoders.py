@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,6 +12,7 @@ from hypothesis import strategies as st
 from images.torchvision_pixels import psnr_db
 from misses import each
 from PIL import Image
+from programs import run_program
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
@@ -204,10 +202,8 @@ def test_auto_falls_back_in_order_when_libraries_are_missing():
         "from lightning_fastdata.images.decoders import choose_decoder\n"
         "sys.stdout.write(choose_decoder().name)\n"
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, "simplejpeg"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "pillow"
+    done = run_program("-c", code, "simplejpeg")
+    assert done.stdout == "pillow", done.stderr
 
 
 def test_an_unknown_decoder_is_refused_by_name():

@@ -9,10 +9,11 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from PIL import Image
+from thoroughness import max_examples
 
 import lightning_fastdata as ld
 from lightning_fastdata.errors import DatasetError, OptionsError
@@ -52,7 +53,7 @@ def files(draw, photograph):
 
 
 @needs_library
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(data=st.data(), scale=st.sampled_from([1, 1, 2, 4, 8]))
 def test_a_part_is_that_part_of_the_whole(china, data, scale):
     file = data.draw(files(china))

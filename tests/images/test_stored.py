@@ -6,10 +6,11 @@ import io
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from PIL import Image
+from thoroughness import max_examples
 from torchvision.transforms.v2 import functional
 
 from lightning_fastdata.images import Box
@@ -46,7 +47,7 @@ def pictures_and_boxes(draw):
     return smooth(height, width, draw(st.integers(0, 9))), box
 
 
-@settings(deadline=None, max_examples=60)
+@max_examples(60)
 @given(pictures_and_boxes(), st.sampled_from(FORMS), st.integers(0, 20))
 def test_a_part_is_the_part_of_the_whole(drawn, form, after):
     pixels, box = drawn

@@ -7,9 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
+from thoroughness import max_examples
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import lightning_fastdata as ld
@@ -18,7 +19,7 @@ from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder
 
 
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(
     length=st.integers(0, 200),
     block=st.integers(1, 30),
@@ -165,7 +166,7 @@ class Standing(torch.utils.data.Dataset):
 SIZES = st.lists(st.integers(1, 9), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@max_examples(150)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=3), data=st.data())
 def test_groups_are_found_through_what_stands_before_the_dataset(sizes, data):
     """So many groups at once: any part of the order that ends a run of them has whole groups."""
@@ -194,7 +195,7 @@ def test_groups_are_found_through_what_stands_before_the_dataset(sizes, data):
     assert len(seen) == len(set(seen))  # no group is come back to
 
 
-@settings(max_examples=100, deadline=None)
+@max_examples(100)
 @given(sizes=SIZES, at_once=st.integers(1, 5), epoch=st.integers(0, 5), data=st.data())
 def test_a_part_of_the_order_is_that_of_the_whole(sizes, at_once, epoch, data):
     dataset = Stored(sizes)

@@ -20,6 +20,7 @@ from lightning_fastdata.plugin.bindings import BatchSizeGuard
 
 torch.set_num_threads(1)
 
+QUIET = LoaderOptions(num_workers=0, probe=False)
 MIB = 2**20
 GIB = 2**30
 
@@ -66,7 +67,7 @@ def fit(tmp_path, policy, *, module=None, model=None, device=None, callbacks=(),
     device = device if device is not None else Counted()
     model = model if model is not None else Takes(device)
     if module is None:
-        module = RowsModule(32, length=64, guard=policy, options=LoaderOptions(num_workers=0))
+        module = RowsModule(32, length=64, guard=policy, options=QUIET)
     guard = BatchSizeGuard(reader=device)
     made = make_trainer(
         tmp_path, callbacks=[guard, *callbacks], **{"limit_val_batches": 0, **trainer}
@@ -106,7 +107,7 @@ def test_the_asked_sizes_are_back_after_the_fit(tmp_path, ending):
                 raise ZeroDivisionError
 
     device = Counted()
-    module = RowsModule(32, length=64, guard="accumulate", options=LoaderOptions(num_workers=0))
+    module = RowsModule(32, length=64, guard="accumulate", options=QUIET)
     trainer = make_trainer(tmp_path, callbacks=[BatchSizeGuard(reader=device)], limit_val_batches=0)
     if ending == "exception":
         with pytest.raises(ZeroDivisionError):
@@ -121,7 +122,7 @@ def test_a_resumed_run_keeps_the_sizes_of_its_guard(tmp_path):
     path = tmp_path / "one.ckpt"
     trainer.save_checkpoint(path)
     model, device = Takes(Counted()), Counted()
-    module = RowsModule(32, length=64, guard="accumulate", options=LoaderOptions(num_workers=0))
+    module = RowsModule(32, length=64, guard="accumulate", options=QUIET)
     resumed = make_trainer(
         tmp_path, callbacks=[BatchSizeGuard(reader=device)], limit_val_batches=0, max_epochs=2
     )
@@ -194,9 +195,7 @@ class OwnLoader(RowsModule):
 def of_first_batches(kind, guard):
     if kind == "own loader":
         return OwnLoader(32, guard=guard)
-    return FastDataModule.from_datasets(
-        Stream(), batch_size=16, guard=guard, options=LoaderOptions(num_workers=0)
-    )
+    return FastDataModule.from_datasets(Stream(), batch_size=16, guard=guard, options=QUIET)
 
 
 def test_a_stream_whose_batches_fit_is_trained_on_as_without_a_guard(tmp_path):
@@ -310,7 +309,7 @@ def test_the_twins_guard_works_with_the_twins_trainer(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     module = twin.FastDataModule.from_datasets(
-        Rows(64), batch_size=32, guard="accumulate", options=LoaderOptions(num_workers=0)
+        Rows(64), batch_size=32, guard="accumulate", options=QUIET
     )
     model = Model()
     trainer = pytorch_lightning.Trainer(

@@ -22,7 +22,7 @@ from lightning_fastdata.plugin.guard.prediction import (
 )
 
 MIB, GIB = 2**20, 2**30
-QUIET = LoaderOptions(num_workers=0)
+QUIET = LoaderOptions(num_workers=0, probe=False)
 
 
 class Device:

@@ -116,7 +116,7 @@ class Model(LightningModule):
 
 def fit(model, *, guard="warn", accumulate=1, collate=None, **arguments):
     """Train, and return the parameters, what was logged, and the trainer."""
-    options = LoaderOptions(num_workers=0, executor="inline")
+    options = LoaderOptions(num_workers=0, executor="inline", probe=False)
     trainer = quiet_trainer(
         callbacks=[BatchSizeGuard()],
         num_sanity_val_steps=0,

@@ -98,7 +98,9 @@ class Module(FastDataModule):
     """Trains on one dataset or several; a device without streams has some like a GPU's."""
 
     def __init__(self, loader, *, dataset=Images, length=SAMPLES, mode=None, sampler=None, **about):
-        options = LoaderOptions(num_workers=loader.workers, executor=loader.executor, timeout_s=120)
+        how = {"num_workers": loader.workers, "executor": loader.executor}
+        # Nothing is left to be found out by a process of its own, which takes longer than a run.
+        options = LoaderOptions(**how, timeout_s=120, probe=False)
         super().__init__(**{"batch_size": BATCH, **about}, options=options, seed=3, guard="off")
         self.dataset, self.length, self.mode, self.sampler = dataset, length, mode, sampler
 

@@ -6,14 +6,13 @@ import io
 import os
 import shutil
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import simplejpeg
 import torch
 from PIL import Image
+from programs import run_program
 from resilience.damaged_images import damaged_images, png_chunk, sound_images
 from thoroughness import some
 from torch.utils.data import Dataset
@@ -173,10 +172,7 @@ def test_claims_of_size_are_refused_before_memory_is_taken(damaged, files):
         "        try: open_image(path, decoder=decoder).decode()\n"
         "        except DatasetError: pass\n"
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *claims], env=env, capture_output=True, text=True, check=False
-    )
+    done = run_program("-c", code, *claims)
     assert len(claims) > 40
     assert done.returncode == 0, done.stderr
 

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import lightning_fastdata as ld
@@ -102,7 +103,7 @@ def drawn(raw, index):
     return torch.cat([decode(raw, index).float(), torch.rand(1), torch.tensor([np.random.rand()])])
 
 
-@settings(max_examples=25, deadline=None)
+@max_examples(25)
 @given(data=st.data())
 def test_records_come_in_any_order(tmp_path_factory, data):
     name = data.draw(st.sampled_from(list(MAKERS)))
