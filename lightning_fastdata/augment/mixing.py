@@ -348,7 +348,7 @@ class Mixer:
                 parts = step.mix(parts, own, order[:, number])
                 start += step.count()
             changed: dict[Location, object] = {found["image"]: form.restored(parts.image)}
-            if parts.mask is not None:
+            if given is not None and parts.mask is not None:
                 changed[found["mask"]] = _mask_restored(parts.mask, given)
             if label is not None:
                 changed[label] = parts.labels

@@ -162,6 +162,7 @@ def _pixel_launches(
     # What is not there lies at any place.
     where, fill = run.reading.where or run.code, run.reading.fill or run.code
     at = run.code.offset // 4, where.offset // 4, run.reading.border, fill.offset // 4
+    before: tuple[torch.Tensor | int, ...]
     before = (blob, *views, sums, middle, *at, mean.offset // 4, gain.offset // 4)
     after = height, width, *size, run.code.shape[1], math.prod(size)
     for adds_up in (True, False) if run.contrasts else (False,):
