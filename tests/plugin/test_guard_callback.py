@@ -196,9 +196,7 @@ class OwnLoader(RowsModule):
 def of_first_batches(kind, guard):
     if kind == "own loader":
         return OwnLoader(32, guard=guard)
-    return FastDataModule.from_datasets(
-        Stream(), batch_size=16, guard=guard, options=QUIET
-    )
+    return FastDataModule.from_datasets(Stream(), batch_size=16, guard=guard, options=QUIET)
 
 
 def test_a_stream_whose_batches_fit_is_trained_on_as_without_a_guard(tmp_path):
