@@ -7,11 +7,14 @@ import cv2
 import numpy as np
 import torch
 from misses import each
+from thoroughness import some
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.ops.positions.resize import LINEAR, NEAREST
 
 HEIGHT = 11
+WIDTHS = some(range(1, 41), 3)
+"""With each rest after the eight pixels that OpenCV takes at once."""
 BORDERS = (cv2.BORDER_CONSTANT, cv2.BORDER_REFLECT_101, cv2.BORDER_REPLICATE)
 NEAREST_DTYPES = (np.uint8, np.int32, np.float32, np.float64)
 LINEAR_DTYPES = (np.uint8, np.int16, np.float32, np.float64)
@@ -48,7 +51,7 @@ def made_by_both(mask, matrix, interpolation, border, *, projective):
     return transform.apply_to_mask(mask, **params), got
 
 
-@each("width", range(1, 41))
+@each("width", WIDTHS)
 @each("dtype", NEAREST_DTYPES)
 @each("border", BORDERS)
 @each("projective", [False, True])
@@ -62,7 +65,7 @@ def test_a_mask_is_read_at_the_pixel_that_opencv_finds_nearest(width, dtype, bor
         assert got.dtype == dtype
 
 
-@each("width", range(1, 41))
+@each("width", WIDTHS)
 @each("dtype", LINEAR_DTYPES)
 @each("border", [cv2.BORDER_REFLECT_101, cv2.BORDER_REPLICATE])
 @each("projective", [False, True])

@@ -73,7 +73,7 @@ class Uneven(RowsModule):
     """``length`` rows for all evaluation; two loaders for validation if ``second`` is given."""
 
     def __init__(self, length, second=None, sampled=False, **arguments):
-        options = LoaderOptions(num_workers=0)
+        options = LoaderOptions(num_workers=0, probe=False)
         super().__init__(length=8 * int(os.environ["RANKS"]), options=options, **arguments)
         self.rows, self.second, self.sampled = length, second, sampled
 
