@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_fastdata.augment.mixing import CutMix as CutMix
     from lightning_fastdata.augment.mixing import MixUp as MixUp
+    from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
     from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
     from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
@@ -83,6 +84,7 @@ _HOME = {
     "decode_crop": "images.reading",
     "plan_remote": "insight.remote_plan",
     "prefetch": "device.prefetch",
+    "register": "augment.registry",
 }
 
 # Written out, as type checkers read it.
@@ -121,6 +123,7 @@ __all__ = [
     "decode_crop",
     "plan_remote",
     "prefetch",
+    "register",
 ]
 
 # Type checkers would take any name for one of the package's.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.batch_images import BatchImages as BatchImages
     from lightning_fastdata.augment.batch_images import left_undone as left_undone
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
+    from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
     from lightning_fastdata.augment.stage_transform import PlaceSwitch as PlaceSwitch
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
@@ -29,6 +30,7 @@ _HOME = {
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",
     "left_undone": "batch_images",
+    "register": "registry",
     "warn_of_unkeyed": "pipeline.unkeyed",
 }
 

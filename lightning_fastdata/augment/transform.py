@@ -22,6 +22,7 @@ from lightning_fastdata.augment.pipeline.plan import analyse, redrawn
 from lightning_fastdata.augment.pipeline.tree import is_albumentations_pipeline
 from lightning_fastdata.augment.pipeline.trial import refusal, what_it_means
 from lightning_fastdata.augment.record.worker import ComposeWorker, SampleForm, device_ops
+from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
@@ -111,6 +112,7 @@ class BatchTransform(StageTransform):
             compose = albumentations.Compose([compose])
         self.compose = compose
         self._ops = ops
+        self._registered: dict[str, DeviceOp] = {}
         self._same_pixels = same_pixels
         self._on_cpu = checked_on_cpu(on_cpu)
         self._fields = fields
@@ -206,6 +208,7 @@ class BatchTransform(StageTransform):
         channels, dtypes = self._images
         self._state = state
         self._epoch: int | None = None
+        self._registered = registered_forms(self.compose, self._registered)
         self.plan = analyse(
             self.compose,
             self.ops,
@@ -233,8 +236,8 @@ class BatchTransform(StageTransform):
 
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
-        """Device forms by name."""
-        return device_ops(self._ops)
+        """Device forms by name, with those that were registered for the pipeline's own classes."""
+        return device_ops(self._ops, self._registered)
 
     @property
     def defers(self) -> bool:
@@ -243,7 +246,7 @@ class BatchTransform(StageTransform):
 
     def redrawn(self) -> tuple[str, ...]:
         """Return the operations of which a device makes other pixels of the same distribution."""
-        return redrawn(self.compose, self.plan, device_ops())
+        return redrawn(self.compose, self.plan, self.ops)
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
@@ -262,8 +265,8 @@ class BatchTransform(StageTransform):
 
     def worker_part(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
-        defers = on_device and self.plan.defers
-        return ComposeWorker(self.compose, self._fields, self.plan if defers else None, self._ops)
+        plan = self.plan if on_device and self.plan.defers else None
+        return ComposeWorker(self.compose, self._fields, plan, self._ops, self._registered)
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.

@@ -46,6 +46,7 @@ Fused: TypeAlias = "Instructions | Geometry | End"
 """What an operation is within a run: a way of reading, a change of each pixel, or its end."""
 
 
+# Functions with a name: what users register travels to other processes.
 def _same_shape(transform: Transform, params: Values, shape: Shape) -> Shape:  # noqa: ARG001
     return shape
 
@@ -108,6 +109,11 @@ class DeviceOp:
     the distribution of Albumentations' result, not its pixels."""
     fused: Fused | None = None
     """What it is within a run of operations on images that one kernel computes."""
+    owner: type | None = None
+    """The class that it was registered for, and no other; None: Albumentations' class ``name``. It
+    keeps the shape and dtype of images and masks."""
+    reads_pixels: bool = False
+    """With an owner: whether its sampler must be given the real image."""
 
 
 class TapeOp(NamedTuple):

@@ -105,8 +105,10 @@ MOST_PER_LEVEL: Final = 3
 def may_differ(transform: Node) -> bool:
     """Return whether the device may make other values of uint8 images, a few or by a little.
 
-    What is drawn for every pixel on the device is not meant.
+    What is drawn for every pixel on the device is not meant, nor what users registered.
     """
+    if not is_albumentations(transform):
+        return False
     if type(transform).__name__ in _LINEAR and held(transform, "interpolation") == 1:
         return not blends_alike()
     return bound_of(transform).largest > 0

@@ -54,7 +54,8 @@ class Followed(NamedTuple):
 
 def takes_dtype(op: DeviceOp, dtype: DType) -> bool:
     """Return whether a device form knows images of a dtype."""
-    return dtype == BYTES or (dtype == FLOATS and op.name in _OF_FLOATS)
+    of_floats = op.owner is not None or op.name in _OF_FLOATS
+    return dtype == BYTES or (dtype == FLOATS and of_floats)
 
 
 def why_not(op: DeviceOp, dtypes: Iterable[DType | None]) -> str | None:
@@ -89,6 +90,8 @@ def dtype_after(transform: Node, dtype: DType | None) -> DType | None:
 def changes_form(transform: Node) -> bool:
     """Return whether a transform may change the shape or dtype of images."""
     name = type(transform).__name__
+    if not is_albumentations(transform):
+        return False
     if name in CHANGES_DTYPE_OR_LAYOUT or name in CHANGES_SIZE:
         return True
     # ToRGB is there for images of one channel.

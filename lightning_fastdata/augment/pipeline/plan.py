@@ -128,11 +128,12 @@ def analyse(
         own_pixels = "the pipeline returns what it drew, and the device would draw other numbers"
     opaque = last_opaque(compose)
     forms = [device_form(leaf.transform, ops) for leaf in leaves]
-    sizes = follow_sizes(compose, Size(size, size))
+    keeps = {op.owner for op in forms if op is not None and op.owner is not None}
+    sizes = follow_sizes(compose, Size(size, size), keeps)
     followed = [follow_dtypes(leaves, dtype) for dtype in dtypes]
     boundary = max(sizes.boundary, opaque, *(one.boundary for one in followed))
     placed: list[OpPlacement] = []
-    sees = [_reads_pixels(leaf.transform) for leaf in leaves]
+    sees = [_reads_pixels(leaf.transform, op) for leaf, op in zip(leaves, forms, strict=True)]
     barrier_after: str | None = None
     behind = followers(compose)
     for index in range(len(leaves) - 1, -1, -1):
@@ -144,8 +145,6 @@ def analyse(
             why_worker = _why_before(index, opaque, sizes.boundary, followed, leaves)
         given = {one.before[index] for one in followed}
         why_worker = why_worker or _why_worker(leaf, op, sizes.before[index], given, barrier_after)
-        if why_worker is None and sizes.before[index].exact is None and name in CHANGES_SIZE:
-            why_worker = "the size of images before it is not known"
         draws = op is not None and op.draws_pixels(leaf.transform)
         if why_worker is None:
             after = [leaves[other] for other in _on_device(behind[index], placed, len(leaves))]
@@ -181,7 +180,9 @@ def redrawn(compose: Node, plan: Plan, ops: Mapping[str, DeviceOp]) -> tuple[str
 
 def device_form(transform: Node, ops: Mapping[str, DeviceOp]) -> DeviceOp | None:
     """Return the device form of a transform; a user's subclass never inherits one."""
-    return ops.get(type(transform).__name__) if is_albumentations(transform) else None
+    kind = type(transform)
+    own = next((op for op in ops.values() if op.owner is kind), None)
+    return ops.get(kind.__name__) if own is None and is_albumentations(transform) else own
 
 
 def _where(
@@ -211,6 +212,8 @@ def _why_worker(
         return "no device form"
     if (strange := why_not(op, given)) is not None:
         return strange
+    if op.owner is not None:
+        return None
     # Images of an unknown but common size are taken to be any, so not square.
     one_size = before.exact or (64, 48)
     made = size_after(leaf.transform, Size(one_size, one_size)).exact
@@ -225,6 +228,8 @@ def _why_worker(
         return "changes the shape or dtype of some samples only"
     if barrier_after is not None:
         return f"changes the shape or dtype, and {barrier_after} after it may need the pixels"
+    if before.exact is None and type(leaf.transform).__name__ in CHANGES_SIZE:
+        return "the size of images before it is not known"
     return None
 
 
@@ -265,8 +270,10 @@ def _why_before(
     return f"samples may be of several dtypes until {name} gives all of them one"
 
 
-def _reads_pixels(transform: Node) -> bool:
+def _reads_pixels(transform: Node, op: DeviceOp | None) -> bool:
     name = type(transform).__name__
+    if op is not None and op.owner is not None:
+        return op.reads_pixels
     if not is_albumentations(transform):
         return True
     if name == "RandomBrightnessContrast":

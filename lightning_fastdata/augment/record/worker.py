@@ -66,7 +66,8 @@ class SampleForm(NamedTuple):
 class ComposeWorker(WorkerTransform):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
-    Several threads may call it: each has its own copy of the pipeline.
+    Several threads may call it: each has its own copy of the pipeline. It carries the forms that
+    were registered for the pipeline's own classes: a process that was spawned knows no others.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class ComposeWorker(WorkerTransform):
         fields: Fields,
         plan: Plan | None,
         ops: Mapping[str, DeviceOp] | None = None,
+        registered: Mapping[str, DeviceOp] | None = None,
     ) -> None:
         self._compose = compose
         self._ops = ops
+        self._registered = registered
         self._fields = fields
         self._plan = plan
         self._roles = target_roles(compose)
@@ -209,7 +212,7 @@ class ComposeWorker(WorkerTransform):
 
     @property
     def _device_ops(self) -> Mapping[str, DeviceOp]:
-        return device_ops(self._ops)
+        return device_ops(self._ops, self._registered)
 
     def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], _Seed]:
         """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
@@ -258,14 +261,16 @@ class ComposeWorker(WorkerTransform):
         return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
 
 
-def device_ops(ops: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
-    """Return device forms by name; None: all that there are."""
-    if ops is not None:
-        return ops
-    # Looked up where they are used: they need not travel with a pickled transform.
-    from lightning_fastdata.augment.ops import DEVICE_OPS
+def device_ops(
+    ops: Mapping[str, DeviceOp] | None = None, registered: Mapping[str, DeviceOp] | None = None
+) -> Mapping[str, DeviceOp]:
+    """Return device forms by name: of Albumentations' transforms (None: all), and of others."""
+    if ops is None:
+        # Looked up where they are used: they need not travel with a pickled transform.
+        from lightning_fastdata.augment.ops import DEVICE_OPS
 
-    return DEVICE_OPS
+        ops = DEVICE_OPS
+    return {**ops, **registered} if registered else ops
 
 
 def _are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
