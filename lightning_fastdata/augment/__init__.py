@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.batch_images import left_undone as left_undone
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
     from lightning_fastdata.augment.replay.program import Draws as Draws
-    from lightning_fastdata.augment.stage_transform import PlaceSwitch as PlaceSwitch
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
@@ -24,7 +23,6 @@ _HOME = {
     "BatchImages": "batch_images",
     "BatchTransform": "transform",
     "Draws": "replay.program",
-    "PlaceSwitch": "stage_transform",
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",

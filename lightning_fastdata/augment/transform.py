@@ -247,7 +247,7 @@ class BatchTransform(StageTransform):
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
-        self.worker_part(on_device=False).form_of(sample)
+        self.in_worker(on_device=False).form_of(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):
@@ -260,7 +260,7 @@ class BatchTransform(StageTransform):
                     stacklevel=2,
                 )
 
-    def worker_part(self, *, on_device: bool) -> ComposeWorker:
+    def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         defers = on_device and self.plan.defers
         return ComposeWorker(self.compose, self._fields, self.plan if defers else None, self._ops)

@@ -209,7 +209,7 @@ def record_of_loader(
     span = RunSpan(
         batch_size=int(rows_in(sampler) or module.batch_size),
         batches_per_epoch=max(1, len(loader)),
-        place=_place(loader, 0),
+        place=_place(loader),
     )
     batches = 0
     if trainer is not None:
@@ -240,7 +240,7 @@ def _present_span(span: RunSpan, loader: FastDataLoader, trainer: Trainer) -> Ru
         batches_per_epoch=int(trainer.num_training_batches),
         world_size=trainer.world_size,
         accumulate_grad_batches=accumulated,
-        place=_place(loader, epoch),
+        place=_place(loader),
         epoch=epoch,
         batch=progress.total.ready - taken,
     )
@@ -251,11 +251,8 @@ def _present_span(span: RunSpan, loader: FastDataLoader, trainer: Trainer) -> Ru
     )
 
 
-def _place(loader: FastDataLoader, epoch: int) -> PixelPlace:
-    transform = loader.transform
-    if transform is not None and transform.switch is not None:
-        return transform.switch.place(epoch)
-    return "device" if transform is not None and loader.on_device else "workers"
+def _place(loader: FastDataLoader) -> PixelPlace:
+    return "device" if loader.transform is not None and loader.on_device else "workers"
 
 
 def _order_name(batch_sampler: object, seed: int) -> str:

@@ -86,10 +86,8 @@ class RunJudge:
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
         transform = loader.transform if isinstance(loader, FastDataLoader) else None
-        switch = None if transform is None else transform.switch
         augment_on: Literal["cpu", "device"] | None = None
-        place = "device" if switch is None else switch.newest
-        if self._recording.augments(stage) and place == "device":
+        if self._recording.augments(stage):
             augment_on = "device"
         elif transform is not None:
             augment_on = "cpu"
@@ -145,9 +143,9 @@ class RunJudge:
         ours = own_datamodule(self._trainer)
         if ours is not None and ours.cache is not None:
             found["cache"] = "cache= is set"
-        pixels = getattr(loader, "transform", None) is not None
-        if ours is not None and pixels and ours.placing.asked == "auto":
-            found["augment_on"] = "which is chosen by what batches take"
+        choice = None if ours is None else ours.placing.choice(self._recording.main.stage)
+        if choice is not None and choice.place == "workers":
+            found["augment_on"] = "the workers were found to be faster before the training"
         return found
 
     @contextmanager
