@@ -12,15 +12,13 @@ from json import dumps as dump_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.cli.commands import print_found
-from lightning_fastdata.errors import FastDataError, OptionsError
+from lightning_fastdata.errors import FastDataError, OptionsError, printable
 from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
     from collections.abc import Mapping, Sequence
-
-    from jsonargparse import ArgumentParser
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
 _EVERY_S: Final = 1.0
@@ -30,11 +28,6 @@ def run(command: Sequence[str], *, module: bool = False, report: str | None = No
     """Run a script; each Lightning Trainer that it makes gets a DataThroughputCallback.
 
     This process becomes that of the script: signals, exit code and output are its own.
-
-    Args:
-        command: A Python file and its arguments; or a program, such as torchrun, and its own.
-        module: The first of them is a module, as of ``python -m``.
-        report: Where the report is written; None: ``report.json`` in the log folder of the Trainer.
     """
     check_found_by_lightning()
     program = program_of(command, module=module)
@@ -86,9 +79,7 @@ def _become(program: list[str], environ: Mapping[str, str]) -> None:
 def top(run: str | None = None, *, once: bool = False) -> None:
     """Show how trainings of this user on this machine are going, and where they hang.
 
-    Args:
-        run: The process number of one, or a part of the name of its script or log folder.
-        once: Print one page and end; so it is where the output is no terminal.
+    Where the output is no terminal, one page is printed.
     """
     from lightning_fastdata.insight.live.status import live_folder, page_text, read_all
 
@@ -110,20 +101,16 @@ def top(run: str | None = None, *, once: bool = False) -> None:
 
 
 def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
-    """Print the summary of a run again, or compare several with the first.
-
-    Args:
-        runs: Folders of runs, or their ``report.json``.
-        open: Open the pages of their reports in the browser.
-    """
+    """Print the summary of a run again, or compare several with the first."""
     from lightning_fastdata.insight.report.compare import compare as compared
-    from lightning_fastdata.insight.report.recorded import as_run_report, read_report
-    from lightning_fastdata.insight.report.summary_text import page_line
+    from lightning_fastdata.insight.report.compare import read_report
+    from lightning_fastdata.insight.report.summary_text import page_line, print_lines
 
     files = [report_file(Path(each)) for each in runs]
     reports = [read_report(file) for file in files]
     if len(reports) == 1:
-        print_found(as_run_report(reports[0], files[0]))
+        summary = reports[0]["summary"]
+        print_lines([(printable(text, keep=""), how) for text, how in line] for line in summary)
     else:
         for file, each in zip(files[1:], reports[1:], strict=True):
             both = compared(reports[0], each, names=(str(files[0]), str(file)))
@@ -157,50 +144,29 @@ def report_file(run: Path) -> Path:
     raise OptionsError(f"{run} has no report.json.{listed} Name a folder of a run, or its report.")
 
 
-def top_parser() -> ArgumentParser:
-    """Return the parser of ``top``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Show how trainings with a DataThroughputCallback are going, of this user on "
-        "this machine, and where they hang."
-    )
+def takes_top(parser: ArgumentParser) -> None:
+    """Add the arguments of ``top``."""
     parser.add_argument(
         "run",
         nargs="?",
-        default=None,
         help="The process number of one, or a part of the name of its script or log folder.",
     )
     parser.add_argument("--once", action="store_true", help="Print one page and end.")
-    return parser
 
 
-def report_parser() -> ArgumentParser:
-    """Return the parser of ``report``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Print the summary of a run again, or compare several with the first."
-    )
+def takes_report(parser: ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
     parser.add_argument("runs", nargs="+", help="Folders of runs, or their report.json.")
     parser.add_argument(
         "--open", action="store_true", help="Open the pages of their reports in the browser."
     )
-    return parser
 
 
 def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
-    """Print what differs between two runs, and whether a condition on that holds.
+    """Print what differs between two runs.
 
-    Args:
-        a: The report.json of the run to compare with.
-        b: The report.json of the run that is compared.
-        fail_if: Conditions that must not hold, e.g. ``step_ms > +10%``.
-        json: Print JSON instead of a table.
-
-    Raises:
-        SystemExit: With code 1 if a condition holds, with code 2 if a report or a condition cannot
-            be read, or a condition cannot be decided.
+    Exit codes: 0; 1 if a condition holds; 2 if a report or a condition cannot be read, or a
+    condition cannot be decided.
     """
     from lightning_fastdata.insight.report.compare import compare_files
 
@@ -218,15 +184,12 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         raise SystemExit(1)
 
 
-def run_parser() -> ArgumentParser:
-    """Return the parser of ``run``; what follows the script is the script's own."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Run a script as it is; each Lightning Trainer that it makes gets a "
-        "DataThroughputCallback, which prints a summary and writes a report."
+def takes_run(parser: ArgumentParser) -> None:
+    """Add the arguments of ``run``; what follows the script is the script's own."""
+    parser.add_argument(
+        "--report",
+        help="Where the report is written. Default: report.json in the Trainer's log folder.",
     )
-    parser.add_argument("--report", default=None, help="Where the report is written.")
     parser.add_argument(
         "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
     )
@@ -235,17 +198,10 @@ def run_parser() -> ArgumentParser:
         nargs="...",
         help="A Python file and its arguments; or a program, such as torchrun, and its arguments.",
     )
-    return parser
 
 
-def compare_parser() -> ArgumentParser:
-    """Return the parser of ``compare``, whose condition may be given several times."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Print what differs between two runs. Exit codes: 0, 1 if a condition holds, "
-        "2 if a report or a condition cannot be read."
-    )
+def takes_compare(parser: ArgumentParser) -> None:
+    """Add the arguments of ``compare``, whose condition may be given several times."""
     parser.add_argument("a", help="The report.json of the run to compare with.")
     parser.add_argument("b", help="The report.json of the run that is compared.")
     parser.add_argument(
@@ -253,9 +209,9 @@ def compare_parser() -> ArgumentParser:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="What must not be, any number of times: 'step_ms > +10%' is a change of b over a in "
+        help="What must not be, any number of times: 'step_ms > +10%%' is a change of b over a in "
         "percent, 'stall_share > +0.02' a change, 'stall_percent > 5' the value of b; with "
-        "'val.' before the name, of validation.",
+        "'val.' before the name, of validation. Exit codes: 0, 1 if a condition holds, 2 if a "
+        "report or a condition cannot be read.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
-    return parser

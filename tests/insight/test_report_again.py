@@ -16,8 +16,6 @@ from thoroughness import max_examples
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule
 from lightning_fastdata.cli import main
-from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.report.recorded import as_run_report, read_report
 
 
 class Model(LightningModule):
@@ -54,20 +52,6 @@ def trained(tmp_path_factory):
     )
     trainer.fit(Model(), FastDataModule.from_datasets(Rows(), Rows(), batch_size=2, num_workers=2))
     return callback, folder
-
-
-def test_a_report_is_read_back_as_it_was(trained):
-    callback, folder = trained
-    path = folder / "report.json"
-    assert len(callback.report.stages) == 2
-    assert callback.report.stages[0].causes is not None
-    again = as_run_report(read_report(path), path)
-    written = json.loads(path.read_text())
-    for stage in written["stages"].values():
-        del stage["recent"]
-    assert json.loads(json.dumps(again.as_dict())) == written
-    assert again == callback.report
-    assert again.text(100) == callback.report.text(100)
 
 
 @pytest.mark.parametrize("name", ["", "report.json"])
@@ -138,10 +122,20 @@ def changed(value, draw, depth):
 @given(data=st.data())
 @max_examples(100)
 def test_whatever_a_report_holds_it_is_printed_or_refused(trained, data):
-    path = trained[1] / "report.json"
-    report = changed(json.loads(path.read_bytes()), data.draw, data.draw(st.integers(1, 6)))
+    whole = json.loads((trained[1] / "report.json").read_bytes())
+    path = trained[1] / "changed.json"
+    path.write_text(json.dumps(changed(whole, data.draw, data.draw(st.integers(1, 6)))))
+    ended = ""
     try:
-        text = as_run_report(report, path).text()
-    except OptionsError as error:
-        text = str(error)
-    assert text
+        main(["report", str(path)])
+    except SystemExit as error:
+        ended = str(error)
+    assert not ended or ended.startswith("fastdata: ")
+
+
+def test_a_summary_gives_no_orders_to_a_terminal(trained, tmp_path, capsys):
+    report = json.loads((trained[1] / "report.json").read_text())
+    report["summary"].append([["\x1b[2Jgone", ""]])
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    main(["report", str(tmp_path)])
+    assert "\\x1b[2Jgone" in capsys.readouterr().out

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
-from lightning_fastdata.errors import printable
+from lightning_fastdata.errors import has_package, printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import (
@@ -40,7 +41,7 @@ _KIND_COLORS = {
     "unknown": "bold reverse",
 }
 _PAUSE_COLOR = "bold white on magenta"
-_TO_ASCII = str.maketrans({"─": "-", "·": "|", "→": ">", "…": "."})
+_TO_ASCII = str.maketrans("─·→…█▉▊▋▌▍▎▏", "-|>.#####   ")
 _INDENT = 7
 _NARROWEST, _WIDEST = 60, 120
 _BAR_SPACE = 42
@@ -81,7 +82,6 @@ def summary_lines(
     notes: Sequence[str],
     ended: bool,
     width: int,
-    ascii: bool,  # noqa: A002
 ) -> list[Line]:
     """Return the summary of a run.
 
@@ -96,7 +96,6 @@ def summary_lines(
         notes: One sentence each.
         ended: False where the run goes on.
         width: Columns.
-        ascii: Draw with ASCII signs.
     """
     lines: list[Line] = []
     if not stages:
@@ -107,7 +106,7 @@ def summary_lines(
         title = f"{first.stage} · {first.steps} steps in {duration_text(first.duration_s)}"
         lines.append(rule(f"fastdata · {title} {so_far}", width))
         lines += _verdict_lines(verdict, width)
-        lines += [[], *_phase_rows(first, width, ascii), []]
+        lines += [[], *_phase_rows(first, width), []]
         lines += _words("", waits_line(first.loaders), width, "")
         lines += _throughput_lines(first, wall, width)
         if wall is not None:
@@ -125,9 +124,7 @@ def summary_lines(
     for note in notes:
         lines += _words("note", note, width, "dim")
     lines.append(rule("", width))
-    if not ascii:
-        return lines
-    return [[(as_ascii(piece), style) for piece, style in line] for line in lines]
+    return lines
 
 
 def first_word(verdict: Verdict, steps: int) -> str:
@@ -147,6 +144,22 @@ def page_line(page: Path) -> str:
     return f" page  {printable(str(page), keep='')}"
 
 
+def print_lines(lines: Iterable[Line]) -> None:
+    """Print lines: in colours on a terminal where there is rich, and plain elsewhere."""
+    if not (sys.stdout.isatty() and has_package("rich")):
+        text = "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
+        utf = (sys.stdout.encoding or "ascii").lower().startswith("utf")
+        sys.stdout.write(f"{text if utf else as_ascii(text)}\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    # By itself rich would show it in a notebook, to which processes of several ranks cannot speak.
+    console = Console(force_jupyter=False)
+    for line in lines:
+        console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
+
+
 def rule(title: str, width: int) -> Line:
     """Return a line across the page that begins with a title."""
     return [(title, "bold"), ("─" * max(0, width - len(title)), "dim")]
@@ -161,13 +174,13 @@ def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[Line]:
         yield [(" " * indent, "") if i else badge, (f"  {part}", "")]
 
 
-def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[Line]:
+def _phase_rows(stage: StageSummary, width: int) -> Iterable[Line]:
     """Return a row for each measured phase."""
     length = min(40, width - _BAR_SPACE)
     for name, phase in measured_phases(stage).items():
         yield [
             (f" {name:<9} ", "bold" if name == "wait" else ""),
-            (f"{bar(phase.share, length, ascii=ascii_only):<{length}}", _PHASE_COLORS[name]),
+            (f"{bar(phase.share, length):<{length}}", _PHASE_COLORS[name]),
             (f" {phase.mean_ms:8.1f} ms {phase.share:>4.0%}", ""),
             (f"  p95 {phase.p95_ms:7.1f}", "dim"),
         ]
@@ -271,14 +284,9 @@ def as_ascii(text: str) -> str:
     return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
 
 
-def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A002
-    """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell.
-
-    With ``ascii``, to a whole cell.
-    """
+def bar(fraction: float, width: int) -> str:
+    """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell."""
     cells = min(1.0, max(0.0, fraction)) * width
-    if ascii:
-        return "#" * round(cells)
     full, eighths = divmod(round(cells * 8), 8)
     return "█" * full + (_EIGHTHS[eighths] if eighths else "")
 

@@ -16,9 +16,15 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from lightning_fastdata.errors import FastDataWarning, has_package
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import WIDTH, Line, lines_html, page_line
+from lightning_fastdata.insight.report.summary_text import (
+    WIDTH,
+    Line,
+    lines_html,
+    page_line,
+    print_lines,
+)
 
 _Self = TypeVar("_Self", bound="_Measures")
 _Given = ParamSpec("_Given")
@@ -118,27 +124,13 @@ class ReportFiles:
 
 
 def print_report(report: RunReport, page: Path | None) -> None:
-    """Print a report, and where its page is; in a notebook, show it below the cell.
-
-    Without rich, it is printed without colours.
-    """
+    """Print a report, and where its page is; in a notebook, show it below the cell."""
     show = notebook_display()
     if show is not None:
         show(NotebookSummary(report, page))
         return
-    if not has_package("rich"):
-        width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
-        where = "" if page is None else f"{page_line(page)}\n"
-        text = report.text(width, ascii=not encoding.lower().startswith("utf"))
-        sys.stdout.write(f"{text}\n{where}")
-        return
-    from rich.console import Console
-
-    # By itself rich would show it in a notebook, to which processes of several ranks cannot speak.
-    console = Console(force_jupyter=False)
-    console.print(report)
-    if page is not None:
-        console.print(page_line(page), soft_wrap=True, highlight=False, markup=False)
+    where: list[Line] = [] if page is None else [[(page_line(page), "")]]
+    print_lines([*report.lines(shutil.get_terminal_size().columns), *where])
 
 
 class NotebookSummary:

@@ -375,10 +375,8 @@ class MeasuredRun:
             ranks.read()
         if verdict is None:
             verdict, _ = self.judge.judged(main, val, self.wall())
-        run = None if datamodule is None or not self.recording.fits else datamodule.run_record()
         return RunReport(
             ended=ended,
-            run=None if run is None else run.as_dict(),
             moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),
             wall=(wall := self.wall()),  # judging took its time, too
             device_minutes_waited=self._minutes_waited(wall, ranks),
