@@ -124,8 +124,8 @@ def open_datamodule(spec: str) -> Any:
             f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that returns "
             "it."
         )
-    made.prepare_data()  # type: ignore[attr-defined]  # Lightning's, as its trainer calls it
-    made.setup("fit")  # type: ignore[attr-defined]
+    made.prepare_data()
+    made.setup("fit")
     return made
 
 

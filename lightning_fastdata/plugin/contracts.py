@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.streams import DeviceStreams
     from lightning_fastdata.caches.folders import CacheFolder
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.order.run_record import RunRecord
     from lightning_fastdata.planning.options import LoaderOptions
     from lightning_fastdata.plugin.guard.prediction import GuardPolicy
     from lightning_fastdata.plugin.placing.trial import Placing
@@ -74,9 +73,6 @@ class DataModule(Protocol):
 
     def repeats_of(self, stage: Stage) -> int:
         """Return how often each sample is in a batch that the steps of a stage get."""
-
-    def run_record(self) -> RunRecord | None:
-        """Return what decides the training batches of its run; None: they cannot be found again."""
 
     def image_form(self, stage: Stage) -> BatchImages:
         """Return what is known of the images that the steps of a stage get."""

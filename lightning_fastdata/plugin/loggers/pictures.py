@@ -146,7 +146,8 @@ class BatchPictures:
             grid = self._form.grid(images, self._settings.most)
         except (BatchError, MissingPackageError) as error:
             return str(error)
-        caption = describe_picture(images, self._settings.most, self._form, epoch, step)
+        when = f"Epoch {epoch}, step {step}"
+        caption = describe_picture(images, self._settings.most, self._form, when)
         if log_image(loggers, TAG, captioned(grid, caption), caption, step):
             return None
         names = ", ".join(type(one).__name__ for one in loggers)
@@ -154,10 +155,8 @@ class BatchPictures:
         return f"{have}. Use a TensorBoardLogger, WandbLogger or MLFlowLogger."
 
 
-def describe_picture(
-    images: torch.Tensor, most: int, form: BatchImages, epoch: int, step: int
-) -> str:
-    """Return what a picture shows, in a sentence."""
+def describe_picture(images: torch.Tensor, most: int, form: BatchImages, when: str) -> str:
+    """Return what a picture shows, in a sentence; ``when`` says which batch it is of."""
     how_many, how = f"{min(most, len(images))} of {len(images)}", ""
     if images.is_floating_point():
         how = ", Normalize undone" if form.normalized else ", contrast stretched if not in [0, 1]"
@@ -165,7 +164,7 @@ def describe_picture(
     height, width = images.shape[1:3]
     return (
         f"Training batch as the training step gets it: {how_many} images, {height} x {width}, "
-        f"{dtype}{how}. Epoch {epoch}, step {step}."
+        f"{dtype}{how}. {when}."
     )
 
 
@@ -189,7 +188,7 @@ def captioned(grid: np.ndarray, caption: str) -> np.ndarray:
     return np.asarray(page)
 
 
-def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Image:
+def draw_batch(module: DataModule, batch: Batch, *, epoch: int, number: int) -> Image:
     """Return a picture of a training batch, as the model gets it.
 
     Raises:
@@ -204,7 +203,7 @@ def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Im
         form = form.normalized_by([datasets_of(module, "train")])
     images = form.find(batch)
     grid = form.grid(images, len(images))
-    caption = describe_picture(images, len(images), form, epoch, step)
+    caption = describe_picture(images, len(images), form, f"Epoch {epoch}, batch {number}")
     return Image.fromarray(captioned(grid, caption))
 
 
