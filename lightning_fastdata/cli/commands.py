@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -100,6 +99,7 @@ def open_datamodule(spec: str) -> Any:
     """
     from lightning_fastdata.host.machine import import_by_name
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
+    from lightning_fastdata.tree import name_of
 
     module_name, _, name = spec.rpartition(":")
     if not module_name or not name:

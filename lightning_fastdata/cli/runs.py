@@ -81,7 +81,7 @@ def top(run: str | None = None, *, once: bool = False) -> None:
 
     Where the output is no terminal, one page is printed.
     """
-    from lightning_fastdata.insight.live.status import live_folder, page_text, read_all
+    from lightning_fastdata.insight.live import live_folder, page_text, read_all
 
     def page() -> str:
         now_s = clock.unix_s()

@@ -16,10 +16,8 @@ import torch
 from lightning_fastdata.batches.libraries import rank_now
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.host.clock import monotonic
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.live.status import RunFacts
-from lightning_fastdata.insight.live.watched_run import Told, WatchedRun
+from lightning_fastdata.insight.live import RunFacts, Told, WatchedRun
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
@@ -79,8 +77,8 @@ class StepTimer:
         self._told = False
         self._reading: dict[int, object] = {}
         """Loaders that are read now, by the numbers of the iterations."""
-        self._activity = "between steps", monotonic()
-        """What is done now, and since when."""
+        self._activity = "between steps"
+        """What is done now."""
         self._transfer = Phase(self, StepTimeline.transfer_began, StepTimeline.transfer_ended)
         self._augment = Phase(self, StepTimeline.augment_began, StepTimeline.augment_ended)
 
@@ -131,7 +129,7 @@ class StepTimer:
         step, self._open = self._open, None
         if step is not None:
             step.stage.step_ended(step.samples)
-            self._activity = "between steps", monotonic()
+            self._activity = "between steps"
             if self._live is not None:
                 self._live.pace.step_ended(step.stage)
 
@@ -197,7 +195,7 @@ class StepTimer:
                 except StopIteration:
                     break
                 stage.timeline.wait_ended()
-                self._activity = "computing a step", monotonic()
+                self._activity = "computing a step"
                 if self._open is None:
                     self._open = _OpenStep(stage, batch_samples(held[0]), [reader])
                 else:
@@ -213,7 +211,7 @@ class StepTimer:
             self._left(stage, reader)
 
     def _waits(self, stage: LoopStage) -> None:
-        self._activity = "waiting for a batch", monotonic()
+        self._activity = "waiting for a batch"
         stage.wait_began()
 
     def _facts(self) -> Told | None:
@@ -222,14 +220,12 @@ class StepTimer:
         if not readers or stage is None or live is None:
             return None
         rank = rank_now()
-        activity, since_s = self._activity
         facts = RunFacts(
             rank=rank.number,
             world_size=rank.ranks,
             log_dir=str(Path.cwd()),
             method=stage.stage,
-            activity=activity,
-            activity_s=monotonic() - since_s,
+            activity=self._activity,
             epoch=max(0, stage.epochs - 1),
             step=live.pace.steps,
         )

@@ -127,16 +127,14 @@ def summary_lines(
     return lines
 
 
-def first_word(verdict: Verdict, steps: int) -> str:
-    """Return in one line what limits the first steps of a run, and what to try."""
+def verdict_line(verdict: Verdict) -> str:
+    """Return in one line what limits a run, and what to try."""
     finding = verdict.findings[0]
     sentence = verdict.sentence or finding.cause
     gain = "" if finding.gain is None else f": {gain_text(finding.gain)}"
     short = _LONG_PATH.sub(r".../\1", finding.remedy)
     remedy = f"; try {short}{gain}" if short else ""
-    said = f"{verdict.kind}, {sentence}{remedy} [{finding.family}, {finding.code}]"
-    line = f"fastdata after {steps} steps: {said}"
-    return printable(line)
+    return printable(f"{verdict.kind}, {sentence}{remedy} [{finding.family}, {finding.code}]")
 
 
 def page_line(page: Path) -> str:

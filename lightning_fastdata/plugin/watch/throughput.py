@@ -14,7 +14,7 @@ from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import first_word
+from lightning_fastdata.insight.report.summary_text import verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
 from lightning_fastdata.planning.options import (
     NeedsConstruction,
@@ -245,7 +245,8 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         if run.verdict_is_due(recording.batches_stepped):
             judged = run.judged()
             if judged and self.summary and recording.batches_stepped == FIRST_WORD_STEPS:
-                print_line(trainer, first_word(judged[0], recording.batches_stepped))
+                word = f"fastdata after {FIRST_WORD_STEPS} steps: {verdict_line(judged[0])}"
+                print_line(trainer, word)
 
     @harmless("An epoch was not logged")
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
