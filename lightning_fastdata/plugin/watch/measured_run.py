@@ -14,7 +14,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import LoaderFacts, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence, slowest
@@ -28,7 +28,6 @@ from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_load
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 from lightning_fastdata.plugin.watch.live import LiveRun
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
-from lightning_fastdata.tuning.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -105,10 +104,8 @@ class RunJudge:
             loader=label,
         )
 
-    def judged(
-        self, train: StageSummary, val: StageSummary | None, wall: WallTime
-    ) -> tuple[Verdict, Evidence]:
-        """Return what limits the training, and everything that is known of it."""
+    def judged(self, train: StageSummary, val: StageSummary | None, wall: WallTime) -> Verdict:
+        """Return what limits the training."""
         host, ranks = self._recording.host, self.ranks
         slowest = None if val is None else costliest(val.loaders)
         ours, facts = own_datamodule(self._trainer), self.facts(train)
@@ -129,7 +126,7 @@ class RunJudge:
             **({} if host is None else host.evidence()),
             **({} if ranks is None else rank_evidence(ranks.so_far)),
         )
-        return judge(train, facts, evidence), evidence
+        return judge(train, facts, evidence)
 
     @property
     def _val_loaders(self) -> object:
@@ -162,13 +159,6 @@ class RunJudge:
     @cached_property
     def _usable_cpus(self) -> int:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
-
-
-def predicted_step_ms(evidence: Evidence) -> float | None:
-    """Return what the model says a step takes in the loader as it is; None if it cannot."""
-    if evidence.setup is None or not evidence.costs:
-        return None
-    return simulate(evidence.costs, evidence.setup).step_ms
 
 
 def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[str | None, object]:
@@ -295,7 +285,7 @@ class MeasuredRun:
             return False
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
-    def judged(self) -> tuple[Verdict, Evidence] | None:
+    def judged(self) -> Verdict | None:
         """Judge the run so far, write its report, and show the verdict if it is another one.
 
         The run may end without a chance to write another report. None if no step ended yet.
@@ -305,7 +295,7 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
-            verdict, evidence = self.judge.judged(summary, self._validation(), wall)
+            verdict = self.judge.judged(summary, self._validation(), wall)
             self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
@@ -313,7 +303,7 @@ class MeasuredRun:
                     self.files.write(report)
         self._judged_s = clock.monotonic()
         self.show(verdict, summary, wall)
-        return verdict, evidence
+        return verdict
 
     def show(self, verdict: Verdict, summary: StageSummary, wall: WallTime | None) -> None:
         """Show a verdict to the loggers of texts: another one, or figures five minutes newer."""
@@ -374,7 +364,7 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
-            verdict, _ = self.judge.judged(main, val, self.wall())
+            verdict = self.judge.judged(main, val, self.wall())
         return RunReport(
             ended=ended,
             moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),

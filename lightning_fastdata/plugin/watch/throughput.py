@@ -23,7 +23,7 @@ from lightning_fastdata.planning.options import (
     refuses_unknown_names,
 )
 from lightning_fastdata.plugin.loggers import boards
-from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, Scalars, wall_scalars
+from lightning_fastdata.plugin.loggers.boards import Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
@@ -41,7 +41,6 @@ from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, Evalu
 from lightning_fastdata.plugin.watch.measured_run import (
     FIRST_WORD_STEPS,
     MeasuredRun,
-    predicted_step_ms,
 )
 from lightning_fastdata.plugin.watch.recording import Recording
 from lightning_fastdata.randomness.seeds import global_seed
@@ -243,9 +242,9 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         recording.batches_stepped += 1
         run.step_ended(step)
         if run.verdict_is_due(recording.batches_stepped):
-            judged = run.judged()
-            if judged and self.summary and recording.batches_stepped == FIRST_WORD_STEPS:
-                word = f"fastdata after {FIRST_WORD_STEPS} steps: {verdict_line(judged[0])}"
+            verdict = run.judged()
+            if verdict and self.summary and recording.batches_stepped == FIRST_WORD_STEPS:
+                word = f"fastdata after {FIRST_WORD_STEPS} steps: {verdict_line(verdict)}"
                 print_line(trainer, word)
 
     @harmless("An epoch was not logged")
@@ -269,14 +268,9 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             with self.misfortunes.survived("A figure was not drawn"):
                 boards.log_figure(trainer.loggers, "data/timeline", draw, step)
         wall = run.wall()
-        scalars = {**rank_metrics(heard), **wall_scalars(wall)}
-        judged = None
         if run.judge.affordable and (run.logs or self.report_path):
-            judged = run.judged()
-        predicted_ms = None if judged is None else predicted_step_ms(judged[1])
-        if predicted_ms is not None:
-            scalars[PREDICTED_STEP] = predicted_ms
-        run.log(scalars, step)
+            run.judged()
+        run.log({**rank_metrics(heard), **wall_scalars(wall)}, step)
 
     @harmless(NOT_MEASURED)
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
