@@ -34,7 +34,7 @@ class LookedClock(VirtualClock):
         self._parked: dict[threading.Thread, int] = {}
         self._others = set(threading.enumerate())
         self._pools: dict[int, ThreadPoolExecutor] = {}
-        self._cpu_ns: dict[int, tuple[int, int]] = {}
+        self._looked: dict[int, tuple[int, int]] = {}
         """Of each thread, when it was looked at last, and the CPU time that it had by then."""
 
     def thread_clock(self) -> int:
@@ -46,10 +46,10 @@ class LookedClock(VirtualClock):
         probe = ThreadProbe(number)
         state = probe.state()
         probe.close()
-        looked_ns, cpu_ns = self._cpu_ns.get(number, (self._now_ns, 0))
+        looked_ns, cpu_ns = self._looked.get(number, (self._now_ns, 0))
         if state is None or not state.blocked:
             cpu_ns += self._now_ns - looked_ns
-        self._cpu_ns[number] = self._now_ns, cpu_ns
+        self._looked[number] = self._now_ns, cpu_ns
         return cpu_ns
 
     def sleep(self, seconds: float) -> None:
