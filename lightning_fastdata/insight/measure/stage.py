@@ -18,8 +18,8 @@ from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
-    evidence_of,
     read_loader,
+    recorded_costs,
     stage_evidence,
 )
 from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
@@ -161,7 +161,7 @@ class StageMeter:
             return None
         for key, loader, stamps in others:
             setup = setup_of(loader, cpus=cpus, step_cpus=step_cpus)
-            costs = evidence_of(stamps, setup).costs
+            costs = recorded_costs(stamps)
             if setup is not None and costs:
                 limits.append((key.label, least_step_ms(costs, setup, less_ms=found.wait_ms)))
         return dataclasses.replace(found, limits=tuple(limits))

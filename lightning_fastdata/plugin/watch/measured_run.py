@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
@@ -31,7 +31,6 @@ from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -40,10 +39,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
-    from lightning_fastdata.plugin.loggers.boards import Scalars
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
-    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
+    from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
 _COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
@@ -193,16 +191,6 @@ def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
     return ((worst.stall_ms or 0.0) - (here.stall_ms or 0.0)) * here.steps / 1e3
 
 
-class Asked(Protocol):
-    """What the callback was asked to do, and where it notes its errors."""
-
-    every_n_steps: int | None
-    scalars: Scalars
-    report_path: str | Path | bool
-    summary: bool
-    misfortunes: Misfortunes
-
-
 class MeasuredRun:
     """What one run of a trainer needs and nothing outlives.
 
@@ -210,7 +198,11 @@ class MeasuredRun:
     """
 
     def __init__(
-        self, trainer: Trainer, recording: Recording, undo: list[Callable[[], None]], ours: Asked
+        self,
+        trainer: Trainer,
+        recording: Recording,
+        undo: list[Callable[[], None]],
+        ours: ThroughputHooks,
     ) -> None:
         self.trainer = trainer
         self.recording = recording
