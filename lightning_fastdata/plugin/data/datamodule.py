@@ -130,6 +130,10 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
         TransformError: ``augment`` is not a transform, or names a stage that does not exist.
     """
 
+    batch_size: int
+    chooses_batch_size: bool
+    """No batch size was asked for; that of now is one to begin with."""
+
     def __init__(
         self,
         batch_size: int | Auto = 32,

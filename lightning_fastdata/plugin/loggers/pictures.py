@@ -19,7 +19,6 @@ from lightning_fastdata.errors import (
     OptionsError,
     require,
 )
-from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.data.datasets import datasets_of
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
     from PIL.Image import Image
+
+    from lightning_fastdata.plugin.contracts import DataModule
 
 TAG: Final = "data/batch"
 """What the pictures are called on a board."""
