@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
@@ -37,7 +37,6 @@ from lightning_fastdata.plugin.seams.trainer import (
     print_line,
     steps_logged_by,
 )
-from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
 from lightning_fastdata.plugin.watch.measured_run import (
     FIRST_WORD_STEPS,
     MeasuredRun,
@@ -51,11 +50,12 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 
-_MOST_FIGURES = 20
+_MOST_FIGURES: Final = 20
+_NOT_MEASURED: Final = "A step was not measured"
 
 
 @refuses_unknown_names
-class ThroughputHooks(EvaluationHooks, NeedsConstruction):
+class ThroughputHooks(NeedsConstruction):
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
     Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
@@ -159,7 +159,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             listener = recording.listener(action)
             if listener is None:
                 return None
-            return guard(NOT_MEASURED, listener[0]), guard(NOT_MEASURED, listener[1])
+            return guard(_NOT_MEASURED, listener[0]), guard(_NOT_MEASURED, listener[1])
 
         undo.append(attach(trainer, find))
 
@@ -190,7 +190,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
         run.began()
 
-    @harmless(NOT_MEASURED)
+    @harmless(_NOT_MEASURED)
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first step of an epoch is counted apart."""
         if self._run is not None:
@@ -272,11 +272,87 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             run.judged()
         run.log({**rank_metrics(heard), **wall_scalars(wall)}, step)
 
-    @harmless(NOT_MEASURED)
+    @harmless(_NOT_MEASURED)
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that what follows belongs to no epoch."""
         if self._run is not None:
             self._run.recording.wall.ended()
+
+    @harmless(_NOT_MEASURED)
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the sanity check as validation."""
+        if self._run is not None:
+            self._run.recording.wall.validation_began()
+
+    @harmless(_NOT_MEASURED)
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go back to the setup."""
+        if self._run is not None:
+            self._run.recording.wall.validation_ended()
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count what follows as validation, or begin to measure where nothing else is measured."""
+        run = self._run
+        if run is None:
+            return
+        if run.recording.fits:
+            run.recording.wall.validation_began()
+        else:
+            run.began()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first step of each validation is counted apart."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        if run.recording.fits:
+            run.recording.main.paused()
+            run.recording.main.timeline.resumed()
+        run.recording.evaluated.epoch_opens()
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Close a step."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        run.recording.evaluated.step_ended(batch_samples(batch))
+        run.live.step_ended()
+        if not run.recording.fits:
+            run.batches += 1
+            if run.verdict_is_due(run.batches):
+                run.judged()
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @harmless("An evaluation was not logged")
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the means of this validation, test or prediction."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        recording = run.recording
+        if recording.fits:
+            recording.wall.validation_ended()
+        else:
+            recording.wall.ended()
+        recording.evaluated.timeline.drop_open_step()
+        recording.evaluated.paused()
+        run.log(recording.evaluated.metrics(), steps_logged_by(trainer, recording.batches_stepped))
+
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
