@@ -17,7 +17,6 @@ from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import (
     CauseTotals,
     cause_lines,
-    operations_table,
 )
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.stamps.operations import OperationTime
@@ -139,7 +138,6 @@ def test_operations_have_their_share_of_the_reading_they_were_timed_in():
     blur, flip = causes.operations
     assert (blur.name, blur.calls, blur.mean_ms) == ("Blur", 16, pytest.approx(0.75))
     assert (blur.share, flip.share) == (pytest.approx(0.6), pytest.approx(0.1))
-    assert operations_table(causes).splitlines()[2] == "| Blur | 60% | 0.75 | 16 |"
 
 
 def test_each_part_above_five_percent_is_put_into_words_largest_first():

@@ -12,7 +12,6 @@ from lightning_fastdata.insight.waits.lines import (
     LineShare,
     LineTotals,
     line_text,
-    lines_table,
     lock_between_processes,
     where_text,
 )
@@ -89,7 +88,6 @@ def test_words_say_line_call_and_wait():
         "88% of reading is in Rows.read (rows.py:41), in self.c.recv, mostly waiting"
     )
     assert "waiting" not in line_text(share(blocked=0.2))
-    assert "Rows.read (rows.py:41) | self.c.recv | 88% | 90% |" in lines_table([line])
 
 
 @each(

@@ -254,17 +254,6 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     return lines
 
 
-def operations_table(causes: WaitCauses) -> str:
-    """Return the timed operations as a markdown table, the most expensive first."""
-    lines = ["| operation | share of reading | ms a call | calls |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {printable(each.name, keep='')} | {each.share:.0%} | {each.mean_ms:.3g} "
-        f"| {each.calls} |"
-        for each in causes.operations
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def _plain(index: object) -> int | str | None:
     """Return an index as JSON can hold it."""
     if isinstance(index, int | str) or index is None:

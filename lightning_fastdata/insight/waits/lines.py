@@ -153,14 +153,3 @@ def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
         if known and line.waits and line.share > _MUCH_OF_IT:
             return line
     return None
-
-
-def lines_table(lines: Sequence[LineShare]) -> str:
-    """Return lines of code as a markdown table."""
-    rows = ["| line of code | calls | share of reading | of that waiting |", "|---|---|---:|---:|"]
-    for each in lines:
-        waits = "" if each.blocked_share is None else f"{each.blocked_share:.0%}"
-        place = f"{each.function} ({each.file}:{each.line})"
-        cells = (printable(text, keep="") for text in (place, each.calls))
-        rows.append(f"| {' | '.join(cells)} | {each.share:.0%} | {waits} |")
-    return "\n".join(rows) + "\n"

@@ -31,8 +31,7 @@ from lightning_fastdata.insight.report.html import TEMPLATES
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import WIDTH, measured_phases
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
-from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
-from lightning_fastdata.insight.waits.lines import lines_table
+from lightning_fastdata.insight.waits.causes import cause_lines
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -185,8 +184,6 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | N
         phases=measured_phases(summary),
         facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
         wall=None if wall is None else wall_text(wall, summary.stage),
-        operations=causes and causes.operations and operations_table(causes).rstrip(),
-        lines=causes and causes.lines and lines_table(causes.lines).rstrip(),
     )
     return _DUNDER.sub(r"`\1`", text)
 
