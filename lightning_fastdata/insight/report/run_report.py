@@ -20,8 +20,8 @@ from lightning_fastdata.insight.report.summary_text import (
     Line,
     as_ascii,
     fitted,
-    lines_html,
     summary_lines,
+    text_html,
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.ranks import RankTiming
@@ -104,7 +104,7 @@ class RunReport:
         style = "width:100%;height:40em;border:0"
         frame = f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
         folded = f"<details><summary>the whole report</summary>{frame}</details>"
-        return f"{lines_html(self.lines(WIDTH))}{folded}"
+        return f"{text_html(self.text(WIDTH))}{folded}"
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON and return the path; its folder is created.

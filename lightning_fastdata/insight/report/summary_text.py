@@ -1,8 +1,4 @@
-"""The summary of a run in lines, each in pieces with a style; shown in a terminal or a notebook.
-
-The HTML for a notebook is legible on light and on dark paper, and needs nothing else: no style
-sheet, no script, no network. Texts are escaped.
-"""
+"""The summary of a run in lines, each in pieces with a style."""
 
 from __future__ import annotations
 
@@ -54,20 +50,7 @@ _T = TypeVar("_T")
 Line: TypeAlias = "list[tuple[str, str]]"
 """Pieces of one line: text and rich style."""
 WIDTH: Final = 100
-"""Columns for which lines are laid out in a notebook."""
-COLORS: Final = {
-    "red": "#d1495b",
-    "green": "#3f9164",
-    "cyan": "#3a86b8",
-    "magenta": "#a86aa0",
-}
-"""Colours of letters: as far from white paper as from black."""
-BADGES: Final = {"red": "#c0374a", "yellow": "#96660a", "green": "#2f7a52", "magenta": "#7a3d94"}
-"""Colours of paper under white letters; as on the page."""
-_PRE: Final = (
-    "margin:0;background:transparent;color:inherit;white-space:pre;overflow-x:auto;"
-    "font:12px/1.4 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-)
+"""Columns for which lines are laid out in a notebook and on boards."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -289,44 +272,15 @@ def bar(fraction: float, width: int) -> str:
     return "█" * full + (_EIGHTHS[eighths] if eighths else "")
 
 
-def lines_html(lines: Iterable[Line]) -> str:
-    """Return lines, in pieces with a style of rich each, as one block of HTML."""
-    shown = "\n".join("".join(_piece_html(*piece) for piece in line).rstrip() for line in lines)
-    return f'<pre style="{html.escape(_PRE)}">{shown}</pre>'
-
-
-def _piece_html(text: str, style: str) -> str:
-    css, text = style_css(style), html.escape(text)
-    return f'<span style="{css}">{text}</span>' if css else text
-
-
-def style_css(style: str) -> str:
-    """Return a style of rich, such as ``"bold white on red"``, as CSS."""
-    letters, _, paper = style.partition(" on ")
-    words = letters.split()
-    css = []
-    if "bold" in words:
-        css.append("font-weight:600")
-    if "dim" in words:
-        css.append("opacity:.7")
-    if paper:
-        css.append(f"color:#fff;background:{BADGES[paper]}")
-    elif "reverse" in words:
-        css.append("border:1px solid")
-    else:
-        css += [f"color:{COLORS[word]}" for word in words if word in COLORS]
-    return ";".join(css)
+def text_html(text: str) -> str:
+    """Return a text as HTML for a notebook: as it is, and escaped."""
+    return f'<pre style="white-space:pre;overflow-x:auto">{html.escape(text)}</pre>'
 
 
 class Explanation(str):
-    """A text in blocks, whose first lines are titles where others follow; for notebooks, too."""
+    """A text in lines, also where it is the last expression of a notebook's cell."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        lines: list[Line] = []
-        for block in printable(self).split("\n\n"):
-            title, *rest = block.split("\n")
-            style = "bold" if rest else ""
-            lines += [[(title, style)], *([(line, "")] for line in rest), []]
-        return lines_html(lines[:-1])
+        return text_html(printable(self))
