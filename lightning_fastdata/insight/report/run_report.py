@@ -19,7 +19,6 @@ from lightning_fastdata.insight.report.summary_text import (
     WIDTH,
     Line,
     as_ascii,
-    fitted,
     summary_lines,
     text_html,
 )
@@ -141,17 +140,7 @@ class RunReport:
 
     def lines(self, width: int = 80) -> list[Line]:
         """Return the summary as :meth:`text` does, in pieces with a style of rich each."""
-        return summary_lines(
-            self.stages,
-            self.verdict,
-            wall=self.wall,
-            device_minutes_waited=self.device_minutes_waited,
-            ranks=self.ranks,
-            moves=self.moves,
-            notes=self.notes,
-            ended=self.ended,
-            width=fitted(width),
-        )
+        return summary_lines(self, width)
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import has_package, printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
@@ -21,10 +21,12 @@ from lightning_fastdata.insight.model.finding import (
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
-from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
+from lightning_fastdata.insight.waits.ranks import ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line
-from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.report.run_report import RunReport
 
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
@@ -54,38 +56,16 @@ WIDTH: Final = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def summary_lines(
-    stages: Sequence[StageSummary],
-    verdict: Verdict | None,
-    *,
-    wall: WallTime | None,
-    device_minutes_waited: float | None,
-    ranks: Sequence[RankTiming],
-    moves: Sequence[Move],
-    notes: Sequence[str],
-    ended: bool,
-    width: int,
-) -> list[Line]:
-    """Return the summary of a run.
-
-    Args:
-        stages: The first one is shown in full; the others get a line.
-        verdict: What limits the first stage; None: not known.
-        wall: Where the wall time of the run went; None: not known.
-        device_minutes_waited: How long the devices had nothing to do because of data, added up over
-            them; None: not known.
-        ranks: What the training steps of each rank took; empty with one rank.
-        moves: What the tuner has changed, the newest last.
-        notes: One sentence each.
-        ended: False where the run goes on.
-        width: Columns.
-    """
+def summary_lines(report: RunReport, width: int) -> list[Line]:
+    """Return the summary of a run, laid out for so many columns, from 60 to 120."""
+    width = min(_WIDEST, max(_NARROWEST, width))
     lines: list[Line] = []
-    if not stages:
+    verdict, wall = report.verdict, report.wall
+    if not report.stages:
         lines += [rule("fastdata ", width), [(" nothing was measured", "")]]
     else:
-        first = stages[0]
-        so_far = "" if ended else "so far "
+        first = report.stages[0]
+        so_far = "" if report.ended else "so far "
         title = f"{first.stage} · {first.steps} steps in {duration_text(first.duration_s)}"
         lines.append(rule(f"fastdata · {title} {so_far}", width))
         lines += _verdict_lines(verdict, width)
@@ -94,17 +74,18 @@ def summary_lines(
         lines += _throughput_lines(first, wall, width)
         if wall is not None:
             lines += _words("", wall_text(wall, first.stage), width, "dim")
-        if first.device != "cpu" and device_minutes_waited:
-            lines += _words("", f"{device_minutes_waited:.1f} GPU minutes waited", width, "dim")
+        if first.device != "cpu" and report.device_minutes_waited:
+            waited = f"{report.device_minutes_waited:.1f} GPU minutes waited"
+            lines += _words("", waited, width, "dim")
     if verdict is not None:
-        lines += _finding_lines(verdict, stages, width)
-    for label, move in _labelled("done", moves[-_MOST_MOVES:]):
+        lines += _finding_lines(verdict, report.stages, width)
+    for label, move in _labelled("done", report.moves[-_MOST_MOVES:]):
         lines += _words(label, str(move), width, "")
-    for stage in stages[1:]:
+    for stage in report.stages[1:]:
         lines += _words(stage.stage, _stage_line(stage), width, "")
         lines += _words("", waits_line(stage.loaders), width, "")
-    lines += _words("ranks", ranks_line(ranks) or "", width, "")
-    for note in notes:
+    lines += _words("ranks", ranks_line(report.ranks) or "", width, "")
+    for note in report.notes:
         lines += _words("note", note, width, "dim")
     lines.append(rule("", width))
     return lines
@@ -248,11 +229,6 @@ def _words(label: str, text: str, width: int, style: str) -> Iterable[Line]:
     parts = textwrap.wrap(printable(text), width - _INDENT, subsequent_indent="  ")
     for i, part in enumerate(parts):
         yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
-
-
-def fitted(width: int) -> int:
-    """Return the columns to lay text out for."""
-    return min(_WIDEST, max(_NARROWEST, width))
 
 
 def percent(share: float) -> str:
