@@ -100,31 +100,23 @@ def top(run: str | None = None, *, once: bool = False) -> None:
             clock.sleep(_EVERY_S)
 
 
-def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
-    """Print the summary of a run again, or compare several with the first."""
-    from lightning_fastdata.insight.report.compare import compare as compared
+def report(run: str, *, open: bool = False) -> None:  # noqa: A002
+    """Print the summary of a run again."""
     from lightning_fastdata.insight.report.compare import read_report
     from lightning_fastdata.insight.report.summary_text import page_line, print_lines
 
-    files = [report_file(Path(each)) for each in runs]
-    reports = [read_report(file) for file in files]
-    if len(reports) == 1:
-        summary = reports[0]["summary"]
-        print_lines([(printable(text, keep=""), how) for text, how in line] for line in summary)
-    else:
-        for file, each in zip(files[1:], reports[1:], strict=True):
-            both = compared(reports[0], each, names=(str(files[0]), str(file)))
-            sys.stdout.write(f"{both.text()}\n\n")
-    pages = [page for file in files if (page := file.with_suffix(".html")).is_file()]
-    for page in pages:
+    file = report_file(Path(run))
+    summary = read_report(file)["summary"]
+    print_lines([(printable(text, keep=""), how) for text, how in line] for line in summary)
+    page = file.with_suffix(".html")
+    if page.is_file():
         sys.stdout.write(f"{page_line(page)}\n")
     if open:
         import webbrowser
 
-        if not pages:
-            raise OptionsError(f"There is no page beside {files[0]}.")
-        for page in pages:
-            webbrowser.open(page.resolve().as_uri())
+        if not page.is_file():
+            raise OptionsError(f"There is no page beside {file}.")
+        webbrowser.open(page.resolve().as_uri())
 
 
 def report_file(run: Path) -> Path:
@@ -156,10 +148,8 @@ def takes_top(parser: ArgumentParser) -> None:
 
 def takes_report(parser: ArgumentParser) -> None:
     """Add the arguments of ``report``."""
-    parser.add_argument("runs", nargs="+", help="Folders of runs, or their report.json.")
-    parser.add_argument(
-        "--open", action="store_true", help="Open the pages of their reports in the browser."
-    )
+    parser.add_argument("run", help="The folder of a run, or its report.json.")
+    parser.add_argument("--open", action="store_true", help="Open its page in the browser.")
 
 
 def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
@@ -171,7 +161,7 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
     from lightning_fastdata.insight.report.compare import compare_files
 
     try:
-        comparison = compare_files(a, b, fail_if)
+        comparison = compare_files(report_file(Path(a)), report_file(Path(b)), fail_if)
     except FastDataError as error:
         # 1 says that the comparison was made.
         sys.stderr.write(f"fastdata: {error}\n")
@@ -202,8 +192,8 @@ def takes_run(parser: ArgumentParser) -> None:
 
 def takes_compare(parser: ArgumentParser) -> None:
     """Add the arguments of ``compare``, whose condition may be given several times."""
-    parser.add_argument("a", help="The report.json of the run to compare with.")
-    parser.add_argument("b", help="The report.json of the run that is compared.")
+    parser.add_argument("a", help="The folder or the report.json of the run to compare with.")
+    parser.add_argument("b", help="The same of the run that is compared.")
     parser.add_argument(
         "--fail-if",
         action="append",
