@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidenc
 from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
 from lightning_fastdata.insight.report.html import report_html
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import as_ascii, bar
+from lightning_fastdata.insight.report.summary_text import as_ascii, bar, print_lines
 from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
@@ -305,3 +306,14 @@ def test_a_report_of_a_run_that_goes_on_says_so_everywhere():
     assert " so far" in repr(report)
     assert " so far" in report_html(report.as_dict())
     assert " so far" not in run_report().text() + report_html(run_report().as_dict())
+
+
+def test_a_terminal_gets_colours_and_a_pipe_plain_text(monkeypatch, capsys):
+    lines = [[(" wait ", "bold"), ("██▌", "red")], [("done  ", "")]]
+    print_lines(lines)
+    assert capsys.readouterr().out == " wait ██▌\ndone\n"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_lines(lines)
+    assert "\x1b[31m██▌" in capsys.readouterr().out
