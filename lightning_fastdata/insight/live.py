@@ -85,7 +85,7 @@ class Status:
     script: str
     log_dir: str
     method: str
-    """``fit``, ``validate``, ``test`` or ``predict``; of a loop of the user's its stage."""
+    """``fit``, ``validate``, ``test`` or ``predict``."""
     activity: str
     """What the process did then, in words."""
     lines: tuple[str, ...]
@@ -408,16 +408,16 @@ class WatchedRun:
     It is made in the thread that runs it.
 
     Args:
-        facts: Returns what is known now, and the loaders that are read; None: nothing runs, and
-            nothing is shown. It is called in a thread of its own, and changes nothing. What it
-            raises is passed over: a training ends for nothing that is told of it.
+        facts: Returns what is known now, and the loaders that are read. It is called in a thread of
+            its own, and changes nothing. What it raises is passed over: a training ends for nothing
+            that is told of it.
 
     Raises:
         OptionsError: The folder of running trainings belongs to another user, or this is Windows.
         OSError: It cannot be made.
     """
 
-    def __init__(self, facts: Callable[[], Told | None]) -> None:
+    def __init__(self, facts: Callable[[], Told]) -> None:
         self.pace = PaceMeter()
         """To be told of each step that ends."""
         self._facts, self._workers = facts, WorkerWatch()
@@ -439,20 +439,13 @@ class WatchedRun:
         if os.getpid() != self._owner:  # a forked process has neither the thread nor the file
             return
         self._thread.join(2 * _EVERY_S)
-        self._remove()
-
-    def _remove(self) -> None:
         for path in (self._path, self._path.with_suffix(".tmp")):
             path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while not self._ended.is_set():
             with suppress(Exception):
-                told = self._facts()
-                if told is None:
-                    self._remove()
-                else:
-                    write_status(self._path, self.status(*told))
+                write_status(self._path, self.status(*self._facts()))
             self._ended.wait(_EVERY_S)
 
     def status(self, facts: RunFacts, loaders: Sequence[FastDataLoader]) -> Status:

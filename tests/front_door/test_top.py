@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import stat
@@ -20,10 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import (
     DataThroughputCallback,
-    FastDataLoader,
     FastDataModule,
     LoaderOptions,
-    StepTimer,
 )
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
@@ -268,43 +265,6 @@ def test_what_is_told_is_private_and_ends_with_the_run(tmp_path, own, error):
     assert (status.pid, status.method, status.rank) == (os.getpid(), "fit", 0)
     assert looks.modes == [0o700, 0o600]
     assert list(own.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_loop_without_a_trainer_is_shown_while_it_reads(own):
-    loader = FastDataLoader(list(range(64)), 4, num_workers=1, executor="workers")
-    timer = StepTimer("cpu")
-    for number, _ in enumerate(timer.batches(loader)):
-        if number == 3:
-            (status,) = until(own, lambda found: found and "step 3," in "".join(found[0].lines))
-            text = shown(own)
-    assert (status.pid, status.method, status.rank, status.world_size) == (
-        os.getpid(),
-        "train",
-        0,
-        1,
-    )
-    assert " computing a step; epoch 0, step 3, " in text
-    assert " data   list: 1 worker, executor 'workers'" in text
-    assert text.count("   worker ") == 1
-    assert f"pid {os.getpid()}" in text
-    assert until(own, lambda found: not found) == []
-    for _ in timer.batches(iter([1]), "val"):
-        (status,) = until(own, len)
-    assert status.method == "val"
-    del timer
-    gc.collect()
-    assert list(own.iterdir()) == []
-
-
-def test_a_loop_that_cannot_be_shown_is_warned_of_once_and_goes_on(own):
-    own.write_text("")
-    timer = StepTimer("cpu")
-    with pytest.warns(FastDataWarning, match="does not show this loop") as told:
-        batches = [batch for _ in range(2) for batch in timer.batches([1, 2])]
-    assert batches == [1, 2, 1, 2]
-    assert len(told) == 1
-    assert timer.report().stages[0].steps == 4
 
 
 @pytest.mark.parametrize("place", ["a link", "a file", "another user's"])

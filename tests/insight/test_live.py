@@ -117,8 +117,8 @@ FACTS = {
 
 def test_a_run_that_hangs_tells_for_how_long_and_where(virtual, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FASTDATA_LIVE", str(tmp_path))
-    run = WatchedRun(lambda: None)
     found = RunFacts(**FACTS, found="data-bound, slow storage")
+    run = WatchedRun(lambda: (found, []))
     try:
         calm = page_text([run.status(found, [])], None, NOW_S)
         virtual.sleep(35)

@@ -176,12 +176,9 @@ class LoopStage(StageMeter):
         self._facts = LoaderFacts()
         self._closed: dict[str, str] = {}
         self._moved_by: dict[str, None] = {}
-        self.epochs = 0
-        """That have begun."""
 
-    def epoch_began(self, loader: object) -> object:
-        """Note that a loader is about to be iterated; return the one within it that loads."""
-        self.epochs += 1
+    def epoch_began(self, loader: object) -> None:
+        """Note that a loader is about to be iterated, maybe within others."""
         self.timeline.epoch_began()
         loader, moves = _unwrapped(loader)
         if moves:
@@ -189,7 +186,6 @@ class LoopStage(StageMeter):
         self._facts, self._closed = _facts(loader), closed_options(loader)
         self._drop_foreign()
         self.stamps.watch([loader])
-        return loader
 
     def wait_began(self) -> None:
         """Note that a batch is asked for."""
