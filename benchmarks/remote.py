@@ -2,17 +2,13 @@
 
     python benchmarks/remote.py [--rounds 5] [--count 2112] [--json FILE]
 
-Four tables:
+Three tables:
 
 - a folder of JPEG photographs (decode with Pillow, RandomResizedCrop(224), flip, uint8 batches of
   64, 9.6 MB each) read with two workers, each row in a process with a cluster of its own: images/s
   of an epoch, medians over rounds in turn, the first epoch not counted;
 - what a batch costs that takes no time to make, of 64 KiB and of 9.6 MB;
-- the longest wait for a batch after an actor, all actors, or a node was killed;
-- what `plan_remote` predicts of a step for so many actors, beside what it then takes: batches of 16
-  samples that wait 5 ms each (sleep, as from a slow storage), of 1.6 MB, under a step of 10 ms, on
-  actors of another node. The prediction rests on the loader read by one worker here, and on the
-  link that `fastdata doctor --ray` measures, both before an actor reads.
+- the longest wait for a batch after an actor, all actors, or a node was killed.
 
 "near" actors run on the node of the training process, "far" ones on another node: of this machine,
 so that there is no network between them, but an object store of its own, from which every batch is
@@ -35,9 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -52,8 +46,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata import FastDataLoader, plan_remote
-from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
+from lightning_fastdata import FastDataLoader
 
 NEAR, FAR = (3,), (0, 2)
 """CPUs of each node, as Ray counts them; the training process is on the first, and keeps one."""
@@ -206,59 +199,6 @@ def recovery(kind: str) -> tuple[float, float]:
     return statistics.median(waits[50:400]), max(waits[401:])
 
 
-class Waiting(Dataset):
-    """Samples of 100 kB that take 5 ms, and no CPU."""
-
-    def __len__(self) -> int:
-        return SAMPLES * 80
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.005)
-        return torch.zeros(100_000, dtype=torch.uint8)
-
-
-STEP_MS, ACTORS = 10.0, (1, 2, 4, 6)
-
-
-def steps_of(loader: FastDataLoader) -> float:
-    """Milliseconds of a step, the mean over an epoch without its first batches."""
-    asked, steps = time.perf_counter(), []
-    for _ in loader:
-        time.sleep(STEP_MS / 1000)
-        ended = time.perf_counter()
-        steps.append((ended - asked) * 1000)
-        asked = ended
-    return statistics.fmean(steps[16:])
-
-
-def predicted(rounds: int) -> list[tuple[int, float, list[float]]]:
-    """Actors, the step that is predicted with them, and the median step of each round; ms."""
-    with connected((1, sum(ACTORS))):
-        links = [node for node in look_at_cluster().nodes if node.mb_per_s is not None]
-        slow = min(links, key=lambda node: (node.trains, node.mb_per_s))
-        mb_per_s, latency_ms = slow.mb_per_s, slow.small_ms
-        how = {"cores": ACTORS, "mb_per_s": mb_per_s, "latency_ms": latency_ms}
-        local = FastDataLoader(Waiting(), SAMPLES, num_workers=1)
-        plan = plan_remote(local, step_ms=STEP_MS, **how)
-        print(f"\n{plan.text()}\n", flush=True)
-        options = {"scheduling_strategy": "SPREAD", "resources": {"reads": 1}}
-        kept = {"executor": "ray", "persistent_workers": True, "actor_options": options}
-        loaders = {n: FastDataLoader(Waiting(), SAMPLES, num_workers=n, **kept) for n in ACTORS}
-        for actors, loader in loaders.items():
-            records, seen = deque(), set()
-            loader.record_stamps(records)
-            while len(seen) < actors:  # each takes a while to start
-                steps_of(loader)
-                seen |= {task.process for batch in records for task in batch.tasks}
-            loader.record_stamps(None)
-        found = turns.in_turn(
-            {n: partial(steps_of, loader) for n, loader in loaders.items()}, rounds=rounds
-        )
-        for loader in loaders.values():
-            loader.close()
-    return [(row.cores, row.step_ms, found[row.cores]) for row in plan.rows]
-
-
 def is_actor(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline()).startswith("ray::ReadingActor")
@@ -274,7 +214,7 @@ def row_of(name: str, values: list[float], base: list[float], digits: int) -> st
 def main() -> None:
     parser = turns.arguments(__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=2112, help="number of photographs")
-    parser.add_argument("--kinds", default=",".join(["jpeg", *SIZES, "recovery", "predicted"]))
+    parser.add_argument("--kinds", default=",".join(["jpeg", *SIZES, "recovery"]))
     options = parser.parse_args()
     found: dict[str, Any] = {"machine": turns.machine(), "ray": ray.__version__}
     per_class = -(-options.count // len(PHOTOGRAPHS))
@@ -306,14 +246,6 @@ def main() -> None:
         for kind in ("one actor", "all actors", "a node of two"):
             found[kind] = recovery(kind)
             print(f"| {kind} | {found[kind][0]:.1f} | {found[kind][1]:.0f} |", flush=True)
-    if "predicted" in kinds:
-        found["predicted"] = predicted(options.rounds)
-        print("| actors | predicted, ms a step | median | least | most | x predicted |")
-        print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-        for actors, expected, steps in found["predicted"]:
-            middle = statistics.median(steps)
-            told = f"{middle:.1f} | {min(steps):.1f} | {max(steps):.1f} | {middle / expected:.2f}"
-            print(f"| {actors} | {expected:.1f} | {told} |", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

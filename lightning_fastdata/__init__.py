@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
     from lightning_fastdata.images.packed import PackedStrings as PackedStrings
     from lightning_fastdata.images.reading import decode_crop as decode_crop
-    from lightning_fastdata.insight.remote_plan import plan_remote as plan_remote
     from lightning_fastdata.insight.report.run_report import RunReport as RunReport
     from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
     from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
@@ -82,7 +81,6 @@ _HOME = {
     "as_batch_transform": "augment.transform",
     "cache_images": "caches.image_cache",
     "decode_crop": "images.reading",
-    "plan_remote": "insight.remote_plan",
     "prefetch": "device.prefetch",
     "register": "augment.registry",
 }
@@ -121,7 +119,6 @@ __all__ = [
     "as_batch_transform",
     "cache_images",
     "decode_crop",
-    "plan_remote",
     "prefetch",
     "register",
 ]

@@ -128,7 +128,7 @@ def main(model: LightningModule) -> None:
     Trainer(max_epochs=1, callbacks=[watch]).fit(model, datamodule=photos)
     assert_type(watch.report, RunReport | None)
     kept = CachedDataset(FastImageFolder(Path("photos"), size=224), "disk")
-    print(len(kept), photos.batch_at(3))
+    print(len(kept), photos.augment_on)
 """
 MISSPELT = {
     "from_loaders(usual, num_workers=": "from_loaders(usual, num_worker=",

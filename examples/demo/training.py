@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +30,8 @@ from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
 from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImageFolder
 from lightning_fastdata.errors import FastDataError, require
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.insight.report.run_report import RunReport, comparison_text
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.summary_text import bar, percent
 
 if TYPE_CHECKING:
     from albumentations import Compose
@@ -217,6 +218,28 @@ def run_demo(
     say(f"\nvalidation accuracy of the last: {accuracy:.1%}")
     say(f"TensorBoard files: {logs}   (tensorboard --logdir {logs})")
     return reports
+
+
+def comparison_text(reports: Mapping[str, RunReport]) -> str:
+    """Return a bar of samples/s for each run, with its stall and its ratio to the first run.
+
+    Samples of training over the wall time of the whole run, with validation, starts of workers and
+    all that is no step.
+    """
+    rates = [
+        report.wall.samples_per_s or 0.0 if report.wall else 0.0 for report in reports.values()
+    ]
+    names, length = max(map(len, reports)), 24
+    lines = ["the same training"]
+    for (name, report), rate in zip(reports.items(), rates, strict=True):
+        share = report.stages[0].stall_share if report.stages else None
+        stall = "" if share is None else f"wait {percent(share):>4}"
+        drawn = bar(rate / max(rates) if rate else 0.0, length)
+        ratio = rate / rates[0] if rates[0] else 0.0
+        lines.append(
+            f" {name:<{names}} {drawn:<{length}} {rate:6.0f} samples/s {ratio:5.2f}x  {stall}"
+        )
+    return "\n".join(lines)
 
 
 def _usual(train: Path, val: Path, workers: int) -> dict[str, DataLoader[Any]]:

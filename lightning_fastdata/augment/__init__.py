@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.unkeyed import warn_of_unkeyed as warn_of_unkeyed
     from lightning_fastdata.augment.registry import register as register
     from lightning_fastdata.augment.replay.program import Draws as Draws
-    from lightning_fastdata.augment.stage_transform import PlaceSwitch as PlaceSwitch
     from lightning_fastdata.augment.stage_transform import StageTransform as StageTransform
     from lightning_fastdata.augment.stage_transform import WorkerTransform as WorkerTransform
     from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
@@ -25,7 +24,6 @@ _HOME = {
     "BatchImages": "batch_images",
     "BatchTransform": "transform",
     "Draws": "replay.program",
-    "PlaceSwitch": "stage_transform",
     "StageTransform": "stage_transform",
     "WorkerTransform": "stage_transform",
     "as_batch_transform": "transform",

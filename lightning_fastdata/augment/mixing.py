@@ -581,9 +581,9 @@ class MixedTransform(StageTransform):
         twin.pipeline = pipeline
         return twin
 
-    def worker_part(self, *, on_device: bool) -> MixedWorker:
+    def in_worker(self, *, on_device: bool) -> MixedWorker:
         """Return the part that runs on each sample in the side process."""
-        inner = None if self.pipeline is None else self.pipeline.worker_part(on_device=on_device)
+        inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
         return MixedWorker(inner, self._mixer)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:

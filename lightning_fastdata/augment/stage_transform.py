@@ -1,8 +1,7 @@
-"""Transforms of a batch: what each has to offer, plain callables, and a switch of place."""
+"""Transforms of a batch: what each has to offer, and plain callables."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.types import Batch, PixelPlace, SampleKey
+    from lightning_fastdata.types import Batch, SampleKey
 
 
 class WorkerTransform:
@@ -64,7 +63,7 @@ class WorkerTransform:
 class StageTransform:
     """What a data module runs on a batch once it is on the device.
 
-    One that starts in the workers has a :meth:`worker_part`.
+    One that starts in the workers has an :meth:`in_worker`.
     """
 
     name: str
@@ -73,8 +72,6 @@ class StageTransform:
     """Whether it has a part that runs on each sample in the side process."""
     repeats = 1
     """How often each sample of the loader is in a batch behind it."""
-    switch: PlaceSwitch | None = None
-    """Where the pixels of an epoch are computed; None: that is not switched."""
 
     @property
     def defers(self) -> bool:
@@ -103,20 +100,9 @@ class StageTransform:
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset has not what the transform needs."""
 
-    def worker_part(self, *, on_device: bool) -> WorkerTransform | None:  # noqa: ARG002
+    def in_worker(self, *, on_device: bool) -> WorkerTransform | None:  # noqa: ARG002
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         return None
-
-    def in_worker(self, *, on_device: bool) -> WorkerTransform | None:
-        """Return the part that runs on each sample in the side process, or None.
-
-        With a switch that is both parts, of which the epoch of a sample chooses one.
-        """
-        whole = self.worker_part(on_device=False) if self.switch is not None else None
-        deferred = self.worker_part(on_device=on_device)
-        if self.switch is None or not on_device or whole is None or deferred is None:
-            return deferred
-        return SwitchedWorker(whole, deferred, self.switch)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Return the batch, which is already on the device, transformed as was drawn."""
@@ -202,89 +188,3 @@ def table(rows: list[tuple[str, str, str]]) -> str:
     rows = [("operation", "where", "why"), *rows]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in rows)
-
-
-class PlaceSwitch:
-    """Where the pixels of an epoch are computed, which worker processes read from shared memory.
-
-    The epoch in the key of a sample decides, never the time: the samples of a batch belong to one
-    epoch, so that all of it is done in one place. The draws are the same in both places.
-    """
-
-    def __init__(self, place: PixelPlace) -> None:
-        # One word, so that no process can see half of a change: twice the epoch from which the
-        # newest place holds, and 1 if that is the device.
-        word = torch.zeros(1, dtype=torch.int64)
-        self._word: torch.Tensor = word.share_memory_()  # type: ignore[no-untyped-call]
-        self.change(place, from_epoch=0)
-
-    def change(self, place: PixelPlace, *, from_epoch: int) -> None:
-        """Take the other place from an epoch on of which no sample has begun.
-
-        The newest place has to hold at that epoch. Until then it goes on to hold; what held before
-        it is forgotten.
-        """
-        self._word[0] = 2 * from_epoch + int(place == "device")
-
-    def place(self, epoch: int) -> PixelPlace:
-        """Return where the pixels of an epoch are computed."""
-        since, on_device = divmod(int(self._word[0]), 2)
-        return "device" if (epoch >= since) == bool(on_device) else "workers"
-
-    @property
-    def newest(self) -> PixelPlace:
-        """Where they are computed from some epoch on."""
-        return "device" if int(self._word[0]) % 2 else "workers"
-
-    @property
-    def since_epoch(self) -> int:
-        """The epoch from which :attr:`newest` holds."""
-        return int(self._word[0]) // 2
-
-    def on(self, transform: StageTransform) -> StageTransform:
-        """Return a transform that starts in the workers with this switch."""
-        twin = copy.copy(transform)
-        twin.switch = self
-        return twin
-
-
-class SwitchedWorker(WorkerTransform):
-    """Both parts of a transform, of which the epoch of a sample chooses one; picklable."""
-
-    needs_batches = True
-
-    def __init__(
-        self, whole: WorkerTransform, deferred: WorkerTransform, switch: PlaceSwitch
-    ) -> None:
-        self.repeats = deferred.repeats
-        self._whole = whole
-        self._deferred = deferred
-        self._switch = switch
-
-    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
-        """Return the sample as the worker leaves it; whether that is all, and what was drawn."""
-        whole = self._switch.place(key.epoch) == "workers"
-        sample, drawn = (self._whole if whole else self._deferred)(sample, key)
-        return sample, (whole, drawn)
-
-    def collate(self, drawn: Sequence[Any]) -> Draws | None:
-        """Return what was drawn for a batch; None if nothing is deferred to the device."""
-        if drawn and drawn[0][0]:
-            return None
-        return self._deferred.collate([own for _, own in drawn])
-
-    def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
-        """Return a batch of which the workers do everything, complete."""
-        return self._whole.finish(batch, [own for _, own in drawn])
-
-    def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
-        """Return whether what waits for the device can be one tensor, or is one in a batch."""
-        whole = bool(drawn) and drawn[0][0]
-        return whole or self._deferred.stacks(samples, [own for _, own in drawn], batch)
-
-    def finish_each(
-        self, samples: Sequence[Batch], drawn: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return samples of which nothing waits for the device, and what else was drawn."""
-        done, left = self._deferred.finish_each(samples, [own for _, own in drawn])
-        return done, [(False, own) for own in left]

@@ -250,7 +250,7 @@ class BatchTransform(StageTransform):
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or something that would stay behind it."""
-        self.worker_part(on_device=False).form_of(sample)
+        self.in_worker(on_device=False).form_of(sample)
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
             if not isinstance(sample, Mapping) or not any(name in sample for name in names):
@@ -263,7 +263,7 @@ class BatchTransform(StageTransform):
                     stacklevel=2,
                 )
 
-    def worker_part(self, *, on_device: bool) -> ComposeWorker:
+    def in_worker(self, *, on_device: bool) -> ComposeWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.plan.defers else None
         return ComposeWorker(self.compose, self._fields, plan, self._ops, self._registered)

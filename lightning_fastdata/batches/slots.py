@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.streams import Fence, Locked, PageLocks
-
 _PAGE_BYTES: Final = 4096
 _HUGE_PAGE_BYTES: Final = 2**21
 _LARGE_BYTES: Final = 2**25
@@ -173,8 +171,6 @@ class Slot:
     mapping: mmap.mmap
     size_bytes: int
     """Length of the memory."""
-    locked: Locked | None
-    """While the memory is locked for a device."""
     lease: weakref.ref[NDArray[np.uint8]] | None = None
     """The array that was handed out over it."""
     forked: bool = False
@@ -191,16 +187,11 @@ class SlotPool:
     """The slots of one executor; together they take ``limit_bytes`` at most.
 
     Two slots are granted in any case, since a batch is read while the next is written. They are
-    ``shared`` memory that side processes can map, or private memory of this process. With
-    ``page_locks`` they are locked for a device that reads them.
+    ``shared`` memory that side processes can map, or private memory of this process.
     """
 
-    def __init__(
-        self, *, limit_bytes: int, shared: bool = True, page_locks: PageLocks | None = None
-    ) -> None:
+    def __init__(self, *, limit_bytes: int, shared: bool = True) -> None:
         self.limit_bytes = limit_bytes
-        self._page_locks = page_locks
-        self._fenced: deque[tuple[Fence, Slot]] = deque()
         self.shared = shared
         self._files = read_open_file_limits()[0] if shared else None
         self._most = sys.maxsize
@@ -281,10 +272,6 @@ class SlotPool:
             # Deque appends are atomic, and a collected tensor may end its life in any thread.
             returned.append(slot)
 
-        if slot.locked is not None:
-            # The slot outlives a pool that is dropped before: it is unlocked after its last tensor.
-            weakref.finalize(owner, ended).atexit = False
-            return owner
         slot.lease = weakref.ref(owner, ended)
         return owner
 
@@ -297,7 +284,6 @@ class SlotPool:
         for slot in list(self._slots.values()):
             self._drop(slot)
         self._returned.clear()
-        self._fenced.clear()
 
     def _fits(self, size_bytes: int) -> bool:
         return len(self._slots) < 2 or self._is_within_bounds(size_bytes)
@@ -306,8 +292,7 @@ class SlotPool:
         return len(self._slots) < self._most and self.size_bytes + size_bytes <= self.limit_bytes
 
     def _add(self, descriptor: int | None, mapping: mmap.mmap) -> Slot:
-        locked = None if self._page_locks is None else self._page_locks.lock(mapping)
-        slot = Slot(self._numbers, descriptor, mapping, len(mapping), locked)
+        slot = Slot(self._numbers, descriptor, mapping, len(mapping))
         self._numbers += 1
         self.size_bytes += slot.size_bytes
         self._slots[slot.number] = slot
@@ -324,14 +309,7 @@ class SlotPool:
 
     def _collect(self) -> None:
         while self._returned:
-            slot = self._returned.popleft()
-            if self._page_locks is not None and slot.locked is not None:
-                # The device may still copy from it.
-                self._fenced.append((self._page_locks.fence(), slot))
-            else:
-                self._reuse(slot)
-        while self._fenced and self._fenced[0][0].passed():
-            self._reuse(self._fenced.popleft()[1])
+            self._reuse(self._returned.popleft())
 
     def _reuse(self, slot: Slot) -> None:
         if slot.number not in self._slots:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from argparse import ArgumentParser
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata import __version__
-from lightning_fastdata.cli.commands import (
-    doctor,
-    doctor_parser,
-    replay,
-    replay_parser,
-)
-from lightning_fastdata.cli.proofs import prove, prove_parser
+from lightning_fastdata.cli.commands import doctor, replay, takes_doctor, takes_replay
+from lightning_fastdata.cli.proofs import prove, takes_prove
 from lightning_fastdata.cli.runs import (
     compare,
-    compare_parser,
     report,
-    report_parser,
     run,
-    run_parser,
+    takes_compare,
+    takes_report,
+    takes_run,
+    takes_top,
     top,
-    top_parser,
 )
-from lightning_fastdata.errors import FastDataError, require
+from lightning_fastdata.errors import FastDataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = {
+    run: takes_run,
+    prove: takes_prove,
+    top: takes_top,
+    report: takes_report,
+    compare: takes_compare,
+    doctor: takes_doctor,
+    replay: takes_replay,
+}
+"""Each command, and what tells its parser what it takes."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,31 +41,19 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: What follows the program's name; None takes it from the shell.
     """
+    about = "Data loading, measured and explained."
+    parser = ArgumentParser(prog="fastdata", description=about, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fastdata {__version__}")
+    commands = parser.add_subparsers(dest="subcommand", required=True)
+    for command, takes in _COMMANDS.items():
+        does = " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+        own = commands.add_parser(command.__name__, help=does, description=does, allow_abbrev=False)
+        takes(own)
+        own.set_defaults(call=command)
+    given: dict[str, Any] = vars(parser.parse_args(arguments))
+    del given["subcommand"]
     try:
-        require("jsonargparse", extra="cli", what="The command line")
-    except FastDataError as error:
-        raise SystemExit(f"fastdata: {error}") from error
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog="fastdata", description="Data loading, measured and explained.", version=__version__
-    )
-    commands = parser.add_subcommands(dest="command")
-    known: dict[str, tuple[Callable[..., None], ArgumentParser]] = {
-        "run": (run, run_parser()),
-        "prove": (prove, prove_parser()),
-        "top": (top, top_parser()),
-        "report": (report, report_parser()),
-        "compare": (compare, compare_parser()),
-        "doctor": (doctor, doctor_parser()),
-        "replay": (replay, replay_parser()),
-    }
-    for name, (function, own) in known.items():
-        commands.add_subcommand(name, own, help=(function.__doc__ or "").partition("\n")[0])
-    chosen = parser.parse_args(arguments)
-    function, _ = known[chosen.command]
-    try:
-        function(**chosen[chosen.command].as_dict())
+        given.pop("call")(**given)
     except FastDataError as error:
         # The message says what to do; our stack would not help.
         raise SystemExit(f"fastdata: {error}") from error

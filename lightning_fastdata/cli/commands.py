@@ -1,33 +1,25 @@
-"""Commands that look at a machine, a pipeline or a data module, and what commands print."""
+"""Commands that look at a machine, and that make a batch of a data module again."""
 
 from __future__ import annotations
 
 import sys
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.errors import OptionsError, has_package
+from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from jsonargparse import ArgumentParser
+    from argparse import ArgumentParser
+    from collections.abc import Callable
 
     from lightning_fastdata.host.memory import DeviceMemory
 
 
 def doctor(*, ray: bool = False) -> None:
-    """Print what this machine allows, and what of it limits data loading; or what a cluster does.
-
-    Args:
-        ray: Look at the Ray cluster in the place of this machine: its nodes, and what a batch from
-            each costs.
-    """
+    """Print what this machine, or a Ray cluster, allows, and what of it limits data loading."""
     if ray:
         from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
 
-        print_lines([(look_at_cluster().text(), "")])
+        sys.stdout.write(f"{look_at_cluster().text()}\n")
         return
     from lightning_fastdata.host.cpu import read_cpu_limit
     from lightning_fastdata.host.machine import doctor_text, read_versions
@@ -38,31 +30,14 @@ def doctor(*, ray: bool = False) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def doctor_parser() -> ArgumentParser:
-    """Return the parser of ``doctor``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Print what this machine allows, and what of it limits data loading; or what a "
-        "Ray cluster does."
-    )
+def takes_doctor(parser: ArgumentParser) -> None:
+    """Add the arguments of ``doctor``."""
     parser.add_argument(
         "--ray",
         action="store_true",
         help="Look at the Ray cluster in the place of this machine: its nodes, and what a batch "
         "from each costs.",
     )
-    return parser
-
-
-def replay_parser() -> ArgumentParser:
-    """Return the parser of ``replay``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(description=(replay.__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", help="A checkpoint of Lightning, or the report.json of a run.")
-    parser.add_function_arguments(replay, skip={"run"})
-    return parser
 
 
 def _read_gpus() -> list[tuple[str, DeviceMemory]]:
@@ -75,81 +50,89 @@ def _read_gpus() -> list[tuple[str, DeviceMemory]]:
 
 
 def replay(
-    run: str,
-    step: int,
     datamodule: str,
+    *,
+    epoch: int,
+    batch: int,
     rank: int = 0,
+    ranks: int = 1,
+    seed: int | None = None,
     save: str | None = None,
     out: str | None = None,
 ) -> None:
-    """Print the batches that a training step got, made again without training.
-
-    Args:
-        run: A checkpoint of Lightning, or the report.json of a run.
-        step: The trainer's global_step in that training step, from 0.
-        datamodule: Where the data module is: module:name, or path/to/file.py:name.
-        rank: Whose batches.
-        save: File to write them to, for ``torch.load(weights_only=True)``; None: none.
-        out: PNG file for their pictures; None: none.
-    """
+    """Print what a training step got, made again without training."""
     import torch
 
-    from lightning_fastdata.cli.data_modules import open_datamodule
-    from lightning_fastdata.plugin.data.training_run import read_run
+    from lightning_fastdata.plugin.data.replay import replayed
     from lightning_fastdata.plugin.loggers.pictures import draw_batch
 
-    record, hyperparameters = read_run(run)
-    numbers = record.batches_of_step(step)
-    module = open_datamodule(datamodule, hyperparameters)
-    batches = [module.batch_at(number, rank=rank, run=record) for number in numbers]
-    for batch in batches:
-        print_lines([(line, "") for line in batch.text().splitlines()])
-    if numbers[-1] >= record.batches:
-        print_lines([(f"The run has taken {record.batches} batches so far: no step had it.", "")])
+    module = open_datamodule(datamodule)
+    found = replayed(module, epoch, batch, rank=rank, ranks=ranks, seed=seed)
+    sys.stdout.write(f"{found.text()}\n")
     if save is not None:
-        kept = {"global_step": step, "batches": [batch.saved() for batch in batches]}
-        write_file(save, lambda: torch.save(kept, save))
-    for batch in batches if out is not None else ():
-        path = Path(str(out))
-        if len(batches) > 1:
-            path = path.with_stem(f"{path.stem}-{batch.step}")
-        picture = draw_batch(module, batch.batch, epoch=batch.epoch, step=step)
-        write_file(str(path), partial(picture.save, path, "PNG"))
+        _write(save, lambda: torch.save(found.saved(), save))
+    if out is not None:
+        picture = draw_batch(module, found.batch, epoch=epoch, number=batch)
+        _write(out, lambda: picture.save(out, "PNG"))
 
 
-class Found(Protocol):
-    """What rich prints in colours."""
-
-    def text(self) -> str:
-        """Return it as plain text."""
-
-
-def print_lines(lines: Sequence[tuple[str, str]]) -> None:
-    """Print lines of text, in their rich style on a terminal and plain in a pipe."""
-    if not (sys.stdout.isatty() and has_package("rich")):
-        sys.stdout.writelines(f"{text}\n" for text, _ in lines)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    for text, style in lines:
-        Console(soft_wrap=True).print(Text(text, style=style))
+def takes_replay(parser: ArgumentParser) -> None:
+    """Add the arguments of ``replay``."""
+    add = parser.add_argument
+    add("datamodule", help="Where the data module is: module:name, or path/to/file.py:name.")
+    add("--epoch", type=int, required=True, help="Counted from 0, as trainer.current_epoch.")
+    add("--batch", type=int, required=True, help="Of the epoch, from 0, as batch_idx.")
+    add("--rank", type=int, default=0, help="Whose batch.")
+    add("--ranks", type=int, default=1, help="That trained together.")
+    add("--seed", type=int, help="Of the training. Default: the data module's.")
+    add("--save", help="File to write it to, for torch.load(weights_only=True).")
+    add("--out", help="PNG file for its picture.")
 
 
-def print_found(found: Found) -> None:
-    """Print what a command has found, in colours on a terminal and plain in a pipe."""
-    if not (sys.stdout.isatty() and has_package("rich")):
-        sys.stdout.write(f"{found.text()}\n")
-        return
-    from rich.console import Console
+def open_datamodule(spec: str) -> Any:
+    """Return the data module that a user named as ``MODULE:NAME``, with its datasets.
 
-    Console(highlight=False).print(found)
+    It is a data module, or a class or function that makes one without arguments.
+
+    Raises:
+        OptionsError: The text does not name one, or it cannot be made.
+    """
+    from lightning_fastdata.host.machine import import_by_name
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks
+    from lightning_fastdata.tree import name_of
+
+    module_name, _, name = spec.rpartition(":")
+    if not module_name or not name:
+        raise OptionsError(
+            f"{spec!r} does not say where the data module is. Write MODULE:NAME, for example "
+            "train:Data for `class Data(FastDataModule)` in train.py."
+        )
+    known = vars(import_by_name(module_name, "the data module"))
+    if name not in known:
+        raise OptionsError(f"{module_name} has no {name!r}.")
+    made: Any = known[name]
+    if callable(made) and not isinstance(made, DataModuleHooks):
+        try:
+            made = made()
+        except TypeError as error:
+            raise OptionsError(
+                f"{name_of(known[name])} cannot be called without arguments: {error}. Name a "
+                "function that returns the data module of the training."
+            ) from error
+    if not isinstance(made, DataModuleHooks):
+        raise OptionsError(
+            f"{made!r:.200} is no FastDataModule. Name one, its class, or a function that returns "
+            "it."
+        )
+    made.prepare_data()
+    made.setup("fit")
+    return made
 
 
-def write_file(path: str, write: Callable[[], object]) -> None:
+def _write(path: str, write: Callable[[], object]) -> None:
     """Have a file written, and say so; a file that cannot be written is an OptionsError."""
     try:
         write()
     except (OSError, RuntimeError) as error:  # torch's of a folder that is missing
         raise OptionsError(f"{path} cannot be written: {error}.") from error
-    print_lines([(f"{path} written.", "dim")])
+    sys.stdout.write(f"{path} written.\n")

@@ -20,7 +20,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.prove.settings import VARIABLE, ProveSettings
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from argparse import ArgumentParser
 
     from lightning_fastdata.prove.trials import Trial
 
@@ -38,18 +38,10 @@ _INTERRUPTED: Final = 130
 def prove(
     command: Sequence[str], *, module: bool = False, budget: str = "10m", json: str | None = None
 ) -> None:
-    """Try on a script's own training which change of the loader makes it faster.
+    """Try on a script's own training, as a trial, which change of the loader makes it faster.
 
-    Args:
-        command: A Python file and its arguments.
-        module: The first of them is a module, as of ``python -m``.
-        budget: How long that may take, from when the training begins: ``90s``, ``10m``, ``1h``, or
-            seconds.
-        json: File for what is found.
-
-    Raises:
-        SystemExit: With code 1 if a change is recommended, with code 2 if it is not known, with
-            code 130 if it was interrupted.
+    Exit codes: 0 if nothing is to be changed, 1 if a change is recommended, 2 if it is not known,
+    130 if it was interrupted.
     """
     check_found_by_lightning()
     budget_s = seconds_of(budget)
@@ -187,21 +179,17 @@ def _sweep(folders: Sequence[str]) -> None:
             folder.parent.rmdir()
 
 
-def prove_parser() -> ArgumentParser:
-    """Return the parser of ``prove``; what follows the script is the script's own."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Run a script's training as a trial that is thrown away, and say which change "
-        "of its loader makes it faster, if any does. Exit codes: 0 if nothing is to be changed, 1 "
-        "if a change is recommended, 2 if it is not known."
-    )
+def takes_prove(parser: ArgumentParser) -> None:
+    """Add the arguments of ``prove``; what follows the script is the script's own."""
     parser.add_argument(
-        "--budget", default="10m", help="How long it may take: 90s, 10m, 1h, or seconds."
+        "--budget",
+        default="10m",
+        help="How long it may take, from when the training begins: 90s, 10m, 1h, or seconds. "
+        "Exit codes: 0 if nothing is to be changed, 1 if a change is recommended, 2 if it is not "
+        "known.",
     )
-    parser.add_argument("--json", default=None, help="File for what is found.")
+    parser.add_argument("--json", help="File for what is found.")
     parser.add_argument(
         "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
     )
     parser.add_argument("command", nargs="...", help="A Python file and its arguments.")
-    return parser

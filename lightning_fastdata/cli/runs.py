@@ -12,15 +12,13 @@ from json import dumps as dump_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.cli.commands import print_found
-from lightning_fastdata.errors import FastDataError, OptionsError
+from lightning_fastdata.errors import FastDataError, OptionsError, printable
 from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
     from collections.abc import Mapping, Sequence
-
-    from jsonargparse import ArgumentParser
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
 _EVERY_S: Final = 1.0
@@ -30,11 +28,6 @@ def run(command: Sequence[str], *, module: bool = False, report: str | None = No
     """Run a script; each Lightning Trainer that it makes gets a DataThroughputCallback.
 
     This process becomes that of the script: signals, exit code and output are its own.
-
-    Args:
-        command: A Python file and its arguments; or a program, such as torchrun, and its own.
-        module: The first of them is a module, as of ``python -m``.
-        report: Where the report is written; None: ``report.json`` in the log folder of the Trainer.
     """
     check_found_by_lightning()
     program = program_of(command, module=module)
@@ -86,11 +79,9 @@ def _become(program: list[str], environ: Mapping[str, str]) -> None:
 def top(run: str | None = None, *, once: bool = False) -> None:
     """Show how trainings of this user on this machine are going, and where they hang.
 
-    Args:
-        run: The process number of one, or a part of the name of its script or log folder.
-        once: Print one page and end; so it is where the output is no terminal.
+    Where the output is no terminal, one page is printed.
     """
-    from lightning_fastdata.insight.live.status import live_folder, page_text, read_all
+    from lightning_fastdata.insight.live import live_folder, page_text, read_all
 
     def page() -> str:
         now_s = clock.unix_s()
@@ -109,35 +100,23 @@ def top(run: str | None = None, *, once: bool = False) -> None:
             clock.sleep(_EVERY_S)
 
 
-def report(runs: Sequence[str], *, open: bool = False) -> None:  # noqa: A002
-    """Print the summary of a run again, or compare several with the first.
+def report(run: str, *, open: bool = False) -> None:  # noqa: A002
+    """Print the summary of a run again."""
+    from lightning_fastdata.insight.report.compare import read_report
+    from lightning_fastdata.insight.report.summary_text import page_line, print_lines
 
-    Args:
-        runs: Folders of runs, or their ``report.json``.
-        open: Open the pages of their reports in the browser.
-    """
-    from lightning_fastdata.insight.report.compare import compare as compared
-    from lightning_fastdata.insight.report.recorded import as_run_report, read_report
-    from lightning_fastdata.insight.report.summary_text import page_line
-
-    files = [report_file(Path(each)) for each in runs]
-    reports = [read_report(file) for file in files]
-    if len(reports) == 1:
-        print_found(as_run_report(reports[0], files[0]))
-    else:
-        for file, each in zip(files[1:], reports[1:], strict=True):
-            both = compared(reports[0], each, names=(str(files[0]), str(file)))
-            sys.stdout.write(f"{both.text()}\n\n")
-    pages = [page for file in files if (page := file.with_suffix(".html")).is_file()]
-    for page in pages:
+    file = report_file(Path(run))
+    summary = read_report(file)["summary"]
+    print_lines([(printable(text, keep=""), how) for text, how in line] for line in summary)
+    page = file.with_suffix(".html")
+    if page.is_file():
         sys.stdout.write(f"{page_line(page)}\n")
     if open:
         import webbrowser
 
-        if not pages:
-            raise OptionsError(f"There is no page beside {files[0]}.")
-        for page in pages:
-            webbrowser.open(page.resolve().as_uri())
+        if not page.is_file():
+            raise OptionsError(f"There is no page beside {file}.")
+        webbrowser.open(page.resolve().as_uri())
 
 
 def report_file(run: Path) -> Path:
@@ -157,55 +136,32 @@ def report_file(run: Path) -> Path:
     raise OptionsError(f"{run} has no report.json.{listed} Name a folder of a run, or its report.")
 
 
-def top_parser() -> ArgumentParser:
-    """Return the parser of ``top``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Show how trainings with a DataThroughputCallback are going, of this user on "
-        "this machine, and where they hang."
-    )
+def takes_top(parser: ArgumentParser) -> None:
+    """Add the arguments of ``top``."""
     parser.add_argument(
         "run",
         nargs="?",
-        default=None,
         help="The process number of one, or a part of the name of its script or log folder.",
     )
     parser.add_argument("--once", action="store_true", help="Print one page and end.")
-    return parser
 
 
-def report_parser() -> ArgumentParser:
-    """Return the parser of ``report``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Print the summary of a run again, or compare several with the first."
-    )
-    parser.add_argument("runs", nargs="+", help="Folders of runs, or their report.json.")
-    parser.add_argument(
-        "--open", action="store_true", help="Open the pages of their reports in the browser."
-    )
-    return parser
+def takes_report(parser: ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
+    parser.add_argument("run", help="The folder of a run, or its report.json.")
+    parser.add_argument("--open", action="store_true", help="Open its page in the browser.")
 
 
 def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
-    """Print what differs between two runs, and whether a condition on that holds.
+    """Print what differs between two runs.
 
-    Args:
-        a: The report.json of the run to compare with.
-        b: The report.json of the run that is compared.
-        fail_if: Conditions that must not hold, e.g. ``step_ms > +10%``.
-        json: Print JSON instead of a table.
-
-    Raises:
-        SystemExit: With code 1 if a condition holds, with code 2 if a report or a condition cannot
-            be read, or a condition cannot be decided.
+    Exit codes: 0; 1 if a condition holds; 2 if a report or a condition cannot be read, or a
+    condition cannot be decided.
     """
     from lightning_fastdata.insight.report.compare import compare_files
 
     try:
-        comparison = compare_files(a, b, fail_if)
+        comparison = compare_files(report_file(Path(a)), report_file(Path(b)), fail_if)
     except FastDataError as error:
         # 1 says that the comparison was made.
         sys.stderr.write(f"fastdata: {error}\n")
@@ -218,15 +174,12 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
         raise SystemExit(1)
 
 
-def run_parser() -> ArgumentParser:
-    """Return the parser of ``run``; what follows the script is the script's own."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Run a script as it is; each Lightning Trainer that it makes gets a "
-        "DataThroughputCallback, which prints a summary and writes a report."
+def takes_run(parser: ArgumentParser) -> None:
+    """Add the arguments of ``run``; what follows the script is the script's own."""
+    parser.add_argument(
+        "--report",
+        help="Where the report is written. Default: report.json in the Trainer's log folder.",
     )
-    parser.add_argument("--report", default=None, help="Where the report is written.")
     parser.add_argument(
         "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
     )
@@ -235,27 +188,20 @@ def run_parser() -> ArgumentParser:
         nargs="...",
         help="A Python file and its arguments; or a program, such as torchrun, and its arguments.",
     )
-    return parser
 
 
-def compare_parser() -> ArgumentParser:
-    """Return the parser of ``compare``, whose condition may be given several times."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Print what differs between two runs. Exit codes: 0, 1 if a condition holds, "
-        "2 if a report or a condition cannot be read."
-    )
-    parser.add_argument("a", help="The report.json of the run to compare with.")
-    parser.add_argument("b", help="The report.json of the run that is compared.")
+def takes_compare(parser: ArgumentParser) -> None:
+    """Add the arguments of ``compare``, whose condition may be given several times."""
+    parser.add_argument("a", help="The folder or the report.json of the run to compare with.")
+    parser.add_argument("b", help="The same of the run that is compared.")
     parser.add_argument(
         "--fail-if",
         action="append",
         default=[],
         metavar="CONDITION",
-        help="What must not be, any number of times: 'step_ms > +10%' is a change of b over a in "
+        help="What must not be, any number of times: 'step_ms > +10%%' is a change of b over a in "
         "percent, 'stall_share > +0.02' a change, 'stall_percent > 5' the value of b; with "
-        "'val.' before the name, of validation.",
+        "'val.' before the name, of validation. Exit codes: 0, 1 if a condition holds, 2 if a "
+        "report or a condition cannot be read.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
-    return parser

@@ -17,7 +17,6 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
@@ -37,7 +36,6 @@ class Resources:
 
     workers: int
     """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
-    page_locks: PageLocks | None
     """Locks the memory of batches for a device that reads it."""
     trial: CrewTrial | None
     """Of side processes that read by index, what earlier ones have shown; None: nothing."""
@@ -92,7 +90,7 @@ def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
 
     # The caller helps while it waits, and more threads than CPUs hinder each other.
     spare = max(1, read_cpu_limit().usable_cpus - 1)
-    return GatherExecutor(plan, threads=min(given.workers, spare), page_locks=given.page_locks)
+    return GatherExecutor(plan, threads=min(given.workers, spare))
 
 
 def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
@@ -109,7 +107,6 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     return PoolExecutor(
         plan,
         processes=given.workers,
-        page_locks=given.page_locks,
         trial=given.trial,
     )
 
@@ -121,7 +118,6 @@ def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
         plan,
         actors=given.workers,
         options=given.actor_options,
-        page_locks=given.page_locks,
         trial=given.trial,
     )
 
@@ -214,7 +210,6 @@ def open_executor(
     plan: FetchPlan,
     *,
     workers: int = 1,
-    page_locks: PageLocks | None = None,
     trial: CrewTrial | None = None,
     actor_options: Mapping[str, Any] | None = None,
 ) -> Executor:
@@ -238,7 +233,6 @@ def open_executor(
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
     given = Resources(
         workers=workers,
-        page_locks=page_locks,
         trial=trial,
         actor_options=actor_options or {},
     )

@@ -66,11 +66,6 @@ STEPS: Final = (
         for key, words in _BAND.items()
     ),
     Metric(
-        "data_tune/predicted_step_ms",
-        "what the model of the loader says a step takes as it is; at ends of epochs, as long as "
-        "judging takes below 1 % of the run",
-    ),
-    Metric(
         "data_run/samples_per_s",
         "samples over the wall time of the whole training so far; at ends of epochs",
         True,

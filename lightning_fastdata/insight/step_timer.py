@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import sys
-import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
-from lightning_fastdata.batches.libraries import rank_now
 from lightning_fastdata.batches.staged import batch_samples
-from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.host.clock import monotonic
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.live.status import RunFacts
-from lightning_fastdata.insight.live.watched_run import Told, WatchedRun
 from lightning_fastdata.insight.measure.stage import LoopStage
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.prove.settings import read_settings
 from lightning_fastdata.types import STAGES, Batch_co
 
@@ -75,12 +66,6 @@ class StepTimer:
         self._readers = itertools.count()
         self._running: LoopStage | None = None
         self._open: _OpenStep | None = None
-        self._live: WatchedRun | None = None
-        self._told = False
-        self._reading: dict[int, object] = {}
-        """Loaders that are read now, by the numbers of the iterations."""
-        self._activity = "between steps", monotonic()
-        """What is done now, and since when."""
         self._transfer = Phase(self, StepTimeline.transfer_began, StepTimeline.transfer_ended)
         self._augment = Phase(self, StepTimeline.augment_began, StepTimeline.augment_ended)
 
@@ -131,9 +116,6 @@ class StepTimer:
         step, self._open = self._open, None
         if step is not None:
             step.stage.step_ended(step.samples)
-            self._activity = "between steps", monotonic()
-            if self._live is not None:
-                self._live.pace.step_ended(step.stage)
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, for any logger.
@@ -184,11 +166,8 @@ class StepTimer:
             stage = self._stages[name] = LoopStage(name, self.device)
         reader = next(self._readers)
         self._requested(stage, reader)
-        self._reading[reader] = stage.epoch_began(loader)
-        if not self._told:
-            self._told = True
-            self._live = self._watched()
-        self._waits(stage)  # workers start in iter()
+        stage.epoch_began(loader)
+        stage.wait_began()  # workers start in iter()
         try:
             batches = iter(loader)
             while True:
@@ -197,63 +176,18 @@ class StepTimer:
                 except StopIteration:
                     break
                 stage.timeline.wait_ended()
-                self._activity = "computing a step", monotonic()
                 if self._open is None:
                     self._open = _OpenStep(stage, batch_samples(held[0]), [reader])
                 else:
                     self._open.readers.append(reader)
                 yield held.pop()  # so that the memory is free when the loop lets go of it
                 self._requested(stage, reader)
-                self._waits(stage)
+                stage.wait_began()
             if self._open is not None:
                 # The step of other loaders goes on; this one had nothing more for it.
                 stage.timeline.wait_ended()
         finally:
-            del self._reading[reader]
             self._left(stage, reader)
-
-    def _waits(self, stage: LoopStage) -> None:
-        self._activity = "waiting for a batch", monotonic()
-        stage.wait_began()
-
-    def _facts(self) -> Told | None:
-        """Return what `fastdata top` shows; None: no loader is read. Any thread may ask."""
-        readers, stage, live = dict(self._reading), self._running, self._live
-        if not readers or stage is None or live is None:
-            return None
-        rank = rank_now()
-        activity, since_s = self._activity
-        facts = RunFacts(
-            rank=rank.number,
-            world_size=rank.ranks,
-            log_dir=str(Path.cwd()),
-            method=stage.stage,
-            activity=activity,
-            activity_s=monotonic() - since_s,
-            epoch=max(0, stage.epochs - 1),
-            step=live.pace.steps,
-        )
-        loaders = [each for each in readers.values() if isinstance(each, FastDataLoader)]
-        return facts, loaders
-
-    def _watched(self) -> WatchedRun | None:
-        """Show the loop to `fastdata top` for as long as this object lives; None: it cannot be."""
-        if sys.platform == "win32":
-            return None
-        known = weakref.ref(self)
-
-        def facts() -> Told | None:
-            timer = known()
-            return None if timer is None else timer._facts()
-
-        try:
-            watched = WatchedRun(facts)
-        except (OptionsError, OSError) as error:
-            text = f"`fastdata top` does not show this loop: {error}"
-            warnings.warn(text, FastDataWarning, stacklevel=4)
-            return None
-        weakref.finalize(self, watched.close)
-        return watched
 
     def _requested(self, stage: LoopStage, reader: int) -> None:
         """End the step that is open, unless it only needs a batch of one more loader."""

@@ -17,30 +17,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.stamps.operations import OperationTime, OperationWatch
     from lightning_fastdata.stamps.travel import Way
 
-BUCKETS: Final = 256
-_STEPS_BITS: Final = 2
-"""Two bits behind the leading one: four steps an octave."""
-
-
-def bucket_of(ns: int) -> int:
-    """Return the step of a time on the scale, 0 to 255."""
-    shift = ns.bit_length() - _STEPS_BITS - 1
-    if shift <= 0:
-        return max(0, ns)
-    # The leading bit is always set; what remains are 2 bits of the step, after 4 steps an octave.
-    return min(BUCKETS - 1, (shift << _STEPS_BITS) + (ns >> shift))
-
-
-def bounds_ns(bucket: int) -> tuple[int, int]:
-    """Return the shortest time of a step of the scale, and the shortest of the next."""
-
-    def shortest_ns(step: int) -> int:
-        octave, part = divmod(step, 1 << _STEPS_BITS)
-        return step if octave <= 1 else ((1 << _STEPS_BITS) + part) << (octave - 1)
-
-    return shortest_ns(bucket), shortest_ns(bucket + 1)
-
-
 T = TypeVar("T")
 
 
@@ -129,8 +105,6 @@ class TaskStamps(NamedTuple):
     """Its index in the dataset; of an iterable dataset its place in the stream, from 0."""
     operations: tuple[OperationTime, ...] | None = None
     """What the operations inside the dataset's compositions took; None in most tasks: not timed."""
-    sample_times: bytes | None = None
-    """How long each sample took, as steps of :func:`bucket_of`; None in 7 of 8 tasks: not kept."""
     lines: tuple[LineTime, ...] | None = None
     """In which lines of the user's code reading spent its time; None in most tasks: not sampled."""
     helpers_ns: int | None = None
@@ -197,8 +171,6 @@ class BatchStamps(NamedTuple):
         return cls(number, task.samples, *times, (task,), ready_ahead=0, first=first, own=own)
 
 
-_KEPT_TASKS: Final = 8
-"""The time of each sample is kept for one of so many tasks, whose samples stand for all."""
 _WORTH_ASKING_NS: Final = 200_000
 """The kernel's answer costs some microseconds, which a thread with shorter tasks is spared."""
 
@@ -228,7 +200,6 @@ class TaskWatch:
         self._alone = alone
         self._schedule = clock.ThreadSchedule()
         self._long = True
-        self._tasks = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -239,8 +210,6 @@ class TaskWatch:
         self._named: tuple[LineTime, ...] | None = None
         self.samples = self.read_ns = self.collate_ns = self.slowest_ns = 0
         self.slowest_index: object = None
-        self._times = bytearray() if self._tasks % _KEPT_TASKS == 0 else None
-        self._tasks += 1
 
     def begin(self) -> None:
         """Start a task."""
@@ -257,11 +226,8 @@ class TaskWatch:
         spent = clock.monotonic_ns() - began_ns
         self.samples += samples
         self.read_ns += spent
-        if samples == 1:
-            if spent > self.slowest_ns:
-                self.slowest_ns, self.slowest_index = spent, index
-            if self._times is not None:
-                self._times.append(bucket_of(spent))
+        if samples == 1 and spent > self.slowest_ns:
+            self.slowest_ns, self.slowest_index = spent, index
 
     def collated(self, began_ns: int) -> None:
         """Note collation that began then and has ended."""
@@ -297,7 +263,6 @@ class TaskWatch:
             self.slowest_ns,
             self.slowest_index,
             self._timed,
-            bytes(self._times) if self._times else None,
             self._named,
             helpers,
         )

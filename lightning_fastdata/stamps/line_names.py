@@ -43,8 +43,6 @@ class Place(NamedTuple):
     line: int
     called: CodeType | None
     """Of the function of a library that the line calls; None: there is none written in Python."""
-    inside: CodeType | None
-    """Of the innermost function that was called."""
 
 
 class PlaceName(NamedTuple):
@@ -57,22 +55,21 @@ class PlaceName(NamedTuple):
     """Qualified name."""
     calls: str
     """The function of a library that the line calls, if it is one written in Python: ``PIL
-    Image.convert > ImageFile.load``."""
+    Image.convert``."""
 
 
-ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, None, None)
+ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, None)
 """In a dataset written in C, or in code of this package that is no dataset."""
 
 
 def key_of(place: Place) -> tuple[int, ...]:
     """Return what distinguishes places, cheaply: code objects are long to hash."""
-    return id(place.code), place.line, id(place.called), id(place.inside)
+    return id(place.code), place.line, id(place.called)
 
 
 def place_of(frame: FrameType | None) -> Place | None:
     """Return where a thread is that reads samples, by its frame; None: it does something else."""
     called: CodeType | None = None
-    inside: CodeType | None = None
     below: CodeType | None = None
     outermost: tuple[CodeType, int] | None = None
     while frame is not None:
@@ -81,18 +78,17 @@ def place_of(frame: FrameType | None) -> Place | None:
         if kind is None:
             kind = _kind_of(code.co_filename, frame.f_globals.get("__name__"))
         if kind == _USER:
-            return Place(code, frame.f_lineno or 0, called, inside)
+            return Place(code, frame.f_lineno or 0, called)
         if kind == _WRITES:
             return None
         if kind == _READS:
             if outermost is None:
                 return ELSEWHERE
             # Nothing but libraries: their dataset is named, and what it calls.
-            return Place(*outermost, below, inside if below is not None else None)
+            return Place(*outermost, below)
         if kind == _LIBRARY and not code.co_filename.endswith(_WRAPPERS):
             below, called = called, code
             outermost = code, frame.f_lineno or 0
-            inside = inside or code
         frame = frame.f_back
     return None
 
@@ -101,11 +97,9 @@ def name_of(place: Place) -> PlaceName:
     """Return a place in words."""
     calls = ""
     if place.called is not None:
-        package, function = _library_name(place.called)
-        calls = f"{package} {function}"
-        if place.inside is not None and place.inside is not place.called:
-            deeper, function = _library_name(place.inside)
-            calls += f" > {function}" if deeper == package else f" > {deeper} {function}"
+        file = _in_library(place.called.co_filename) or place.called.co_filename
+        package = Path(file).parts[0].removesuffix(".py")
+        calls = f"{package} {_function_name(place.called)}"
     return PlaceName(
         short_file(place.code.co_filename), place.line, _function_name(place.code), calls
     )
@@ -170,11 +164,6 @@ def _in_library(filename: str) -> str | None:
         return filename[installed.end() :]
     folder = next((each for each in _STANDARD if filename.startswith(each)), None)
     return None if folder is None else filename[len(folder) :]
-
-
-def _library_name(code: CodeType) -> tuple[str, str]:
-    file = _in_library(code.co_filename) or code.co_filename
-    return Path(file).parts[0].removesuffix(".py"), _function_name(code)
 
 
 def _function_name(code: CodeType) -> str:

@@ -16,7 +16,6 @@ import threading
 from typing import Final, NamedTuple
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.thread_waits import ThreadProbe
 from lightning_fastdata.stamps.line_names import (
     ELSEWHERE,
     Place,
@@ -43,7 +42,6 @@ _LEFT_NS: Final = 200_000_000
 _GIVE_UP_S: Final = 60.0
 """Without a further task, the thread ends."""
 _MOST_LINES: Final = 20
-_MOST_NAMES: Final = 512
 
 
 class LineTime(NamedTuple):
@@ -56,9 +54,8 @@ class LineTime(NamedTuple):
     calls: str
     total_ns: int
     blocked_ns: int | None
-    """Of that, the time it waited for something; None: not reported by the kernel."""
-    waits_in: str
-    """``file``, ``socket``, ``lock`` or ``sleep``; empty: none of them, or not known."""
+    """Of that, the time it waited for something other than a CPU; None: the system does not tell.
+    """
 
 
 class LineWatch:
@@ -74,7 +71,6 @@ class LineWatch:
         self._round: _Round | None = None
         self._deciding = threading.Lock()
         self._process = os.getpid()
-        self._names: dict[tuple[int, ...], tuple[Place, PlaceName]] = {}
         self._works = hasattr(sys, "_current_frames")
 
     def begin(self) -> None:
@@ -110,7 +106,7 @@ class LineWatch:
             seen = current.pause()
             if current.over or current.read_ns >= _ROUND_NS:
                 self._close(current)
-            return self._named(seen)
+            return _named(seen)
         except Exception:
             self._works = False
             return None
@@ -125,46 +121,30 @@ class LineWatch:
         self._round = None
         current.close()
 
-    def _named(self, seen: list[_Seen]) -> tuple[LineTime, ...] | None:
-        if not seen:
-            return None
-        seen.sort(key=lambda each: -each.total_ns)
-        times: dict[tuple[PlaceName, str], _Seen] = {}
-        for each in seen[:_MOST_LINES]:
-            if each.place is ELSEWHERE:
-                continue
-            named = self._name(each.place), each.waits_in
-            times.setdefault(named, _Seen(each.place, each.waits_in)).add(
-                each.total_ns, each.blocked_ns
-            )
-        lines = [
-            LineTime(*name, each.total_ns, each.blocked_ns, waits_in)
-            for (name, waits_in), each in times.items()
-        ]
-        rest_ns = sum(each.total_ns for each in seen) - sum(line.total_ns for line in lines)
-        if rest_ns:
-            lines.append(LineTime("", 0, "", "", rest_ns, None, ""))
-        return tuple(lines)
 
-    def _name(self, place: Place) -> PlaceName:
-        key = key_of(place)
-        known = self._names.get(key)
-        if known is None:
-            if len(self._names) >= _MOST_NAMES:
-                self._names.clear()
-            # With the place itself, as an identity belongs to what lives.
-            known = self._names[key] = place, name_of(place)
-        return known[1]
+def _named(seen: list[_Seen]) -> tuple[LineTime, ...] | None:
+    if not seen:
+        return None
+    seen.sort(key=lambda each: -each.total_ns)
+    times: dict[PlaceName, _Seen] = {}
+    for each in seen[:_MOST_LINES]:
+        if each.place is not ELSEWHERE:
+            known = times.setdefault(name_of(each.place), _Seen(each.place))
+            known.add(each.total_ns, each.blocked_ns)
+    lines = [LineTime(*name, each.total_ns, each.blocked_ns) for name, each in times.items()]
+    rest_ns = sum(each.total_ns for each in seen) - sum(line.total_ns for line in lines)
+    if rest_ns:
+        lines.append(LineTime("", 0, "", "", rest_ns, None))
+    return tuple(lines)
 
 
 class _Seen:
     """The time in one place."""
 
-    __slots__ = ("blocked_ns", "place", "total_ns", "waits_in")
+    __slots__ = ("blocked_ns", "place", "total_ns")
 
-    def __init__(self, place: Place, waits_in: str) -> None:
+    def __init__(self, place: Place) -> None:
         self.place = place
-        self.waits_in = waits_in
         self.total_ns = 0
         self.blocked_ns: int | None = 0
 
@@ -187,10 +167,12 @@ class _Round:
         self.reading = False
         self.over = False
         self._ident = threading.get_ident()
+        self._schedule = clock.ThreadSchedule()
         self._going = threading.Event()
         self._began_ns = self._looked_ns = self._seen_ns = 0
+        self._runnable_ns: int | None = None
         self._paused_ns = clock.monotonic_ns()
-        self._seen: dict[tuple[object, ...], _Seen] = {}
+        self._seen: dict[tuple[int, ...], _Seen] = {}
         self._switch_s = (0.0, 0.0)
         threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
 
@@ -199,7 +181,7 @@ class _Round:
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(min(usual_s, _SWITCH_S))
         self._switch_s = usual_s, sys.getswitchinterval()
-        self._began_ns = clock.monotonic_ns()
+        self._began_ns, self._runnable_ns = clock.monotonic_ns(), self._schedule.runnable_ns()
         self.reading = True
         self._going.set()
 
@@ -226,9 +208,8 @@ class _Round:
         self._going.set()
 
     def _run(self) -> None:
-        probe = ThreadProbe(self.thread)
         # An error would only be printed into the training's output.
-        with contextlib.closing(probe), contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
             while self._going.wait(_GIVE_UP_S) and not self.over:
                 # Whoever had to wait for the lock looks at once: then the reading thread has just
                 # given it away, and is in the line in which it had it.
@@ -238,22 +219,22 @@ class _Round:
                 if early_ns > 0:
                     clock.sleep(early_ns / 1e9)
                 if self.reading:
-                    self._look(probe)
+                    self._look()
         self.over = True
 
-    def _look(self, probe: ThreadProbe) -> None:
+    def _look(self) -> None:
         # A frame that is kept keeps the variables in it: it is let go of before anything is waited
         # for.
         place = place_of(sys._current_frames().get(self._ident))
         now_ns = self._looked_ns = clock.monotonic_ns()
-        state = probe.state()
+        runnable_ns = self._schedule.runnable_ns()
         if not self.reading:
             return
         read_ns = self.read_ns + now_ns - self._began_ns
         spent_ns, self._seen_ns = max(0, read_ns - self._seen_ns), read_ns
-        if place is None:
-            return
-        waits_in = "" if state is None else state.waits_in
-        seen = self._seen.setdefault((*key_of(place), waits_in), _Seen(place, waits_in))
-        blocked_ns = None if state is None else spent_ns * state.blocked
-        seen.add(spent_ns, blocked_ns)
+        before_ns, self._runnable_ns = self._runnable_ns, runnable_ns
+        if place is not None:
+            blocked_ns = None
+            if runnable_ns is not None and before_ns is not None:
+                blocked_ns = max(0, spent_ns - (runnable_ns - before_ns))
+            self._seen.setdefault(key_of(place), _Seen(place)).add(spent_ns, blocked_ns)

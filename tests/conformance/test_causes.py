@@ -75,10 +75,6 @@ def test_the_parts_of_the_wait_are_logged_and_reported_for_every_executor(
     report, rows = fit(
         tmp_path, module(Waits(), Waits(16), executor, workers), num_sanity_val_steps=2
     )
-    times = report.stages[0].causes.sample_times
-    assert times.samples % 4 == 0
-    # Sample times are kept in steps of a fifth.
-    assert times.p50_ms == times.p99_ms == pytest.approx(3, rel=0.2)
     for prefix, steps in (("data", [1, 3, 5, 7]), ("data_val", [7])):
         names = ours(rows, f"{prefix}_wait/")
         told = {n.removeprefix(f"{prefix}_wait/").removesuffix("_ms") for n in names}

@@ -22,13 +22,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from looked_at import looked_at, takes
 from PIL import Image
+from thread_waits import kernel_tells
 from torch.utils.data import Dataset, IterableDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastImageFolder
-from lightning_fastdata.host.thread_waits import ThreadProbe
 
 BATCH, BATCHES = 8, 12
 READ_S = 0.004
@@ -188,18 +188,10 @@ class Stream(IterableDataset):
             yield torch.full((4,), float(index))
 
 
-def kernel_tells():
-    probe = ThreadProbe(threading.get_native_id())
-    try:
-        return probe.state() is not None
-    finally:
-        probe.close()
-
-
-def expect(line, function, marked, waits_in):
+def expect(line, function, marked, waits=True):
     assert line.file.endswith("test_names_inside_reading.py")
     assert (line.function, line.line) == (function.__qualname__, line_of(function, marked))
-    assert line.waits_in == (waits_in if kernel_tells() else "")
+    assert line.waits is waits or not kernel_tells()
 
 
 @pytest.mark.cases(2)
@@ -217,21 +209,21 @@ def test_the_line_that_computes_is_named_by_every_loader(tmp_path, options):
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 def test_the_line_that_waits_is_named_by_every_loader(tmp_path, options):
     report, _ = fit(tmp_path, Waits(), **options)
-    expect(longest(report), Waits.read, "waits here", "lock")
+    expect(longest(report), Waits.read, "waits here")
 
 
 @pytest.mark.realtime
 @pytest.mark.parametrize("executor", ["torch", "workers"])
 def test_a_spawned_process_names_its_lines(tmp_path, executor):
     report, _ = fit(tmp_path, Sleeps(), executor=executor, **SPAWNED)
-    expect(longest(report), Sleeps.read, "time.sleep", "sleep")
+    expect(longest(report), Sleeps.read, "time.sleep")
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["torch in the training", "torch, forked", "inline", "workers"])
 def test_a_line_of_a_stream_is_named(tmp_path, name):
     report, _ = fit(tmp_path, Stream(), **LOADERS[name])
-    expect(longest(report), Stream.__iter__, "waits here", "lock")
+    expect(longest(report), Stream.__iter__, "waits here")
 
 
 def test_the_decoding_of_jpegs_is_named_with_the_users_line(tmp_path):
@@ -242,7 +234,7 @@ def test_the_decoding_of_jpegs_is_named_with_the_users_line(tmp_path):
     Image.fromarray(noise).save(encoded, "JPEG")
     report, _ = fit(tmp_path, Jpegs(encoded.getvalue()), executor="workers", num_workers=1)
     line = longest(report)
-    expect(line, Jpegs.__getitem__, "decoded here", line.waits_in)
+    expect(line, Jpegs.__getitem__, "decoded here")
     assert line.calls.startswith("PIL Image.convert")
 
 
@@ -269,17 +261,17 @@ def test_of_a_dataset_that_is_installed_its_own_line_is_named(tmp_path, kind):
 @pytest.mark.parametrize("name", ["torch, forked", "workers"])
 def test_a_line_that_waits_for_a_lock_is_named(tmp_path, name):
     report, _ = fit(tmp_path, Locked(), **LOADERS[name])
-    expect(longest(report), Locked.read, "acquire", "lock")
+    expect(longest(report), Locked.read, "acquire")
 
 
 def test_a_line_that_waits_for_a_file_is_named(tmp_path):
     report, _ = fit(tmp_path, Piped(), executor="workers", num_workers=1)
-    expect(longest(report), Piped.read, "self.file.read", "file")
+    expect(longest(report), Piped.read, "self.file.read")
 
 
 def test_a_line_that_waits_for_a_socket_is_named(tmp_path):
     report, _ = fit(tmp_path, Remote(), executor="workers", num_workers=1)
-    expect(longest(report), Remote.read, "recv", "socket")
+    expect(longest(report), Remote.read, "recv")
 
 
 def test_finding_summary_report_and_page_name_the_line(tmp_path):

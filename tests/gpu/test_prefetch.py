@@ -6,16 +6,13 @@ import albumentations as A
 import pytest
 import torch
 from gpu.device import CUDA, DeviceWork, PictureDicts, needs_cuda, no_waiting
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.batches.streams import CudaLockDriver, DeviceStreams, PageLocks
+from lightning_fastdata.batches.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import SideLane
-from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import open_executor
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 NUMBERS = 2**20
@@ -140,60 +137,6 @@ def test_draws_of_a_callable_are_keyed_and_leave_the_trainings_alone():
     for (ours, our_draw), (theirs, their_draw) in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(our_draw, their_draw)
-
-
-# Page-locked slots
-
-
-def locks():
-    return PageLocks(CudaLockDriver(CUDA))
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_locked_slot_counts_as_page_locked_and_is_unlocked_with_its_last_tensor(shared):
-    pool = SlotPool(limit_bytes=2**26, shared=shared, page_locks=locks())
-    for _ in range(3):
-        slot = pool.take(2**22)
-        tensor = torch.from_numpy(pool.lease(slot))
-        assert tensor.is_pinned()
-        pool.close()
-        del slot
-        assert tensor.is_pinned()
-        del tensor
-        pool = SlotPool(limit_bytes=2**26, shared=shared, page_locks=locks())
-
-
-@pytest.mark.parametrize("executor", ["workers", "gather"])
-def test_batches_in_locked_slots_arrive_whole_under_stress(executor):
-    data = torch.arange(48, dtype=torch.int32)[:, None].expand(48, NUMBERS // 8).contiguous()
-    plan = FetchPlan(
-        dataset=data if executor == "gather" else Filled(48),
-        collate_fn=default_collate,
-        default_collation=True,
-        context="forkserver",
-    )
-    page_locks = locks()
-    running = open_executor(executor, plan, workers=2, page_locks=page_locks)
-
-    def batches(epoch):
-        running.start_epoch([[index] for index in range(48)], epoch)
-        for batch in running:
-            page_locks.driver.note_consumer()
-            assert batch.is_pinned()
-            yield batch
-
-    for epoch in range(2):
-        found = consumed(prefetch(batches(epoch), CUDA))
-        assert found == [([n] * 2, [n] * 2) for n in range(48)]
-    straight = (batch.to(CUDA, non_blocking=True) for batch in batches(2))
-    assert consumed(straight) == [([n] * 2, [n] * 2) for n in range(48)]
-    running.close()
-
-
-def test_a_refused_lock_leaves_no_error_behind():
-    driver = CudaLockDriver(CUDA)
-    assert driver.lock(0, 4096)  # no such memory
-    assert torch.ones(3, device=CUDA).sum().item() == 3
 
 
 # In Lightning

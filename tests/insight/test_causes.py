@@ -8,8 +8,6 @@ from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from insight.cut_waits import Cutter
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
@@ -19,10 +17,8 @@ from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import (
     CauseTotals,
     cause_lines,
-    operations_table,
-    sample_times,
 )
-from lightning_fastdata.stamps.batch_stamps import BUCKETS, BatchStamps, TaskStamps, bucket_of
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.stamps.operations import OperationTime
 
 MS = 1_000_000
@@ -142,7 +138,6 @@ def test_operations_have_their_share_of_the_reading_they_were_timed_in():
     blur, flip = causes.operations
     assert (blur.name, blur.calls, blur.mean_ms) == ("Blur", 16, pytest.approx(0.75))
     assert (blur.share, flip.share) == (pytest.approx(0.6), pytest.approx(0.1))
-    assert operations_table(causes).splitlines()[2] == "| Blur | 60% | 0.75 | 16 |"
 
 
 def test_each_part_above_five_percent_is_put_into_words_largest_first():
@@ -195,19 +190,3 @@ def test_the_causes_are_in_the_json():
     causes = read["stages"]["train"]["causes"]
     assert causes["slow_samples"][0]["index"] == 133
     assert set(causes["wait"]) == {part.name for part in fields(WaitParts)}
-
-
-@given(st.lists(st.integers(1, 10**10), min_size=1, max_size=200))
-def test_percentiles_of_sample_times_are_those_of_numpy_to_an_eighth(times_ns):
-    counts = [0] * BUCKETS
-    for ns in times_ns:
-        counts[bucket_of(ns)] += 1
-    found = sample_times(counts)
-    for percent, ms in ((50, found.p50_ms), (95, found.p95_ms), (99, found.p99_ms)):
-        exact = np.percentile(times_ns, percent, method="inverted_cdf") / 1e6
-        assert ms == pytest.approx(exact, rel=0.13, abs=1e-6)
-    assert sum(count for _, count in found.histogram) == found.samples == len(times_ns)
-
-
-def test_without_samples_there_are_no_sample_times():
-    assert sample_times([0] * BUCKETS) is None

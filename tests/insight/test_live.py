@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -16,16 +17,18 @@ from processes import until
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
-from lightning_fastdata.insight.live.status import (
+from lightning_fastdata.insight.live import (
+    PaceMeter,
+    RunFacts,
     Status,
-    WorkerStatus,
+    WatchedRun,
+    WorkerWatch,
     chosen,
     page_text,
     process_started_s,
     read_all,
     write_status,
 )
-from lightning_fastdata.insight.live.watched_run import PaceMeter, WorkerWatch
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 
@@ -46,28 +49,16 @@ def status(**changes) -> Status:
         "started_s": NOW_S - 60,
         "method": "fit",
         "activity": "computing a step",
-        "activity_s": 0.1,
-        "quiet_s": 0.1,
-        "epoch": 2,
-        "step": 300,
+        "lines": (" computing a step; epoch 2, step 300",),
     }
     return Status(**{**told, **changes})
 
 
-WORKER = WorkerStatus(worker=0, pid=12, state="reading", index="17", path="/data/a.jpg", for_s=31.0)
-
-
 def test_a_status_is_read_back_as_it_was_written():
-    told = status(
-        workers=(replace(WORKER, lines=("data.py:3 read",)),),
-        readers=("Photos: 1 worker",),
-        stack=("train.py:9 fit",),
-        stall_share=0.25,
-    )
-    assert Status.from_json(told.as_json()) == told
+    assert Status.from_json(json.dumps(asdict(status()))) == status()
 
 
-@each("text", ["", "[]", "{}", '{"pid": 1}', '{"workers": [1]}', "\x00", "1e999"])
+@each("text", ["", "[]", "{}", '{"pid": 1}', '{"lines": [1]}', '{"lines": 1}', "\x00", "1e999"])
 def test_what_another_version_has_written_is_passed_over(text):
     assert Status.from_json(text) is None
 
@@ -94,33 +85,54 @@ def test_what_a_dead_process_has_left_is_not_shown_and_removed_when_it_is_old(tm
     assert [path.exists() for path in paths] == [False, True, False]
 
 
-def test_a_step_that_takes_much_longer_than_others_is_called_a_hang():
-    assert not status(quiet_s=9.0, step_ms=5.0).hangs
-    assert status(quiet_s=11.0, step_ms=5.0).hangs
-    assert not status(quiet_s=29.0, step_ms=3000.0).hangs
-    assert status(quiet_s=31.0, step_ms=3000.0).hangs
-    # Steps that are far apart: something else takes the time between them.
-    assert not status(quiet_s=49.0, step_ms=5.0, steps_per_s=0.2).hangs
+@each(
+    ("quiet_s", "step_ms", "steps_per_s", "hangs"),
+    [
+        (9.0, 5.0, 0.0, False),
+        (11.0, 5.0, 0.0, True),
+        (29.0, 3000.0, 0.0, False),
+        (31.0, 3000.0, 0.0, True),
+        (49.0, 5.0, 0.2, False),  # something else takes the time between steps
+    ],
+)
+def test_a_step_that_takes_much_longer_than_others_is_called_a_hang(
+    virtual, quiet_s, step_ms, steps_per_s, hangs
+):
+    pace = PaceMeter()
+    pace.steps_per_s, pace.means = steps_per_s, {"data/step_ms": step_ms}
+    virtual.sleep(quiet_s)
+    assert pace.hangs is hangs
 
 
-def test_a_page_says_what_hangs_for_how_long_and_where():
-    told = status(
-        quiet_s=35.0,
-        activity="waiting for a batch",
-        activity_s=35.0,
-        workers=(replace(WORKER, lines=("photos.py:5 decode",)),),
-        stack=("train.py:9 fit",),
-    )
-    text = page_text([told], None, NOW_S)
-    for words in (
-        "no step for 35 s: waiting for a batch",
-        "at train.py:9 fit",
-        "sample 17 (/data/a.jpg)",
-        "31 s",
-        "photos.py:5 decode",
-    ):
-        assert words in text
-    assert "hang" not in page_text([status()], None, NOW_S)
+FACTS = {
+    "rank": 0,
+    "world_size": 1,
+    "log_dir": "/logs/version_3",
+    "method": "fit",
+    "activity": "waiting for a batch",
+    "epoch": 2,
+    "step": 300,
+}
+
+
+def test_a_run_that_hangs_tells_for_how_long_and_where(virtual, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_FASTDATA_LIVE", str(tmp_path))
+    found = RunFacts(**FACTS, found="data-bound, slow storage")
+    run = WatchedRun(lambda: (found, []))
+    try:
+        calm = page_text([run.status(found, [])], None, NOW_S)
+        virtual.sleep(35)
+        hung = page_text([run.status(found, [])], None, NOW_S)
+        second = run.status(RunFacts(**{**FACTS, "rank": 1, "world_size": 2}), [])
+    finally:
+        run.close()
+    assert "no step" not in calm
+    assert " ! no step for 35 s: waiting for a batch\n !   at " in hung
+    assert "test_live.py" in hung
+    for text in (calm, hung):
+        assert " waiting for a batch; epoch 2, step 300\n" in text
+        assert " found  data-bound, slow storage\n logs   /logs/version_3" in text
+    assert f" ! rank 1 (pid {os.getpid()}): no step for 35 s" in second.lines[0]
 
 
 def test_a_process_that_tells_nothing_is_said_to_be_silent():
@@ -130,10 +142,14 @@ def test_a_process_that_tells_nothing_is_said_to_be_silent():
 
 
 def test_trainings_are_listed_with_all_their_ranks():
-    ranks = [status(rank=rank, pid=20 + rank, world_size=2, group="b") for rank in range(2)]
+    two = {"world_size": 2, "group": "b"}
+    ranks = [status(rank=n, pid=20 + n, lines=(f" of rank {n}",), **two) for n in range(2)]
     text = page_text([status(), *ranks], None, NOW_S)
-    assert "2 of 2 ranks" in text
-    assert all(f"pid {pid}" in text for pid in (11, 20, 21))
+    assert "pid 20 · 2 of 2 ranks" in text
+    assert "pid 11" in text
+    assert " of rank 0\n of rank 1" in text
+    late = page_text([*ranks, status(rank=2, pid=22, **two, written_s=NOW_S - 9)], None, NOW_S)
+    assert "rank 2 (pid 22): nothing heard for 9.0 s" in late
     other = page_text([status(), *ranks], "no such run", NOW_S)
     assert "No training is 'no such run'" in other
     assert other.count("train.py") == 2
@@ -152,15 +168,8 @@ def test_a_run_is_meant_by_a_process_of_any_rank_or_a_part_of_a_name():
 @pytest.mark.parametrize("several", [False, True])
 def test_names_of_files_give_no_orders_to_terminals(several):
     evil = "[bold]\x1b[31m\u202e"
-    worker = replace(WORKER, path=evil, lines=(evil,))
-    told = status(
-        **dict.fromkeys(("script", "log_dir", "activity", "found"), evil),
-        quiet_s=99.0,
-        workers=(worker,),
-        stack=(evil,),
-        readers=(evil,),
-    )
-    text = page_text([told, *([status(pid=12, group=evil)] if several else [])], None, NOW_S)
+    told = status(**dict.fromkeys(("script", "log_dir", "activity"), evil), lines=(evil,))
+    text = page_text([told, *([status(pid=12, group=evil)] if several else [])], None, NOW_S + 9)
     assert "\x1b[31m" not in text
     assert "\u202e" not in text
     assert "[bold]" in text
@@ -178,9 +187,8 @@ def test_the_pace_is_that_of_the_last_ten_seconds(virtual):
         virtual.sleep(work_ms / 1e3)
         meter.step_ended(4)
         pace.step_ended(meter)
-    assert pace.pace.steps_per_s == pytest.approx(5.0)
-    assert pace.pace.step_ms == pytest.approx(200.0)
-    assert pace.pace.stall_share == pytest.approx(0.5)
+    assert pace.steps_per_s == pytest.approx(5.0)
+    assert pace.text() == ", 5 steps/s, 200 ms a step, 50% of it waiting for data"
     assert (pace.steps, pace.step_ended_s - began_s) == (300, pytest.approx(40.0))
 
 
@@ -221,17 +229,18 @@ def test_what_each_worker_reads_is_seen_from_outside(tmp_path, executor):
     watch, batches = WorkerWatch(), iter(loader)
     for _ in range(3 if streams else 1):  # more of the stream is asked for as it is taken
         next(batches)
-    look = partial(watch.look, [loader], hangs=False)
-    expected = [None, None] if streams else ["17"]
+    expected = [] if streams else ["sample 17"]
 
-    def read(told):
-        return [each.index for each in told["workers"] if each.state == "reading"]
+    def look():
+        return watch.look([loader], hangs=False)
 
-    until(lambda: read(look()) == expected)
-    told = look()
-    assert len(told["workers"]) == 2
-    assert told["batches_under_way"] >= 1
-    assert "2 workers" in told["readers"][0]
+    def read():
+        return [word for line in look()[1] for word in re.findall(r"sample \d+", line)]
+
+    until(lambda: read() == expected and (not streams or "reading" in "".join(look()[1])))
+    batches_text, lines = look()
+    assert len(lines) == 2
+    assert re.fullmatch(r", \d+ batches ready, [1-9]\d* being made", batches_text)
     file.unlink()
     assert len(list(batches)) == (1 if streams else 19)
-    assert look()["workers"] == ()  # they have ended with the epoch
+    assert look()[1] == []  # they have ended with the epoch

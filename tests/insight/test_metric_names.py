@@ -32,7 +32,7 @@ from lightning_fastdata.insight.metric_names import (
 )
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.ranks import RankTiming, rank_metrics
-from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, wall_scalars
+from lightning_fastdata.plugin.loggers.boards import wall_scalars
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.tuner import Tuner
 
@@ -97,7 +97,6 @@ def test_what_is_measured_has_a_name_in_the_table_and_nothing_else_has():
     measured = {
         *tune_scalars(tuner, 6),
         *fault_scalars([faults]),
-        PREDICTED_STEP,
         *window_means(columns_of([step])),
         *(f"data_wait/{part.name}" for part in fields(WaitParts)),
         *rank_metrics([rank, rank]),

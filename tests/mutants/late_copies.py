@@ -14,13 +14,12 @@ from rig.late_trainings import (
     check_lane,
     check_limit,
     check_overlap,
-    check_sources,
     check_waits,
     train,
 )
 
 from lightning_fastdata.augment.replay.program import Draws
-from lightning_fastdata.batches.streams import CudaLockDriver, DeviceStreams, Fence, PageLocks
+from lightning_fastdata.batches.streams import DeviceStreams
 from lightning_fastdata.device import prefetch
 from lightning_fastdata.device.lookahead import Crossing, SideLane
 from lightning_fastdata.insight.measure.timeline import CudaClock
@@ -41,19 +40,10 @@ def lane_law() -> None:
 PREFETCHED = Case("inline", "pinned", "prefetch", augmented=True)
 STREAMED = Case("inline", "pinned", "stream", augmented=True, measured=True)
 AHEAD = Case("inline", "pinned", "lookahead", augmented=True)
-STRAIGHT = Case("gather", "locked", "off")
 
 
 def nothing(right):
     return lambda *_: None
-
-
-def no_fence(right):
-    return lambda locks: Fence([])
-
-
-def unlocked_at_once(right):
-    return lambda driver, address: driver._runtime.cudaHostUnregister(address)
 
 
 def passed_at_once(right):
@@ -116,26 +106,6 @@ def mutants_of_streams():
         )
 
 
-def mutants_of_page_locks():
-    """Yield those of slots that CUDA has locked."""
-    for check in (check_sources, check_bytes):
-        yield Mutant(
-            f"slots are free when the host is done with them, {check.__name__}",
-            law(check, STRAIGHT, "late"),
-            *(PageLocks, "fence", no_fence),
-        )
-    yield Mutant(
-        "the consumer's stream is not fenced",
-        law(check_sources, STRAIGHT, "late-main"),
-        *(CudaLockDriver, "note_consumer", nothing),
-    )
-    yield Mutant(
-        "memory is unlocked while it is copied",
-        law(check_sources, Case("workers", "locked", "off"), "late"),
-        *(CudaLockDriver, "unlock", unlocked_at_once),
-    )
-
-
 def mutants_that_wait():
     """Yield those that hold up the host, or do not hold it up where they must."""
     for case in (PREFETCHED, STREAMED, AHEAD):
@@ -177,4 +147,4 @@ def mutants_that_wait():
         )
 
 
-MUTANTS = (*mutants_of_streams(), *mutants_of_page_locks(), *mutants_that_wait())
+MUTANTS = (*mutants_of_streams(), *mutants_that_wait())

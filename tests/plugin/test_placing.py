@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,32 +14,28 @@ import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.forked_ranks import launched
 from conformance.pieces import Images, Pixels, make_trainer
-from device.host_streams import HostStreams
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
 from lightning_fastdata.augment.mixing import CutMix, mixed
-from lightning_fastdata.augment.stage_transform import PlaceSwitch, StageTransform
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
+from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs, time_on_device
 from lightning_fastdata.plugin.placing.decision import (
     PlaceCosts,
     SampleCosts,
-    StepSeen,
     choose_place,
 )
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
-from lightning_fastdata.plugin.placing.step_watch import StepWatch
 from lightning_fastdata.plugin.placing.trial import Placing
 from lightning_fastdata.plugin.watch.measured_run import RunJudge
 from lightning_fastdata.plugin.watch.recording import Recording
-from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -81,18 +75,6 @@ class Looks(FastDataModule):
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
 
-class Told(StepWatch):
-    """Measures as it always does, but is told the result."""
-
-    def __init__(self, device, steps):
-        super().__init__(device)
-        self.steps = steps
-
-    def seen(self, place):
-        step = super().seen(place)
-        return None if step is None else self.steps[place]
-
-
 COSTS = PlaceCosts(
     accelerator=True,
     batch_size=4,
@@ -101,26 +83,14 @@ COSTS = PlaceCosts(
     sample=SampleCosts(whole_ms=8.0, deferred_ms=1.0, read_ms=0.5, samples=7),
     device_ms=3.0,
 )
-SLOW_DEVICE = {
-    "device": StepSeen(
-        place="device", steps=60, epochs=1, step_ms=125.0, wait_ms=0.0, augment_ms=23.0
-    ),
-    "workers": StepSeen(place="workers", steps=60, epochs=1, step_ms=102.0, wait_ms=0.0),
-}
-SLOW_WORKERS = {
-    "device": StepSeen(
-        place="device", steps=60, epochs=1, step_ms=31.0, wait_ms=0.0, augment_ms=3.0
-    ),
-    "workers": StepSeen(place="workers", steps=60, epochs=1, step_ms=71.0, wait_ms=43.0),
-}
+DEAR_DEVICE = replace(COSTS, device_ms=15.0)
 
 
-def placed(steps=SLOW_DEVICE, costs=COSTS, watch=Told):
+def placed(costs=COSTS):
     return Placing(
         "auto",
         accelerator=lambda trainer: "cuda",
         costs=lambda task, accelerator: costs,
-        watch=lambda device: watch(device, steps),
     )
 
 
@@ -149,53 +119,37 @@ def all_equal(one, other):
         assert all(map(torch.equal, batches, other[epoch]))
 
 
-# name, workers, persistent, the epoch from which a change decided after epoch 0 holds
 LOADERS = [
-    ("torch", 2, True, 1),
-    ("torch", 2, False, 1),
-    ("torch", 0, False, 1),
-    ("workers", 2, True, 2),
-    ("workers", 2, False, 1),
-    ("inline", 0, False, 1),
+    ("torch", 2, True),
+    ("torch", 2, False),
+    ("torch", 0, False),
+    ("workers", 2, True),
+    ("workers", 2, False),
+    ("inline", 0, False),
 ]
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(("executor", "workers", "persistent", "since"), LOADERS)
-@pytest.mark.parametrize("first", ["device", "workers"])
-def test_a_change_at_the_border_of_epochs_changes_no_batch(
-    tmp_path, caplog, executor, workers, persistent, since, first
+@pytest.mark.parametrize(("executor", "workers", "persistent"), LOADERS)
+@pytest.mark.parametrize("place", ["device", "workers"])
+def test_the_place_that_is_chosen_holds_for_the_run_and_changes_no_batch(
+    tmp_path, caplog, executor, workers, persistent, place
 ):
     how = {"executor": executor, "persistent_workers": persistent}
     expected, _ = train(tmp_path, place="cpu", workers=0)
     caplog.set_level(logging.INFO, LOG)
-    steps, costs = SLOW_DEVICE, COSTS
-    if first == "workers":
-        steps, costs = (
-            SLOW_WORKERS,
-            PlaceCosts(
-                accelerator=True,
-                batch_size=4,
-                workers=2,
-                cpus=2,
-                device_ms=15.0,
-                sample=COSTS.sample,
-            ),
-        )
-    model, module = train(tmp_path, placing=placed(steps, costs), workers=workers, **how)
-    second = "workers" if first == "device" else "device"
-    assert module.places == {
-        epoch: 6 * [first if epoch < since else second] for epoch in range(EPOCHS)
-    }
+    placing = placed(COSTS if place == "device" else DEAR_DEVICE)
+    model, module = train(tmp_path, placing=placing, workers=workers, **how)
+    left = {epoch: 6 * ["device"] for epoch in range(EPOCHS)} if place == "device" else {}
+    assert getattr(module, "places", {}) == left
     all_equal(model.images, expected.images)
     all_equal(model.labels, expected.labels)
     for labels in model.labels.values():
         assert sorted(torch.cat(labels).tolist()) == list(range(24))
     logged = [record.getMessage() for record in caplog.records if record.name == LOG]
-    assert len(logged) == 2
-    assert "a batch of 4 takes 2 workers 16 ms" in logged[0]
-    where = "on the device" if second == "device" else "all in the workers"
-    assert f"train: {where} from epoch {since}: 60 steps took" in logged[1]
+    where = "on the device" if place == "device" else "all in the workers"
+    assert len(logged) == 1
+    assert f"train: {where}: a batch of 4 takes 2 workers 16 ms" in logged[0]
 
 
 def test_whatever_is_measured_changes_no_batch(tmp_path):
@@ -205,123 +159,34 @@ def test_whatever_is_measured_changes_no_batch(tmp_path):
     choice = module.placing.choice("train")
     assert choice.device_ms > 0
     assert choice.saved_ms is not None
-    assert choice.workers_step_ms > 0
-    assert choice.device_step_ms > 0
     assert choice.reason in module.explain()
-    assert all(len(set(places)) == 1 for places in module.places.values())
     all_equal(model.images, expected.images)
 
 
-def test_only_the_pipeline_counts_as_what_could_be_done_in_the_workers(tmp_path):
-    clock = Watch()
-
-    def slow(batch):
-        clock.s += 1.0
-        return batch
-
-    placing = Placing(
-        "auto",
-        accelerator=lambda trainer: "cuda",
-        costs=lambda task, accelerator: COSTS,
-        watch=lambda device: StepWatch(device, HostClock(clock.ns)),
-    )
-    model, module = Keeps(), Looks.from_datasets(Images(24), batch_size=4, augment=pipeline())
-    module.register_transform(slow)
-    module.placing = placing
-    make_trainer(tmp_path, max_epochs=3).fit(model, datamodule=module)
-    choice = module.placing.choice("train")
-    assert choice.place == "device"
-    assert choice.device_ms == 0.0
-    assert choice.device_step_ms == choice.workers_step_ms == 1000.0
-
-
 def test_what_was_chosen_is_explained_with_its_numbers(tmp_path):
-    _, module = train(tmp_path, placing=placed(), executor="workers", persistent_workers=True)
+    _, module = train(tmp_path, placing=placed(DEAR_DEVICE), trainer={"max_epochs": 1})
     text = module.explain()
-    for number in ("since epoch 1", "60 steps took 102 ms", "they took 125 ms", "not 3 % less"):
+    for number in ("takes 2 workers 16 ms", "2 ms without", "needs 15 ms", "7 measured"):
         assert number in text
     assert "all of it in the workers" in text
     module.placing = placed()
     assert "unless a trial before the training" in module.explain()
 
 
-@pytest.mark.cases(1)
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("executor", ["torch", "workers"])
-def test_workers_that_are_not_forked_follow_the_change(tmp_path, executor):
-    expected, _ = train(tmp_path, place="cpu", workers=0, trainer={"max_epochs": 4})
-    how = {"executor": executor, "persistent_workers": True, "multiprocessing_context": "spawn"}
-    model, module = train(tmp_path, placing=placed(), workers=1, trainer={"max_epochs": 4}, **how)
-    assert module.places[0] == 6 * ["device"]
-    assert module.places[3] == 6 * ["workers"]
-    all_equal(model.images, expected.images)
-
-
-def test_mixing_behind_a_pipeline_is_the_same_before_and_after_a_change(tmp_path):
-    def augment():
-        return mixed(pipeline(), CutMix(), num_classes=24)
-
-    expected, _ = train(tmp_path, augment=augment(), place="cpu")
-    model, module = train(tmp_path, augment=augment(), placing=placed())
-    assert {place for places in module.places.values() for place in places} == {"device", "workers"}
-    all_equal(model.images, expected.images)
-    all_equal(model.labels, expected.labels)
-
-
-class WorseAndWorse(Told):
-    """Each place looks bad while it is the one that is measured, and worse each time."""
-
-    def seen(self, place):
-        if StepWatch.seen(self, place) is None:
-            return None
-        step_ms = self.steps.pop(0)
-        return StepSeen(
-            place=place,
-            steps=60,
-            epochs=1,
-            step_ms=step_ms,
-            wait_ms=0.9 * step_ms if place == "workers" else 0.0,
-            augment_ms=0.6 * step_ms if place == "device" else None,
-        )
-
-
-def test_no_third_change_is_made_however_the_steps_turn_out(tmp_path):
-    longer = {"max_epochs": 7}
-    expected, _ = train(tmp_path, place="cpu", workers=0, trainer=longer)
-    placing = placed([100.0, 150.0, 225.0, 340.0, 500.0], watch=WorseAndWorse)
-    model, module = train(tmp_path, placing=placing, workers=0, trainer=longer)
-    line = [set(places) for _, places in sorted(module.places.items())]
-    assert line == [{"device"}, {"workers"}, *(5 * [{"device"}])]
-    all_equal(model.images, expected.images)
-
-
 def test_loaders_made_anew_go_on_in_the_place_that_was_chosen(tmp_path):
+    tried = []
+
+    def costs(task, accelerator):
+        tried.append(task.batch_size)
+        return COSTS
+
     expected, _ = train(tmp_path, place="cpu")
+    placing = Placing("auto", accelerator=lambda trainer: "cuda", costs=costs)
     trainer = {"reload_dataloaders_every_n_epochs": 1}
-    model, module = train(tmp_path, placing=placed(), executor="workers", trainer=trainer)
-    line = [set(places) for _, places in sorted(module.places.items())]
-    assert {"device"} in line
-    assert line[-1] == {"workers"}
-    assert all(len(places) == 1 for places in line)
+    model, module = train(tmp_path, placing=placing, executor="workers", trainer=trainer)
+    assert tried == [4]
+    assert module.places == {epoch: 6 * ["device"] for epoch in range(EPOCHS)}
     all_equal(model.images, expected.images)
-
-
-class Streamed(FastDataModule):
-    """Moves batches beside the computing, as far as a CPU has such a thing."""
-
-    def device_streams(self, device):
-        return HostStreams()
-
-
-@pytest.mark.parametrize("how", ["off", "stream", "lookahead"])
-def test_steps_tell_what_the_device_does_in_them_and_not_what_it_does_beside_them(tmp_path, how):
-    module = Streamed.from_datasets(Images(24), batch_size=4, augment=pipeline(), prefetch=how)
-    module.placing = Placing(
-        "auto", accelerator=lambda trainer: "cuda", costs=lambda task, accelerator: COSTS
-    )
-    make_trainer(tmp_path, max_epochs=2).fit(Keeps(), datamodule=module)
-    assert ("measured before the training" in module.explain()) == (how != "off")
 
 
 @pytest.mark.parametrize("place", ["cpu", "gpu"])
@@ -330,7 +195,7 @@ def test_what_was_asked_for_is_never_measured_nor_overruled(tmp_path, caplog, pl
         raise AssertionError("measured")
 
     caplog.set_level(logging.INFO, LOG)
-    placing = Placing(place, costs=forbidden, watch=forbidden)
+    placing = Placing(place, costs=forbidden)
     _, module = train(tmp_path, placing=placing, workers=0)
     assert module.augment_on == place
     logged = [record.getMessage() for record in caplog.records if record.name == LOG]
@@ -344,7 +209,7 @@ def test_what_was_asked_for_is_never_measured_nor_overruled(tmp_path, caplog, pl
         assert "no accelerator" in module.explain()
 
 
-def test_without_an_accelerator_everything_is_in_the_workers_and_no_step_is_measured(tmp_path):
+def test_without_an_accelerator_everything_is_in_the_workers(tmp_path):
     _, module = train(tmp_path, workers=0, trainer={"max_epochs": 1})
     assert not hasattr(module, "places")
     assert module.placing.choice("train").place == "workers"
@@ -353,7 +218,7 @@ def test_without_an_accelerator_everything_is_in_the_workers_and_no_step_is_meas
 
 def test_the_report_says_where_the_pixels_are(tmp_path):
     callback = DataThroughputCallback(summary=False, report=False)
-    _, module = train(tmp_path, placing=placed(), trainer={"callbacks": [callback]})
+    _, module = train(tmp_path, placing=placed(DEAR_DEVICE), trainer={"callbacks": [callback]})
     assert module.placing.choice("train").place == "workers"
     assert any("transforms run on the CPU" in line for line in callback.report.verdict.evidence)
 
@@ -389,38 +254,10 @@ def test_ranks_need_not_agree(tmp_path):
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first["same"]
     assert second["same"]
-    assert {p for places in first["places"].values() for p in places} == {"device", "workers"}
+    assert {p for places in first["places"].values() for p in places} == {"device"}
     assert second["places"] == {}
     for epoch, labels in first["labels"].items():
         assert sorted(labels + second["labels"][epoch]) == list(range(24))
-
-
-# -- the switch --------------------------------------------------------------------------------
-
-
-def test_a_switch_says_for_each_epoch_what_holds_in_it():
-    switch = PlaceSwitch("device")
-    assert [switch.place(epoch) for epoch in (0, 1, 99)] == 3 * ["device"]
-    switch.change("workers", from_epoch=3)
-    assert [switch.place(epoch) for epoch in (0, 2, 3, 4)] == 2 * ["device"] + 2 * ["workers"]
-    switch.change("device", from_epoch=7)
-    assert [switch.place(epoch) for epoch in (3, 6, 7, 8)] == 2 * ["workers"] + 2 * ["device"]
-    assert (switch.newest, switch.since_epoch) == ("device", 7)
-
-
-@pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_of_the_worker_part_does_what_the_original_does(travel):
-    switch = PlaceSwitch("device")
-    switch.change("workers", from_epoch=2)
-    part = switch.on(as_batch_transform(pipeline())).in_worker(on_device=True)
-    twin = travel(part)
-    for epoch in (1, 2):
-        samples, drawn = zip(
-            *(one(Images()[5], SampleKey(0, epoch, 5)) for one in (part, twin)), strict=True
-        )
-        assert torch.equal(samples[0][0], samples[1][0])
-        draws = [one.collate([each]) for one, each in zip((part, twin), drawn, strict=True)]
-        assert [d is None for d in draws] == 2 * [epoch == 2]
 
 
 def test_what_a_device_cannot_do_or_draws_anew_is_known():
@@ -476,8 +313,8 @@ class CostlyPipeline(StageTransform):
     def check_sample(self, sample):
         self.inner.check_sample(sample)
 
-    def worker_part(self, *, on_device):
-        part, took = self.inner.worker_part(on_device=on_device), 0.003 if on_device else 0.02
+    def in_worker(self, *, on_device):
+        part, took = self.inner.in_worker(on_device=on_device), 0.003 if on_device else 0.02
 
         class Part:
             needs_batches = False
@@ -612,98 +449,3 @@ def test_a_device_is_timed_by_its_own_clock_without_its_first_rounds():
     assert time_on_device(work, CPU, clock=CudaClock(16, Event)) == pytest.approx(3.0)
     took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
     assert time_on_device(work, CPU, clock=HostClock(device.ns)) == pytest.approx(3.0)
-
-
-def test_steps_are_measured_from_request_to_request():
-    clock = Watch()
-    watch = StepWatch(CPU, HostClock(clock.ns))
-
-    def batches(waits):
-        for wait in waits:
-            clock.s += wait / 1000
-            yield wait
-
-    for epoch in range(2):
-        for number, _ in enumerate(watch.batches(batches([50, 2, 2, 2, 7, 2]))):
-            clock.s += 0.001  # to the device
-            watch.timeline.augment_began()
-            clock.s += 0.004
-            watch.timeline.augment_ended()
-            clock.s += 0.5 if number == 2 else 0.013  # a validation in one of them
-        assert watch.timeline.history.steps == 6 * (epoch + 1)
-    seen = watch.seen("device")
-    assert (seen.steps, seen.epochs, seen.place) == (10, 2, "device")
-    assert seen.step_ms == pytest.approx(20)
-    assert seen.wait_ms == pytest.approx(2)
-    assert seen.augment_ms == pytest.approx(4)
-    assert watch.seen("workers").augment_ms is None
-    watch.restart()
-    assert watch.seen("device") is None
-
-
-def test_steps_of_a_device_that_is_behind_its_host_are_measured_by_the_device():
-    host, device = Watch(), Watch()
-
-    def give(ms):
-        device.s = max(device.s, host.s) + ms / 1000
-
-    class Event:
-        def record(self):
-            self.s = max(device.s, host.s)
-
-        def query(self):
-            return host.s >= self.s
-
-        def elapsed_time(self, end):
-            return 1000 * (end.s - self.s)
-
-    watch = StepWatch(CPU, HostClock(host.ns), lambda: CudaClock(512, Event))
-    for _ in watch.batches(iter(range(90))):
-        host.s += 0.001  # all it takes to give the device its work
-        watch.timeline.augment_began()
-        give(2)
-        watch.timeline.augment_ended()
-        give(5)
-    host.s += 1.0
-    seen = watch.seen("device")
-    assert seen.steps == 89  # but for the first
-    assert seen.step_ms == pytest.approx(7)
-    assert seen.wait_ms == pytest.approx(0)
-    assert seen.augment_ms == pytest.approx(2)
-
-
-def test_no_more_steps_of_an_epoch_are_measured_than_tell_something():
-    watch = StepWatch(CPU)
-    assert len(list(watch.batches(iter(range(1000))))) == 1000
-    assert watch.timeline.history.steps <= 256
-    watch.stop()
-    measured = watch.timeline.history.steps
-    assert len(list(watch.batches(iter(range(10))))) == 10
-    assert watch.timeline.history.steps == measured
-
-
-def test_an_iterator_that_is_watched_can_still_be_asked_what_it_could_be_asked():
-    class Ready:
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            raise StopIteration
-
-        def ready(self):
-            return "yes"
-
-    assert StepWatch(CPU).batches(Ready()).ready() == "yes"
-    assert list(copy.deepcopy(StepWatch(CPU).batches(Ready()))) == []
-
-
-def test_a_copy_of_a_watch_measures_nothing():
-    class Event:
-        def __reduce__(self):
-            raise TypeError("cannot pickle a CUDA event")
-
-    watch = StepWatch(CPU)
-    watch.timeline = StepTimeline(device=CudaClock(16, Event))
-    for twin in (copy.deepcopy(watch), pickle.loads(pickle.dumps(watch))):
-        assert list(twin.batches(iter(range(9)))) == list(range(9))
-        assert twin.seen("device") is None

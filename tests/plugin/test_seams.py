@@ -160,12 +160,6 @@ def test_the_mode_of_a_combined_loader_makes_another_one_like_it(mode):
     assert internals.combined_mode(DataLoader(Rows(2))) is None
 
 
-def test_the_prefix_of_a_logger_is_known(tmp_path):
-    assert internals.scalar_prefix(TensorBoardLogger(tmp_path)) == ""
-    assert internals.scalar_prefix(TensorBoardLogger(tmp_path, prefix="a")) == "a"
-    assert internals.scalar_prefix(object()) is None
-
-
 # -- what is replaced ------------------------------------------------------------------------------
 
 

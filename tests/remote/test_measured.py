@@ -7,6 +7,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,16 @@ from lightning_fastdata.executors.ray.cluster_seen import (
     room_for_actors,
     spilled_bytes,
 )
-from lightning_fastdata.insight.model.evidence import evidence_of
+from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
+from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.waits.attribution import WaitCutter
+from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.tuned import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.travel import ClusterSeen
+from lightning_fastdata.tuning.costs import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -104,6 +109,22 @@ class Reads:
         stamps[-1] = stamps[-1]._replace(tasks=(task,))
         evidence = evidence_of(stamps, setup_of(self.loader, cpus=2.0, step_cpus=0.1))
         return {each.code: each for each in findings(evidence)}
+
+
+def evidence_of(stamps: list[BatchStamps], setup: LoaderSetup | None) -> Evidence:
+    """Return what the stamps of a plain loop show; each wait counts as a stall."""
+    history, totals = StepHistory(), CauseTotals()
+    for number, (batch, later) in enumerate(pairwise(stamps)):
+        wait_ms = (batch.delivered_ns - batch.requested_ns) / 1e6
+        step_ms = (later.requested_ns - batch.requested_ns) / 1e6
+        times = {"wait_ms": wait_ms, "stall_ms": wait_ms, "compute_ms": step_ms - wait_ms}
+        history.append(
+            StepTiming(number, batch.samples, int(batch.first), step_ms=step_ms, **times)
+        )
+    for batch in stamps:
+        totals.add(batch)
+    summary = replace(history.summarize("train", duration_s=1.0), causes=totals.summary())
+    return stage_evidence(summary, stamps, setup)
 
 
 @pytest.fixture(scope="module")

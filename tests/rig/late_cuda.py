@@ -599,7 +599,6 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what has names to be replaced, and what stands for them."""
     from lightning_fastdata.augment.replay import torch as replay
     from lightning_fastdata.augment.replay import triton
-    from lightning_fastdata.batches import streams
 
     generators = machine.generators
 
@@ -675,5 +674,3 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     for module in (triton, replay):
         yield module, {"has_kernels": lambda device: False}
-    # Streams of an earlier machine that something still holds are none of this one.
-    yield streams, {"_in_use": weakref.WeakSet()}

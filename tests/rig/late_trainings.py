@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from unittest import mock
 
 import albumentations as A
 import lightning.pytorch as pl
@@ -34,11 +33,8 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.batches.streams import DeviceStreams, cuda_page_locks
+from lightning_fastdata.batches.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import SideLane
-from lightning_fastdata.executors.kinds import open_executor
-from lightning_fastdata.loading import kept_executor
-from lightning_fastdata.loading.kept_executor import KeptExecutor
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 
 torch.set_num_threads(1)
@@ -48,7 +44,7 @@ STEPS_AHEAD = 2
 """Batches that the host may send ahead of the device: it waits for the device only beyond them."""
 
 Executor = Literal["inline", "gather", "workers"]
-Memory = Literal["ordinary", "pinned", "locked"]
+Memory = Literal["ordinary", "pinned"]
 Way = Literal["prefetch", "off", "stream", "lookahead"]
 
 
@@ -58,7 +54,7 @@ class Case:
 
     executor: Executor
     memory: Memory
-    """Of the batches on the host. ``"locked"``: slots that CUDA has locked."""
+    """Of the batches on the host."""
     way: Way
     """``prefetch()`` in a plain loop, or how a ``FastDataModule`` under a ``Trainer`` moves."""
     augmented: bool = False
@@ -85,10 +81,8 @@ def all_cases() -> list[Case]:
     cases = []
     ways: list[Way] = ["prefetch", "off", "stream", "lookahead"]
     executors: list[Executor] = ["inline", "gather", "workers"]
-    memories: list[Memory] = ["ordinary", "pinned", "locked"]
+    memories: list[Memory] = ["ordinary", "pinned"]
     for way, executor, memory in itertools.product(ways, executors, memories):
-        if executor == "inline" and memory == "locked":
-            continue  # it collates into memory of torch's, and has no slots
         case = Case(executor, memory, way)
         # Batches that are gathered hold what the dataset has, without a pipeline.
         cases += [case] if executor == "gather" else [case, replace(case, augmented=True)]
@@ -129,8 +123,6 @@ class Seen:
     """Copies to the device, by the kind of memory that they read from."""
     order: list[int]
     """The numbers of the streams whose work was carried out, piece by piece."""
-    left_locked: int
-    """Pieces of memory that were still locked when all was closed and gone."""
 
 
 # The laws
@@ -151,10 +143,9 @@ def check_bytes(case: Case, seen: Seen) -> None:
 
 
 def check_sources(case: Case, seen: Seen) -> None:
-    """No page-locked memory is written, or unlocked, while a queued copy reads from it."""
+    """No page-locked memory is written while a queued copy reads from it."""
     assert not seen.torn, f"{case}: {seen.torn}"
     assert seen.copies[case.memory] >= len(seen.steps), f"{case}: copied from {seen.copies}"
-    assert not seen.left_locked
 
 
 def check_waits(case: Case, seen: Seen) -> None:
@@ -242,37 +233,11 @@ def right_images(case: Case) -> dict[tuple[int, int], torch.Tensor]:
     return right
 
 
-@contextlib.contextmanager
-def locked_slots(case: Case) -> Iterator[None]:
-    """Have loaders lock their slots for the device, if that is the case's memory.
-
-    The only place that knows how the package is told to.
-    """
-    if case.memory != "locked":
-        yield
-        return
-    finish, locks = KeptExecutor.finish, functools.cache(cuda_page_locks)
-
-    def open_locked(*args: Any, **kwargs: Any) -> Any:
-        return open_executor(*args, **{**kwargs, "page_locks": locks("cuda")})
-
-    def finish_and_note(executor: KeptExecutor, batch: Any) -> Any:
-        locks("cuda").driver.note_consumer()
-        return finish(executor, batch)
-
-    with (
-        mock.patch.object(kept_executor, "open_executor", open_locked),
-        mock.patch.object(KeptExecutor, "finish", finish_and_note),
-    ):
-        yield
-
-
 def train(case: Case, schedule: str, seed: int = 0) -> Seen:
     """Run a training on a pretended CUDA, and return what was seen of it."""
     torch.manual_seed(7)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(locked_slots(case))
         cuda = stack.enter_context(late_cuda(schedule, seed))
         # Lightning warns of few workers and of a step without a loss, and says what it trains on.
         warnings.simplefilter("ignore")
@@ -292,7 +257,7 @@ def train(case: Case, schedule: str, seed: int = 0) -> Seen:
             )
             for labels, first, last, sent, copied, passed in record
         ]
-    return Seen(steps, cuda.torn, waits, cuda.copies, cuda.order, len(cuda.locked))
+    return Seen(steps, cuda.torn, waits, cuda.copies, cuda.order)
 
 
 def _step(batch: Any, cuda: LateCuda, record: list[tuple[Any, ...]]) -> None:
@@ -310,7 +275,6 @@ def _options(case: Case) -> dict[str, Any]:
     return {
         "executor": case.executor,
         "num_workers": 1 if workers else 0,
-        # Slots are unlocked when their workers end, which waits for the device.
         "persistent_workers": workers,
         "pin_memory": case.memory != "ordinary",
     }

@@ -2,173 +2,30 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import math
 import os
 import pickle
-import socket
 import sys
-import tempfile
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from looked_at import looked_at, takes
 from misses import each
-from processes import until
+from thread_waits import kernel_tells
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.thread_waits import ThreadProbe
 from lightning_fastdata.stamps import line_names
 from lightning_fastdata.stamps.batch_stamps import TaskStamps, TaskWatch
 from lightning_fastdata.stamps.line_names import key_of, name_of, place_of, short_file
 from lightning_fastdata.stamps.lines import LineWatch
-
-LOCK = threading.Lock()
-
-
-def sleeps(ends):
-    while ends.held:
-        clock.sleep(0.02)
-
-
-def reads_a_pipe(ends):
-    os.read(ends.pipe[0], 1)
-
-
-def receives(ends):
-    ends.sockets[0].recv(1)
-
-
-def receives_with_a_timeout(ends):
-    ends.sockets[0].settimeout(30)
-    ends.sockets[0].recv(1)
-
-
-def acquires(_):
-    LOCK.acquire(timeout=30)
-
-
-def enters(_):
-    with LOCK:
-        pass
-
-
-def locks_a_file(ends):
-    with Path(ends.file.name).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_modules_that_read_and_write_are_where_stacks_are_compared_with() -> None:
     package = Path(line_names._PACKAGE)
     for name in (*line_names._WRITERS, "executors", "stamps/stamped.py", "images"):
         assert (package / name).exists()
-
-
-class Ends:
-    """What a thread waits for until :meth:`let_go`."""
-
-    def __init__(self):
-        self.held = True
-        self.pipe = os.pipe()
-        self.sockets = socket.socketpair()
-        self.file = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-        LOCK.acquire()
-
-    def let_go(self):
-        self.held = False
-        os.write(self.pipe[1], b"x")
-        self.sockets[1].send(b"x")
-        fcntl.flock(self.file, fcntl.LOCK_UN)
-        LOCK.release()
-
-
-@contextmanager
-def waiting(function):
-    """Have a thread wait in a function; gives the thread, once it waits."""
-    ends = Ends()
-    thread = threading.Thread(target=function, args=(ends,), daemon=True)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        ends.let_go()
-        thread.join()
-        LOCK.acquire(blocking=False)
-        LOCK.release()
-        ends.file.close()
-        for end in ends.sockets:
-            end.close()
-        for end in ends.pipe:
-            os.close(end)
-
-
-@each(
-    ("function", "kind"),
-    [
-        (sleeps, "sleep"),
-        (reads_a_pipe, "file"),
-        (receives, "socket"),
-        (receives_with_a_timeout, "socket"),
-        (acquires, "lock"),
-        (enters, "lock"),
-        (locks_a_file, "process lock"),
-    ],
-)
-def test_the_function_and_what_a_thread_waits_in_are_told(function, kind):
-    with waiting(function) as thread:
-        probe = ThreadProbe(thread.native_id)
-        if probe.state() is None:
-            pytest.skip("the kernel does not tell what threads wait in")
-
-        def look():
-            state = probe.state()
-            place = place_of(sys._current_frames().get(thread.ident))
-            name = None if place is None else name_of(place)
-            # A thread that starts waits for a lock, too.
-            return (state, name.function) if name else None
-
-        until(lambda: look() == ((True, kind), function.__name__))
-        probe.close()
-
-
-def test_a_thread_that_wants_the_interpreter_waits_for_no_lock():
-    going = True
-
-    def compute():
-        while going:
-            math.sqrt(2.0)
-
-    threads = [threading.Thread(target=compute) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    probe = ThreadProbe(threads[0].native_id)
-    states = {probe.state() for _ in range(50)}
-    going = False
-    for thread in threads:
-        thread.join()
-    probe.close()
-    assert states <= {None, (False, "")}
-
-
-def test_a_probe_of_a_thread_that_is_gone_tells_nothing():
-    thread = threading.Thread(target=int)
-    thread.start()
-    native_id = thread.native_id
-    thread.join()
-
-    def look():
-        probe = ThreadProbe(native_id)
-        state = probe.state()
-        probe.close()
-        return state
-
-    # The interpreter is done with a thread shortly before the kernel is.
-    until(lambda: look() is None)
 
 
 def typed_in(filename, module):
@@ -258,13 +115,13 @@ def tasks(watch, read=reads, number=6):
     return found
 
 
-def ms_of(found):
+def ms_of(found, what="total_ns"):
     """Return how long each function was seen; nothing of tasks that were not looked at."""
     seen = {}
     for task in found:
         for line in task.lines or ():
             function = line.function.rpartition(".")[2]
-            seen[function] = seen.get(function, 0) + line.total_ns / 1e6
+            seen[function] = seen.get(function, 0) + getattr(line, what) / 1e6
     return seen
 
 
@@ -286,6 +143,8 @@ def test_lines_share_the_time_as_they_take_it_from_the_third_task_on(its_time):
     assert [task.lines is not None for task in found] == [False, False, True, True, True]
     # Of 3 tasks of 4 samples. A look is due every 2 ms, the last one when the time has passed.
     assert ms_of(found) == {"computes": 3 * 4 * 6, "waits": 3 * 4 * 2}
+    if kernel_tells():
+        assert ms_of(found, "blocked_ns") == {"computes": 0, "waits": 3 * 4 * 2}
 
 
 def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its_time):

@@ -5,11 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from thoroughness import max_examples
 
-from lightning_fastdata.insight.remote_plan import RemotePlan, predict_remote
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.stamps.travel import Way
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
@@ -76,51 +72,6 @@ def test_an_actor_that_is_given_two_batches_idles_through_a_step_that_lasts_long
     bursts = [cost(blocked=10.0, step=0.0)] * 7 + [cost(blocked=10.0, step=400.0)]
     found = simulate(bursts, setup(1))
     assert found.step_ms == pytest.approx((400 + 6 * 10) / 8, rel=0.1)
-
-
-@max_examples(25)
-@given(
-    st.floats(0.5, 200), st.floats(0, 100), st.floats(0, 60), st.floats(0.01, 20),
-    st.floats(10, 5000), st.floats(0, 20),
-)  # fmt: skip
-def test_more_cores_are_never_slower_and_no_bound_is_passed(
-    blocked, cpu, step, megabytes, mb_per_s, latency
-) -> None:
-    costs = [cost(blocked=blocked, cpu=cpu, step=step, megabytes=megabytes)]
-    plan = predict_remote(
-        costs, cores=(8, 1, 2, 32), mb_per_s=mb_per_s, latency_ms=latency, taking_ms=1.0
-    )
-    steps = [row.step_ms for row in plan.rows]
-    assert [row.cores for row in plan.rows] == [1, 2, 8, 32]
-    assert steps == sorted(steps, reverse=True)
-    for row in plan.rows:
-        assert row.step_ms >= 0.999 * (step + 1.0)
-        assert row.step_ms >= 0.98 * megabytes / mb_per_s * 1e3
-        assert row.step_ms >= 0.98 * (blocked + cpu) / row.cores
-        assert 0 <= row.wait_ms <= row.step_ms
-    assert plan.best.step_ms <= 1.03 * steps[-1]
-
-
-def planned(**how: float) -> RemotePlan:
-    of_batch = {"blocked": 80.0, "step": 10.0, "megabytes": 1.0, **how}
-    link = of_batch.pop("link", 1000.0)
-    return predict_remote(
-        [cost(**of_batch)], cores=(1, 2, 4, 8, 16), mb_per_s=link, latency_ms=0.0, taking_ms=1.0
-    )
-
-
-def test_a_plan_says_what_bounds_the_step_and_how_many_cores_are_enough() -> None:
-    plan = planned()
-    assert [row.step_ms for row in plan.rows] == pytest.approx([80, 40, 20, 11, 11], rel=0.03)
-    assert [row.bound for row in plan.rows[:3]] == ["cores"] * 3
-    assert (plan.best.cores, plan.best.bound) == (8, "training process")
-    assert planned(link=20.0).best.bound == "link"
-    assert planned(link=20.0).best.step_ms == pytest.approx(50, rel=0.03)
-    assert planned(step=100.0).best.bound == "training"
-    assert planned(blocked=8000.0).best.bound == "cores"
-    assert "too few" in planned(blocked=8000.0).advice(16)
-    assert "8 actors are enough" in plan.advice(16)
-    assert len(plan.text().splitlines()) == 9
 
 
 def stamps(count: int = 24, *, way_ms: float = 20.0, other: bool = True) -> list[BatchStamps]:

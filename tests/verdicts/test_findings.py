@@ -469,6 +469,25 @@ def test_hooks_of_the_user_are_named():
     assert "Net.on_after_batch_transfer takes 8.0 ms" in after.cause
 
 
+@each(
+    ("changes", "told"),
+    [
+        ({}, True),
+        ({"stall_ms": 10.0}, False),
+        ({"augment_hook": "Net.on_after_batch_transfer"}, False),
+        ({"settings_in": "FastDataLoader"}, False),
+        ({"closed": {"augment_on": "the workers were found to be faster"}}, False),
+    ],
+)
+def test_a_device_that_augments_while_no_batch_is_waited_for_may_leave_it_to_the_workers(
+    changes, told
+):
+    shown = {each.code: each for each in findings(replace(TABLE["FD313"][0], **changes))}
+    remedy = shown["FD313"].remedy
+    assert ("FastDataModule(augment_on='cpu')" in remedy) is told
+    assert "fewer or cheaper transforms" in remedy
+
+
 def test_a_loader_made_by_hand_is_told_its_own_settings():
     evidence = replace(TABLE["FD303"][0], settings_in="FastDataLoader")
     assert findings(evidence)[0].remedy.startswith("FastDataLoader(num_workers=")

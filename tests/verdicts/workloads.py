@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, default_collate
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
+from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of
 
@@ -139,7 +140,11 @@ class Stage:
             self.training.device.synchronize()
         duration_s = clock.monotonic() - self.began_s
         device = "cpu" if self.training.device is None else "cuda"
-        return self.timeline.history.summarize(name, duration_s=duration_s, device=device)
+        found = self.timeline.history.summarize(name, duration_s=duration_s, device=device)
+        totals = CauseTotals()
+        for batch in self.records:
+            totals.add(batch)
+        return replace(found, causes=totals.summary())
 
     def evidence(self, **measured: Any) -> Evidence:
         """Return what is known of the stage."""

@@ -25,7 +25,6 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.batches.streams import PageLocks
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.gather.rows import Rows
     from lightning_fastdata.types import Batch
@@ -139,15 +138,12 @@ class GatherExecutor:
         plan: What to fetch; the dataset is one that :func:`rows_of` recognises.
         threads: Threads that gather ahead, of which 4 at most are used; the caller helps them when
             it has to wait. 0: the caller gathers a batch when it asks for it, and reads no other.
-        page_locks: Locks the memory of batches for a device that reads it.
 
     Raises:
         OptionsError: The dataset has no columns, or its batches are not torch's default ones.
     """
 
-    def __init__(
-        self, plan: FetchPlan, *, threads: int = 1, page_locks: PageLocks | None = None
-    ) -> None:
+    def __init__(self, plan: FetchPlan, *, threads: int = 1) -> None:
         if not (plan.default_collation and plan.batched) or rows_of(plan.dataset) is None:
             raise OptionsError(
                 f"executor is 'gather', but {type(plan.dataset).__name__} is neither tensors nor "
@@ -159,9 +155,7 @@ class GatherExecutor:
         self._threads = min(threads, _MAX_THREADS)
         self._started = 0
         self._tasks: queue.SimpleQueue[GatherJob | None] = queue.SimpleQueue()
-        self._pool = SlotPool(
-            limit_bytes=plan.memory_limit_bytes, shared=False, page_locks=page_locks
-        )
+        self._pool = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
         self._rows: Rows | None = None
         self.reads_later = True
         """What comes next is read as things are by then."""

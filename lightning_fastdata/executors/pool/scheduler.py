@@ -17,7 +17,6 @@ from typing import Any, Final
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.slots import SlotPool
-from lightning_fastdata.batches.streams import PageLocks
 from lightning_fastdata.errors import WorkerError, as_error
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
@@ -44,11 +43,10 @@ class PoolExecutor:
         plan: FetchPlan,
         *,
         processes: int,
-        page_locks: PageLocks | None = None,
         trial: CrewTrial | None = None,
     ) -> None:
         self.plan = plan
-        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes, page_locks=page_locks)
+        self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
         self._crew = self._start_crew(processes)
         self.children = self._crew.children
         """The side processes by their numbers."""

@@ -13,7 +13,6 @@ from lightning_fastdata.executors.inline import StreamAsk
 from lightning_fastdata.executors.pool.process import ChildProcess, Hang
 from lightning_fastdata.executors.pool.splitter import PendingBatch
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps.batch_stamps import bounds_ns, bucket_of
 
 _LIMIT_S: Final = 60.0
 _LIMIT_TASKS: Final = 20
@@ -27,6 +26,28 @@ _BUSY_WEIGHT: Final = 0.1
 """While processes start, or compute as one that builds an index does, time counts for so much."""
 _LONG_LOOKS: Final = 5
 """Who computes for so many looks without a new sample may be what the others wait for."""
+BUCKETS: Final = 256
+_STEPS_BITS: Final = 2
+"""Two bits behind the leading one: four steps an octave."""
+
+
+def bucket_of(ns: int) -> int:
+    """Return the step of a time on the scale, 0 to 255."""
+    shift = ns.bit_length() - _STEPS_BITS - 1
+    if shift <= 0:
+        return max(0, ns)
+    # The leading bit is always set; what remains are 2 bits of the step, after 4 steps an octave.
+    return min(BUCKETS - 1, (shift << _STEPS_BITS) + (ns >> shift))
+
+
+def bounds_ns(bucket: int) -> tuple[int, int]:
+    """Return the shortest time of a step of the scale, and the shortest of the next."""
+
+    def shortest_ns(step: int) -> int:
+        octave, part = divmod(step, 1 << _STEPS_BITS)
+        return step if octave <= 1 else ((1 << _STEPS_BITS) + part) << (octave - 1)
+
+    return shortest_ns(bucket), shortest_ns(bucket + 1)
 
 
 @dataclass(slots=True)

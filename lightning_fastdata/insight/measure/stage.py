@@ -18,8 +18,8 @@ from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
-    evidence_of,
     read_loader,
+    recorded_costs,
     stage_evidence,
 )
 from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
@@ -161,7 +161,7 @@ class StageMeter:
             return None
         for key, loader, stamps in others:
             setup = setup_of(loader, cpus=cpus, step_cpus=step_cpus)
-            costs = evidence_of(stamps, setup).costs
+            costs = recorded_costs(stamps)
             if setup is not None and costs:
                 limits.append((key.label, least_step_ms(costs, setup, less_ms=found.wait_ms)))
         return dataclasses.replace(found, limits=tuple(limits))
@@ -176,12 +176,9 @@ class LoopStage(StageMeter):
         self._facts = LoaderFacts()
         self._closed: dict[str, str] = {}
         self._moved_by: dict[str, None] = {}
-        self.epochs = 0
-        """That have begun."""
 
-    def epoch_began(self, loader: object) -> object:
-        """Note that a loader is about to be iterated; return the one within it that loads."""
-        self.epochs += 1
+    def epoch_began(self, loader: object) -> None:
+        """Note that a loader is about to be iterated, maybe within others."""
         self.timeline.epoch_began()
         loader, moves = _unwrapped(loader)
         if moves:
@@ -189,7 +186,6 @@ class LoopStage(StageMeter):
         self._facts, self._closed = _facts(loader), closed_options(loader)
         self._drop_foreign()
         self.stamps.watch([loader])
-        return loader
 
     def wait_began(self) -> None:
         """Note that a batch is asked for."""

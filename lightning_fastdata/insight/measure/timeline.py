@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
@@ -46,22 +46,9 @@ class HostClock:
     forget_from = forget_before
 
 
-class TimingEvent(Protocol):
-    """The calls of ``torch.cuda.Event(enable_timing=True)`` that are used."""
-
-    def record(self, stream: torch.cuda.Stream | None = None) -> object:
-        """Ask the device to stamp this point of a stream; None: of the current one."""
-
-    def query(self) -> bool:
-        """Return whether the stamp has arrived."""
-
-    def elapsed_time(self, end_event: TimingEvent) -> float:
-        """Return the milliseconds from this stamp to the other."""
-
-
-def cuda_event() -> TimingEvent:
+def cuda_event() -> Any:
     """Return a new CUDA event that can be timed."""
-    return cast("TimingEvent", torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class CudaClock:
@@ -77,7 +64,7 @@ class CudaClock:
     def __init__(
         self,
         capacity: int = 1024,
-        new_event: Callable[[], TimingEvent] = cuda_event,
+        new_event: Callable[[], Any] = cuda_event,
         device: torch.device | None = None,
     ) -> None:
         self._events = tuple(new_event() for _ in range(capacity))
@@ -99,11 +86,11 @@ class CudaClock:
 
     def ready(self, mark: int) -> bool:
         """Return whether the device has passed the mark. Never blocks."""
-        return self._event(mark).query()
+        return bool(self._event(mark).query())
 
     def elapsed_ms(self, begin: int, end: int) -> float:
         """Return the milliseconds between two marks that are ready."""
-        return self._event(begin).elapsed_time(self._event(end))
+        return float(self._event(begin).elapsed_time(self._event(end)))
 
     def forget_before(self, mark: int) -> None:
         """Give back all marks older than this one."""
@@ -113,7 +100,7 @@ class CudaClock:
         """Give back this mark and all newer ones."""
         self._newest = max(min(self._newest, mark), self._oldest)
 
-    def _event(self, mark: int) -> TimingEvent:
+    def _event(self, mark: int) -> Any:
         return self._events[mark % len(self._events)]
 
 

@@ -115,9 +115,9 @@ class WallClock:
         return self._state
 
     @property
-    def under_way(self) -> tuple[Activity, float]:
-        """What counts now, and for how many seconds it has."""
-        return self._now, self._clock_s() - self._since_s
+    def under_way(self) -> Activity:
+        """What counts now."""
+        return self._now
 
     def turn_to(self, activity: Activity) -> None:
         """Change the state of the run."""

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset
@@ -17,7 +16,7 @@ from lightning_fastdata.insight.model import loader_seen
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.insight.model.loader_seen import RemoteSeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import CauseTotals, OperationShare, WaitCauses
+from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
@@ -249,15 +248,30 @@ def stage_evidence(
     stamps: Sequence[BatchStamps] = (),
     setup: LoaderSetup | None = None,
     facts: LoaderFacts | None = None,
+    *,
+    step_queued: float = 0.0,
     **measured: Any,
 ) -> Evidence:
     """Return what is known of a stage that was measured.
 
-    ``stamps`` are the newest of the loader that it waited for most, none of a foreign loader, and
-    ``setup`` and ``facts`` are that loader's; ``measured`` are further fields of :class:`Evidence`,
-    or arguments of :func:`evidence_of`.
+    Args:
+        summary: The measured stage.
+        stamps: The newest of the loader that it waited for most, in the order in which batches were
+            delivered; none of a foreign loader.
+        setup: That loader as it was; None: no predictions are made.
+        facts: What it says about itself; None: nothing.
+        step_queued: Part of the steps in which the training was ready but had no CPU.
+        measured: Further fields of :class:`Evidence`.
     """
+    if setup is not None:
+        setup = replace(
+            setup,
+            **Placement.of(stamps)._asdict(),
+            other_cpus=_taken_cpus(setup.cpus, **measured),
+            worker_threads=loader_seen.worker_threads(stamps),
+        )
     step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
+    spike_s = min((spike.seconds for spike in summary.spikes), default=math.inf)
     known: dict[str, Any] = {
         "device": summary.device,
         "step_ms": None if step_ms is None else step_ms + (gap_ms or 0.0),
@@ -270,9 +284,24 @@ def stage_evidence(
         "epochs": summary.cold_steps,
         "epoch_wait_ms": summary.cold_wait_ms,
         "steps_per_epoch": summary.steps / summary.cold_steps if summary.cold_steps else None,
+        "setup": setup,
+        "costs": recorded_costs(stamps, step_queued=step_queued, spike_s=spike_s),
+        "busy_share": None if setup is None else loader_seen.busy_share(stamps, setup.workers),
+        "runqueue_share": loader_seen.runqueue_share(stamps),
+        "remote": RemoteSeen.of(stamps),
     }
+    causes = summary.causes
+    if causes is not None:
+        known |= {
+            "parts": causes.wait,
+            "first_parts": causes.first_wait,
+            "overtaken_share": causes.overtaken_share,
+            "slow_samples": causes.slow_samples,
+            "operations": causes.operations,
+            "lines": causes.lines,
+        }
     if facts is not None:
-        timed = summary.causes is not None and bool(summary.causes.operations)
+        timed = causes is not None and bool(causes.operations)
         known |= {
             "workers": facts.num_workers,
             "pinned": facts.pinned,
@@ -280,77 +309,23 @@ def stage_evidence(
             "persistent_workers": facts.persistent_workers,
             "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
         }
-    spikes_s = [spike.seconds for spike in summary.spikes]
-    known["spike_s"] = min(spikes_s, default=math.inf)
-    return evidence_of(stamps, setup, causes=summary.causes, **{**known, **measured})
+    return Evidence(**{**known, **measured})
 
 
-def evidence_of(
-    stamps: Sequence[BatchStamps],
-    setup: LoaderSetup | None,
-    *,
-    causes: WaitCauses | None = None,
-    step_queued: float = 0.0,
-    spike_s: float = math.inf,
-    **measured: Any,
-) -> Evidence:
-    """Return what the stamps of a plain loop show; each wait counts as a stall.
+def recorded_costs(
+    stamps: Sequence[BatchStamps], *, step_queued: float = 0.0, spike_s: float = math.inf
+) -> tuple[BatchCost, ...]:
+    """Return what the newest batches cost, without those that took ``spike_s``, or their step did.
 
-    Args:
-        stamps: Of one loader, in the order in which batches were delivered.
-        setup: The loader as it was; None: no predictions are made.
-        causes: Why its batches were late, where more of them were added up; None: by the stamps.
-        step_queued: Part of the steps in which the training was ready but had no CPU.
-        spike_s: Batches that were waited for so long, or whose step was, are not simulated.
-        measured: Further fields of :class:`Evidence`, or other values for those from the stamps.
+    ``step_queued``: as of :func:`stage_evidence`.
     """
-    if setup is not None:
-        setup = replace(
-            setup,
-            **Placement.of(stamps)._asdict(),
-            other_cpus=_taken_cpus(setup.cpus, **measured),
-            worker_threads=loader_seen.worker_threads(stamps),
-        )
-    epochs = by_epoch(stamps)
     costs = [
         cost
-        for epoch in epochs
+        for epoch in by_epoch(stamps)
         for batch, cost in zip(epoch, batch_costs(epoch, step_queued=step_queued), strict=False)
         if max(batch.delivered_ns - batch.requested_ns, cost.step_ns) < _NEARLY * spike_s * 1e9
     ]
-    if causes is None:
-        totals = CauseTotals()
-        for batch in stamps:
-            totals.add(batch)
-        causes = totals.summary()
-    steady = [pair for epoch in epochs for pair in pairwise(epoch[1:])]
-    steps = [later.requested_ns - batch.requested_ns for batch, later in steady]
-    waits = [batch.delivered_ns - batch.requested_ns for batch, _ in steady]
-    cold = [epoch[0].delivered_ns - epoch[0].requested_ns for epoch in epochs if epoch[0].first]
-    found = Evidence(
-        step_ms=_mean_ms(steps),
-        wait_ms=_mean_ms(waits),
-        stall_ms=_mean_ms(waits),
-        setup=setup,
-        costs=tuple(costs[-_MOST_COSTS:]),
-        busy_share=None if setup is None else loader_seen.busy_share(stamps, setup.workers),
-        runqueue_share=loader_seen.runqueue_share(stamps),
-        remote=RemoteSeen.of(stamps),
-        epochs=len(epochs),
-        epoch_wait_ms=_mean_ms(cold),
-        steps_per_epoch=statistics.fmean(map(len, epochs)) if cold else None,
-    )
-    if causes is not None:
-        found = replace(
-            found,
-            parts=causes.wait,
-            first_parts=causes.first_wait,
-            overtaken_share=causes.overtaken_share,
-            slow_samples=causes.slow_samples,
-            operations=causes.operations,
-            lines=causes.lines,
-        )
-    return replace(found, **measured)
+    return tuple(costs[-_MOST_COSTS:])
 
 
 def _mean(phase: PhaseSummary | None) -> float | None:
@@ -367,7 +342,3 @@ def _taken_cpus(
     if other_cpus is None or machine_cpus is None:
         return 0.0
     return min(cpus, max(0.0, cpus - (machine_cpus - other_cpus)))
-
-
-def _mean_ms(times_ns: Sequence[float]) -> float | None:
-    return statistics.fmean(times_ns) / 1e6 if times_ns else None

@@ -1,4 +1,4 @@
-"""A run reported to people and to programs: plain text, colours, JSON; and runs side by side."""
+"""A run reported to people and to programs: plain text, colours, JSON, a page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastdata.errors import printable
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime
-from lightning_fastdata.insight.report import summary_text
-from lightning_fastdata.insight.report.summary_text import WIDTH, lines_html
+from lightning_fastdata.insight.report.summary_text import (
+    WIDTH,
+    Line,
+    as_ascii,
+    summary_lines,
+    text_html,
+)
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.tuning.moves import Move
@@ -25,11 +29,8 @@ from lightning_fastdata.tuning.moves import Move
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-SCHEMA_VERSION = 8
-"""Raised when the form of the JSON report changes; 2 added ``causes`` to the stages, 3 ``recent``
-to them and ``findings`` to the verdict, in the place of ``next_step`` and ``leave_alone``, 4
-``wall``, 5 ``ended``, ``run``, and ``loaders`` to the stages, 6 ``moves``, 8
-``device_minutes_waited``, in the place of ``waiting_cost`` of 7."""
+SCHEMA_VERSION = 9
+"""Raised when the form of the JSON report changes."""
 _MOST_RECENT = 512
 
 
@@ -64,13 +65,12 @@ class RunReport:
     """Package name -> version."""
     machine: Mapping[str, str | int | float] = field(default_factory=dict)
     """Facts of the machine, units in the names."""
-    run: Mapping[str, Any] | None = None
-    """What ``fastdata replay`` makes the training batches again from; None: they cannot be."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types; keys of unmeasured numbers hold None."""
         return {
             "schema_version": SCHEMA_VERSION,
+            "summary": [[list(piece) for piece in line] for line in self.lines()],
             "ended": self.ended,
             "stages": {
                 stage.stage: _stage_as_dict(stage, self.recent.get(stage.stage))
@@ -84,7 +84,6 @@ class RunReport:
             "notes": list(self.notes),
             "versions": dict(self.versions),
             "machine": dict(self.machine),
-            "run": None if self.run is None else dict(self.run),
         }
 
     def __str__(self) -> str:
@@ -104,7 +103,7 @@ class RunReport:
         style = "width:100%;height:40em;border:0"
         frame = f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
         folded = f"<details><summary>the whole report</summary>{frame}</details>"
-        return f"{lines_html(self.lines(WIDTH))}{folded}"
+        return f"{text_html(self.text(WIDTH))}{folded}"
 
     def write_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the report as JSON and return the path; its folder is created.
@@ -129,65 +128,19 @@ class RunReport:
             width: Columns; the text is laid out for 60 at least and for 120 at most.
             ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
-        lines = self.lines(width, ascii=ascii)
-        return "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
+        lines = ("".join(piece for piece, _ in line) for line in self.lines(width))
+        return "\n".join((as_ascii(line) if ascii else line).rstrip() for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        for line in self.lines(options.max_width, ascii=options.ascii_only):
-            yield Text.assemble(*line, no_wrap=True, overflow="ellipsis")
+        for line in self.lines(options.max_width):
+            drawn = [(as_ascii(piece) if options.ascii_only else piece, how) for piece, how in line]
+            yield Text.assemble(*drawn, no_wrap=True, overflow="ellipsis")
 
-    def lines(self, width: int = 80, *, ascii: bool = False) -> list[summary_text.Line]:  # noqa: A002
+    def lines(self, width: int = 80) -> list[Line]:
         """Return the summary as :meth:`text` does, in pieces with a style of rich each."""
-        return summary_text.summary_lines(
-            self.stages,
-            self.verdict,
-            wall=self.wall,
-            device_minutes_waited=self.device_minutes_waited,
-            ranks=self.ranks,
-            moves=self.moves,
-            notes=self.notes,
-            ended=self.ended,
-            width=summary_text.fitted(width),
-            ascii=ascii,
-        )
-
-
-def comparison_text(
-    reports: Mapping[str, RunReport],
-    width: int = 80,
-    *,
-    ascii: bool = False,  # noqa: A002
-) -> str:
-    """Return a bar of samples/s for each run, with its stall and its ratio to the first run.
-
-    Samples of training over the wall time of the whole run, where that is known: with validation,
-    starts of workers and all that is no step; else over the time of the steps.
-
-    Args:
-        reports: By name of the run; the first is what the others are compared with.
-        width: Columns; the text is laid out for 60 at least and for 120 at most.
-        ascii: Draw with ASCII signs.
-    """
-    width = summary_text.fitted(width)
-    reports = {printable(name): report for name, report in reports.items()}
-    rates = [_rate(report) for report in reports.values()]
-    top = max(rates, default=0.0)
-    names = max((len(name) for name in reports), default=0)
-    length = max(4, width - names - 38)
-    lines = [
-        "".join(piece for piece, _ in summary_text.rule("fastdata · the same training ", width))
-    ]
-    for (name, report), rate in zip(reports.items(), rates, strict=True):
-        share = report.stages[0].stall_share if report.stages else None
-        stall = "" if share is None else f"wait {summary_text.percent(share):>4}"
-        ratio = f"{rate / rates[0]:5.2f}x" if rate and rates[0] else ""
-        drawn = summary_text.bar(rate / top if top else 0.0, length, ascii=ascii)
-        shown = f"{rate:6.0f} samples/s" if rate else "  not measured  "
-        lines.append(f" {name:<{names}} {drawn:<{length}} {shown} {ratio}  {stall}".rstrip())
-    text = "\n".join(lines)
-    return summary_text.as_ascii(text) if ascii else text
+        return summary_lines(self, width)
 
 
 def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any]:
@@ -211,9 +164,3 @@ def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
             factor = found.gain.factor
             written["gain"]["factor"] = factor if math.isfinite(factor) else None
     return values
-
-
-def _rate(report: RunReport) -> float:
-    if report.wall is not None and report.wall.samples_per_s is not None:
-        return report.wall.samples_per_s
-    return (report.stages[0].samples_per_s or 0.0) if report.stages else 0.0

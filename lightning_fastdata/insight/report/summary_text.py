@@ -1,19 +1,16 @@
-"""The summary of a run in lines, each in pieces with a style; shown in a terminal or a notebook.
-
-The HTML for a notebook is legible on light and on dark paper, and needs nothing else: no style
-sheet, no script, no network. Texts are escaped.
-"""
+"""The summary of a run in lines, each in pieces with a style."""
 
 from __future__ import annotations
 
 import html
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-from lightning_fastdata.errors import printable
+from lightning_fastdata.errors import has_package, printable
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import (
@@ -24,10 +21,12 @@ from lightning_fastdata.insight.model.finding import (
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
-from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
+from lightning_fastdata.insight.waits.ranks import ranks_line
 from lightning_fastdata.insight.waits.several_loaders import waits_line
-from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
+
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.report.run_report import RunReport
 
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
@@ -40,7 +39,7 @@ _KIND_COLORS = {
     "unknown": "bold reverse",
 }
 _PAUSE_COLOR = "bold white on magenta"
-_TO_ASCII = str.maketrans({"─": "-", "·": "|", "→": ">", "…": "."})
+_TO_ASCII = str.maketrans("─·→…█▉▊▋▌▍▎▏", "-|>.#####   ")
 _INDENT = 7
 _NARROWEST, _WIDEST = 60, 120
 _BAR_SPACE = 42
@@ -53,98 +52,74 @@ _T = TypeVar("_T")
 Line: TypeAlias = "list[tuple[str, str]]"
 """Pieces of one line: text and rich style."""
 WIDTH: Final = 100
-"""Columns for which lines are laid out in a notebook."""
-COLORS: Final = {
-    "red": "#d1495b",
-    "green": "#3f9164",
-    "cyan": "#3a86b8",
-    "magenta": "#a86aa0",
-}
-"""Colours of letters: as far from white paper as from black."""
-BADGES: Final = {"red": "#c0374a", "yellow": "#96660a", "green": "#2f7a52", "magenta": "#7a3d94"}
-"""Colours of paper under white letters; as on the page."""
-_PRE: Final = (
-    "margin:0;background:transparent;color:inherit;white-space:pre;overflow-x:auto;"
-    "font:12px/1.4 ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-)
+"""Columns for which lines are laid out in a notebook and on boards."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def summary_lines(
-    stages: Sequence[StageSummary],
-    verdict: Verdict | None,
-    *,
-    wall: WallTime | None,
-    device_minutes_waited: float | None,
-    ranks: Sequence[RankTiming],
-    moves: Sequence[Move],
-    notes: Sequence[str],
-    ended: bool,
-    width: int,
-    ascii: bool,  # noqa: A002
-) -> list[Line]:
-    """Return the summary of a run.
-
-    Args:
-        stages: The first one is shown in full; the others get a line.
-        verdict: What limits the first stage; None: not known.
-        wall: Where the wall time of the run went; None: not known.
-        device_minutes_waited: How long the devices had nothing to do because of data, added up over
-            them; None: not known.
-        ranks: What the training steps of each rank took; empty with one rank.
-        moves: What the tuner has changed, the newest last.
-        notes: One sentence each.
-        ended: False where the run goes on.
-        width: Columns.
-        ascii: Draw with ASCII signs.
-    """
+def summary_lines(report: RunReport, width: int) -> list[Line]:
+    """Return the summary of a run, laid out for so many columns, from 60 to 120."""
+    width = min(_WIDEST, max(_NARROWEST, width))
     lines: list[Line] = []
-    if not stages:
+    verdict, wall = report.verdict, report.wall
+    if not report.stages:
         lines += [rule("fastdata ", width), [(" nothing was measured", "")]]
     else:
-        first = stages[0]
-        so_far = "" if ended else "so far "
+        first = report.stages[0]
+        so_far = "" if report.ended else "so far "
         title = f"{first.stage} · {first.steps} steps in {duration_text(first.duration_s)}"
         lines.append(rule(f"fastdata · {title} {so_far}", width))
         lines += _verdict_lines(verdict, width)
-        lines += [[], *_phase_rows(first, width, ascii), []]
+        lines += [[], *_phase_rows(first, width), []]
         lines += _words("", waits_line(first.loaders), width, "")
         lines += _throughput_lines(first, wall, width)
         if wall is not None:
             lines += _words("", wall_text(wall, first.stage), width, "dim")
-        if first.device != "cpu" and device_minutes_waited:
-            lines += _words("", f"{device_minutes_waited:.1f} GPU minutes waited", width, "dim")
+        if first.device != "cpu" and report.device_minutes_waited:
+            waited = f"{report.device_minutes_waited:.1f} GPU minutes waited"
+            lines += _words("", waited, width, "dim")
     if verdict is not None:
-        lines += _finding_lines(verdict, stages, width)
-    for label, move in _labelled("done", moves[-_MOST_MOVES:]):
+        lines += _finding_lines(verdict, report.stages, width)
+    for label, move in _labelled("done", report.moves[-_MOST_MOVES:]):
         lines += _words(label, str(move), width, "")
-    for stage in stages[1:]:
+    for stage in report.stages[1:]:
         lines += _words(stage.stage, _stage_line(stage), width, "")
         lines += _words("", waits_line(stage.loaders), width, "")
-    lines += _words("ranks", ranks_line(ranks) or "", width, "")
-    for note in notes:
+    lines += _words("ranks", ranks_line(report.ranks) or "", width, "")
+    for note in report.notes:
         lines += _words("note", note, width, "dim")
     lines.append(rule("", width))
-    if not ascii:
-        return lines
-    return [[(as_ascii(piece), style) for piece, style in line] for line in lines]
+    return lines
 
 
-def first_word(verdict: Verdict, steps: int) -> str:
-    """Return in one line what limits the first steps of a run, and what to try."""
+def verdict_line(verdict: Verdict) -> str:
+    """Return in one line what limits a run, and what to try."""
     finding = verdict.findings[0]
     sentence = verdict.sentence or finding.cause
     gain = "" if finding.gain is None else f": {gain_text(finding.gain)}"
     short = _LONG_PATH.sub(r".../\1", finding.remedy)
     remedy = f"; try {short}{gain}" if short else ""
-    said = f"{verdict.kind}, {sentence}{remedy} [{finding.family}, {finding.code}]"
-    line = f"fastdata after {steps} steps: {said}"
-    return printable(line)
+    return printable(f"{verdict.kind}, {sentence}{remedy} [{finding.family}, {finding.code}]")
 
 
 def page_line(page: Path) -> str:
     """Return the line below a summary that says where the page of the report is."""
     return f" page  {printable(str(page), keep='')}"
+
+
+def print_lines(lines: Iterable[Line]) -> None:
+    """Print lines: in colours on a terminal where there is rich, and plain elsewhere."""
+    if not (sys.stdout.isatty() and has_package("rich")):
+        text = "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
+        utf = (sys.stdout.encoding or "ascii").lower().startswith("utf")
+        sys.stdout.write(f"{text if utf else as_ascii(text)}\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    # By itself rich would show it in a notebook, to which processes of several ranks cannot speak.
+    console = Console(force_jupyter=False)
+    for line in lines:
+        console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
 
 
 def rule(title: str, width: int) -> Line:
@@ -161,13 +136,13 @@ def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[Line]:
         yield [(" " * indent, "") if i else badge, (f"  {part}", "")]
 
 
-def _phase_rows(stage: StageSummary, width: int, ascii_only: bool) -> Iterable[Line]:
+def _phase_rows(stage: StageSummary, width: int) -> Iterable[Line]:
     """Return a row for each measured phase."""
     length = min(40, width - _BAR_SPACE)
     for name, phase in measured_phases(stage).items():
         yield [
             (f" {name:<9} ", "bold" if name == "wait" else ""),
-            (f"{bar(phase.share, length, ascii=ascii_only):<{length}}", _PHASE_COLORS[name]),
+            (f"{bar(phase.share, length):<{length}}", _PHASE_COLORS[name]),
             (f" {phase.mean_ms:8.1f} ms {phase.share:>4.0%}", ""),
             (f"  p95 {phase.p95_ms:7.1f}", "dim"),
         ]
@@ -256,11 +231,6 @@ def _words(label: str, text: str, width: int, style: str) -> Iterable[Line]:
         yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
 
 
-def fitted(width: int) -> int:
-    """Return the columns to lay text out for."""
-    return min(_WIDEST, max(_NARROWEST, width))
-
-
 def percent(share: float) -> str:
     """Return a share, 0 to 1, e.g. as ``37%``."""
     return f"{100 * share:.0f}%"
@@ -271,56 +241,22 @@ def as_ascii(text: str) -> str:
     return text.translate(_TO_ASCII).encode("ascii", "replace").decode("ascii")
 
 
-def bar(fraction: float, width: int, *, ascii: bool = False) -> str:  # noqa: A002
-    """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell.
-
-    With ``ascii``, to a whole cell.
-    """
+def bar(fraction: float, width: int) -> str:
+    """Return a bar of ``fraction`` (clipped to 0..1) of ``width`` cells, to an eighth of a cell."""
     cells = min(1.0, max(0.0, fraction)) * width
-    if ascii:
-        return "#" * round(cells)
     full, eighths = divmod(round(cells * 8), 8)
     return "█" * full + (_EIGHTHS[eighths] if eighths else "")
 
 
-def lines_html(lines: Iterable[Line]) -> str:
-    """Return lines, in pieces with a style of rich each, as one block of HTML."""
-    shown = "\n".join("".join(_piece_html(*piece) for piece in line).rstrip() for line in lines)
-    return f'<pre style="{html.escape(_PRE)}">{shown}</pre>'
-
-
-def _piece_html(text: str, style: str) -> str:
-    css, text = style_css(style), html.escape(text)
-    return f'<span style="{css}">{text}</span>' if css else text
-
-
-def style_css(style: str) -> str:
-    """Return a style of rich, such as ``"bold white on red"``, as CSS."""
-    letters, _, paper = style.partition(" on ")
-    words = letters.split()
-    css = []
-    if "bold" in words:
-        css.append("font-weight:600")
-    if "dim" in words:
-        css.append("opacity:.7")
-    if paper:
-        css.append(f"color:#fff;background:{BADGES[paper]}")
-    elif "reverse" in words:
-        css.append("border:1px solid")
-    else:
-        css += [f"color:{COLORS[word]}" for word in words if word in COLORS]
-    return ";".join(css)
+def text_html(text: str) -> str:
+    """Return a text as HTML for a notebook: as it is, and escaped."""
+    return f'<pre style="white-space:pre;overflow-x:auto">{html.escape(text)}</pre>'
 
 
 class Explanation(str):
-    """A text in blocks, whose first lines are titles where others follow; for notebooks, too."""
+    """A text in lines, also where it is the last expression of a notebook's cell."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        lines: list[Line] = []
-        for block in printable(self).split("\n\n"):
-            title, *rest = block.split("\n")
-            style = "bold" if rest else ""
-            lines += [[(title, style)], *([(line, "")] for line in rest), []]
-        return lines_html(lines[:-1])
+        return text_html(printable(self))

@@ -36,14 +36,12 @@ def _network(e: Evidence) -> Finding | None:
         link = e.remote.link_bytes_per_s
         rate = "" if link == math.inf else f", {link / 1e6:.0f} MB/s from other nodes in all"
         cause += f"; a batch takes {each}{rate}"
+    on_device = (Advice(text=f"{_UINT8} (FastDataModule(augment_on='gpu')); {_NEAR}", changes=_ON),)
     return found(
         "FD327",
         e.stall_share,
         cause,
-        (
-            Advice(text=f"{_UINT8} (FastDataModule(augment_on='gpu')); {_NEAR}", changes=_ON),
-            Advice(text=f"{_UINT8}; {_NEAR}"),
-        ),
+        (*(on_device if e.augment_ms is None else ()), Advice(text=f"{_UINT8}; {_NEAR}")),
         remedies.without(e, share * (e.stall_ms or 0.0)),
         "the number of actors: more of them share the same way",
     )

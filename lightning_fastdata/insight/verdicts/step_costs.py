@@ -135,7 +135,14 @@ def _transfer(e: Evidence) -> Finding | None:
 def _augmentation(e: Evidence) -> Finding | None:
     what = e.augment_hook or "augmenting on the device"
     where = "there" if e.augment_hook else "on the device, or on uint8"
-    remedy = f"fewer or cheaper transforms {where}"
+    fewer = Advice(text=f"fewer or cheaper transforms {where}", joins=True)
+    elsewhere = Advice(
+        text="FastDataModule(augment_on='cpu') if the workers keep up with the whole pipeline",
+        changes=("augment_on",),
+    )
+    # Whether another place is faster was not known before the steps were.
+    idle = e.settings_in == "LoaderOptions" and not e.augment_hook and not e.stalls
+    remedy = (elsewhere, fewer) if idle else (fewer,)
     return _phase(e, "FD313", e.augment_ms, AUGMENT_HIGH, what, remedy, "the loader")
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING, Final, SupportsInt
 
@@ -19,7 +17,6 @@ from lightning_fastdata.insight.waits.attribution import (
     WaitParts,
 )
 from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_text
-from lightning_fastdata.stamps.batch_stamps import BUCKETS, bounds_ns
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
@@ -29,8 +26,6 @@ _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
 _OPTIONAL: Final = ("read_ms", "pin_ms", "sampler_ms", "unpack_ms", "queued_ms", "network_ms")
 _SLOWEST: Final = 5
 _MOST_HELD: Final = 32
-_FEWEST_TIMES: Final = 100
-"""Percentiles of fewer samples are not put into words."""
 _KEPT_SLOW: Final = 256
 _MOST_SPIKES: Final = 3
 WORTH_SAYING: Final = 0.05
@@ -53,19 +48,6 @@ class OperationShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleTimes:
-    """How long samples take to read: percentiles, to a quarter of their value."""
-
-    samples: int
-    """Samples whose time was kept; one of 8 tasks is."""
-    p50_ms: float
-    p95_ms: float
-    p99_ms: float
-    histogram: tuple[tuple[float, int], ...]
-    """Upper bounds in ms, and the samples from the bound before to there; without empty ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WaitCauses:
     """Why the batches of a stage were late."""
 
@@ -84,8 +66,6 @@ class WaitCauses:
     """The slowest samples that held up a batch, slowest first."""
     operations: tuple[OperationShare, ...] = ()
     """The timed operations, the most expensive first."""
-    sample_times: SampleTimes | None = None
-    """How long samples take; None where they are not read one at a time."""
     lines: tuple[LineShare, ...] = ()
     """The lines of the user's code that reading is in, the longest first, at most 20."""
 
@@ -134,7 +114,6 @@ class CauseTotals:
         self._operations: dict[str, tuple[int, int]] = {}
         self._timed_ns = 0
         self._lines = LineTotals()
-        self._times = [0] * BUCKETS
 
     def add(self, batch: BatchStamps, loader: int = 0) -> None:
         """Cut the wait for a batch and add it; to be called in the order of a loader's batches."""
@@ -165,8 +144,6 @@ class CauseTotals:
         if slowest is not None:
             self._note_slow(loader, slowest, typical_ms)
         for task in batch.tasks:
-            for bucket in task.sample_times or ():
-                self._times[bucket] += 1
             if task.operations is not None:
                 self._timed_ns += task.read_ns
                 for name, calls, total_ns in task.operations:
@@ -230,7 +207,6 @@ class CauseTotals:
                 for (loader, _), sample in self._slowest(_SLOWEST)
             ),
             operations=self._shares(),
-            sample_times=sample_times(self._times),
             lines=self._lines.shares(),
         )
 
@@ -245,29 +221,6 @@ class CauseTotals:
             )
             for name, (calls, total_ns) in longest
         )
-
-
-def sample_times(counts: Sequence[int]) -> SampleTimes | None:
-    """Return the percentiles of times, counted by ``bucket_of``, to the middle of a bucket."""
-    samples = sum(counts)
-    if not samples:
-        return None
-    reached = list(accumulate(counts))
-
-    def percentile(percent: int) -> float:
-        bucket = bisect_left(reached, samples * percent / 100)
-        return sum(bounds_ns(bucket)) / 2 / _NS_PER_MS
-
-    histogram = tuple(
-        (bounds_ns(bucket)[1] / _NS_PER_MS, count) for bucket, count in enumerate(counts) if count
-    )
-    return SampleTimes(
-        samples=samples,
-        p50_ms=percentile(50),
-        p95_ms=percentile(95),
-        p99_ms=percentile(99),
-        histogram=histogram,
-    )
 
 
 def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
@@ -292,12 +245,6 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
             name = f"sample {sample.index}" + (f" ({sample.path})" if sample.path else "")
             name = printable(name, keep="")
             lines.append(f"{name} took {sample.ms:.0f} ms, others {sample.typical_ms:.2g} ms")
-    times = causes.sample_times
-    if times is not None and times.samples >= _FEWEST_TIMES and not brief:
-        lines.append(
-            f"reading a sample takes {times.p50_ms:.2g} ms in the middle, {times.p95_ms:.2g} at "
-            f"the 95th percentile, {times.p99_ms:.2g} at the 99th"
-        )
     shown = [each for each in causes.operations if each.share > WORTH_SAYING]
     if shown:
         listed = ", ".join(f"{printable(each.name, keep='')} {each.share:.0%}" for each in shown)
@@ -305,17 +252,6 @@ def cause_lines(causes: WaitCauses, *, brief: bool = False) -> list[str]:
     places = [each for each in causes.lines if each.share > WORTH_SAYING]
     lines += [line_text(each) for each in places[: 1 if brief else 3]]
     return lines
-
-
-def operations_table(causes: WaitCauses) -> str:
-    """Return the timed operations as a markdown table, the most expensive first."""
-    lines = ["| operation | share of reading | ms a call | calls |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| {printable(each.name, keep='')} | {each.share:.0%} | {each.mean_ms:.3g} "
-        f"| {each.calls} |"
-        for each in causes.operations
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _plain(index: object) -> int | str | None:

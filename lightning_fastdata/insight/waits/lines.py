@@ -21,13 +21,6 @@ _MOST_OF_IT: Final = 0.5
 _MUCH_OF_IT: Final = 0.3
 _STANDS_OUT: Final = 0.2
 """Of reading, for a line to be named as the place of a cause."""
-_WAITS: Final = {
-    "file": "waiting for a file or a pipe",
-    "socket": "waiting for a socket",
-    "lock": "waiting for a lock",
-    "process lock": "waiting for a lock that other processes share",
-    "sleep": "sleeping",
-}
 _LOCKS_OF_PROCESSES: Final = ("SemLock", "filelock")
 """How calls of libraries are named that wait for what other processes hold."""
 
@@ -42,16 +35,13 @@ class LineShare:
     function: str
     """Qualified name."""
     calls: str
-    """What the line calls for most of its time: ``PIL Image.convert > ImageFile.load``; empty: not
-    known, or several things."""
+    """What the line calls for most of its time: ``PIL Image.convert``; empty: not known, or several
+    things."""
     share: float
     """Of the time to read, 0 to 1."""
     blocked_share: float | None
     """Of the line's time, what it waited for something other than a CPU, 0 to 1; None where the
-    kernel does not report it."""
-    waits_in: str
-    """What it mostly waits in: ``file`` (or pipe), ``socket``, ``lock`` or ``sleep``; empty: in
-    nothing, in something else, or not known."""
+    system does not tell."""
 
     @property
     def waits(self) -> bool:
@@ -65,7 +55,6 @@ class _Line:
     blocked_ns: int = 0
     unmeasured: bool = False
     calls: Counter[str] = field(default_factory=Counter)
-    waits: Counter[str] = field(default_factory=Counter)
 
 
 class LineTotals:
@@ -88,9 +77,8 @@ class LineTotals:
                 line.calls = Counter(dict(line.calls.most_common(_KEPT_CALLS // 2)))
             if each.blocked_ns is None:
                 line.unmeasured = True
-            elif each.blocked_ns:
+            else:
                 line.blocked_ns += each.blocked_ns
-                line.waits[each.waits_in] += each.blocked_ns
         if len(self._lines) > _KEPT_LINES:
             self._lines = dict(self._longest(_KEPT_LINES // 2))
 
@@ -109,22 +97,15 @@ class LineTotals:
                 calls=_most_of(line.calls, line.total_ns),
                 share=line.total_ns / self._total_ns,
                 blocked_share=None if line.unmeasured else line.blocked_ns / max(1, line.total_ns),
-                waits_in=_most_of(line.waits, line.blocked_ns),
             )
             for (file, number, function), line in self._longest(_MOST_LINES)
         )
 
 
 def _most_of(times_ns: Counter[str], total_ns: int) -> str:
-    """Return the name that more than half of the time has; of calls, else the outer part of it."""
-    outer: Counter[str] = Counter()
-    for name, ns in times_ns.items():
-        outer[name.partition(" > ")[0]] += ns
-    for counted in (times_ns, outer):
-        for name, ns in counted.most_common(1):
-            if ns > _MOST_OF_IT * total_ns:
-                return name
-    return ""
+    """Return the name that more than half of the time has; empty: none has."""
+    name, ns = times_ns.most_common(1)[0]
+    return name if ns > _MOST_OF_IT * total_ns else ""
 
 
 def line_text(line: LineShare) -> str:
@@ -132,8 +113,8 @@ def line_text(line: LineShare) -> str:
     text = f"{line.share:.0%} of reading is in {line.function} ({line.file}:{line.line})"
     if line.calls:
         text += f", in {line.calls}"
-    if line.waits and line.waits_in:
-        text += f", {_WAITS[line.waits_in]}"
+    if line.waits:
+        text += ", mostly waiting"
     return printable(text, keep="")
 
 
@@ -168,20 +149,7 @@ def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
     within a process may be that of a pool of threads whose work is waited for.
     """
     for line in lines:
-        known = line.waits_in == "process lock" or any(
-            name in line.calls for name in _LOCKS_OF_PROCESSES
-        )
+        known = any(name in line.calls for name in _LOCKS_OF_PROCESSES)
         if known and line.waits and line.share > _MUCH_OF_IT:
             return line
     return None
-
-
-def lines_table(lines: Sequence[LineShare]) -> str:
-    """Return lines of code as a markdown table."""
-    rows = ["| line of code | calls | share of reading | of that waiting |", "|---|---|---:|---:|"]
-    for each in lines:
-        waits = "" if each.blocked_share is None else f"{each.blocked_share:.0%} {each.waits_in}"
-        place = f"{each.function} ({each.file}:{each.line})"
-        cells = (printable(text, keep="") for text in (place, each.calls))
-        rows.append(f"| {' | '.join(cells)} | {each.share:.0%} | {waits.rstrip()} |")
-    return "\n".join(rows) + "\n"

@@ -32,7 +32,7 @@ from lightning_fastdata.plugin.data.arguments import (
 )
 from lightning_fastdata.plugin.data.datasets import of_datasets, of_loaders
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
-from lightning_fastdata.plugin.data.time_travel import TimeTravel
+from lightning_fastdata.plugin.data.training_run import KEY
 from lightning_fastdata.plugin.guard.callback import attach_guard
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
 from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
@@ -73,7 +73,7 @@ _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
+class DataModuleHooks(TransferHooks, NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
@@ -102,9 +102,9 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             stages (``train``, ``val``, ``test``, ``predict``) as keys.
         augment_on: Where the pixels of an Albumentations pipeline in ``augment`` are computed.
             ``"gpu"``: on the trainer's device, in ``on_after_batch_transfer``; ``"cpu"``: in the
-            workers, by Albumentations itself; ``"auto"``: where it is measured to be faster;
-            training is measured again as it goes on. The random draws are the same. A pipeline
-            that the dataset calls itself runs in the workers.
+            workers, by Albumentations itself; ``"auto"``: where it is measured to be faster before
+            the training. The random draws are the same. A pipeline that the dataset calls itself
+            runs in the workers.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none. Anything
@@ -129,6 +129,10 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
         OptionsError: An argument has an impossible value.
         TransformError: ``augment`` is not a transform, or names a stage that does not exist.
     """
+
+    batch_size: int
+    chooses_batch_size: bool
+    """No batch size was asked for; that of now is one to begin with."""
 
     def __init__(
         self,
@@ -372,6 +376,23 @@ class DataModuleHooks(TimeTravel, TransferHooks, NeedsConstruction):
             BatchError: A transform for images was registered and the samples hold none.
         """
         return self._loaders.make(self, dataset, stage, name, overrides)
+
+    def run_seed(self) -> int:
+        """Return the seed of order and draws."""
+        return self._loaders.seed(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the training has come; Lightning puts it into its checkpoints."""
+        return {KEY: self._loaders.progress.state_dict(self._trainer)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind the batch after which a checkpoint was written; Lightning calls it.
+
+        Raises:
+            OptionsError: The state is none of this class, or of a later version.
+        """
+        if KEY in state_dict:
+            self._loaders.progress.load_state_dict(state_dict[KEY], self._trainer)
 
     def explain(self) -> str:
         """Return every choice that was made, its value and its reason, as text.

@@ -172,9 +172,7 @@ class ModuleLoaders:
             "chosen": spec.options.num_workers == "auto" and not plan.only_here,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
-        settings |= module.placing.settings(
-            of, transform, self._transforms, settings=settings, plan=plan
-        )
+        settings |= module.placing.settings(of, transform, self._transforms, plan)
         loader = build_loader(
             dataset,
             stage=stage,

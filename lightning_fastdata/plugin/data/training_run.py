@@ -1,28 +1,16 @@
-"""A run: how far its training has come, kept in checkpoints, and the record of what decides it."""
+"""How far the training of a data module has come, as it is kept in checkpoints."""
 
 from __future__ import annotations
 
-import json
-import math
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
-
-import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.stream_position import counts_only
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.position import VERSION, LoaderState, Place
-from lightning_fastdata.loading.resume import own_version
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
-from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.run_record import RunRecord, RunSpan
-from lightning_fastdata.order.samplers import RankSampler, rows_in
-from lightning_fastdata.plugin.seams.loaders import flattened, with_paths
+from lightning_fastdata.plugin.seams.loaders import with_paths
 from lightning_fastdata.plugin.seams.trainer import (
     is_to_be_restored,
     mend_counts,
@@ -34,13 +22,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.plugin.contracts import DataModule
-    from lightning_fastdata.types import PixelPlace
 
 KEY: Final = "lightning_fastdata"
 """Under which the state stands in that of the data module."""
-_LARGEST_REPORT_BYTES: Final = 2**26
-_PLAIN: Final = ("BatchSampler", "RankBatchSampler")
-"""Batch samplers that leave the order to their sampler."""
 
 
 class TrainingProgress:
@@ -158,182 +142,3 @@ def _training_loaders(trainer: Trainer | None) -> Iterator[tuple[str, FastDataLo
     for path, loader in with_paths(loaders):
         if isinstance(loader, FastDataLoader):
             yield "/".join(map(str, path)), loader
-
-
-@runtime_checkable
-class _Seeded(Protocol):
-    seed: int
-
-
-@runtime_checkable
-class _MayDropLast(Protocol):
-    drop_last: bool
-
-
-def run_record(module: Any) -> RunRecord | None:
-    """Return what decides the training batches of a data module in the run of its trainer.
-
-    None: it has no trainer that has made its loaders, or makes batches that cannot be found again:
-    of a stream, of several loaders, or of a loader that is not this package's.
-    """
-    trainer: Trainer | None = module.trainer
-    loader = None if trainer is None else training_loader(trainer)
-    if trainer is None or loader is None:
-        return None
-    now = record_of_loader(module, loader, trainer)
-    if now is not None:
-        before: RunRecord | None = module._run
-        if before is not None:
-            now = before.continued(now)
-        else:
-            span = now.spans[0]
-            if span.batch == span.epoch * span.batches_per_epoch:  # as it was from the beginning
-                now = replace(now, spans=(replace(span, epoch=0, batch=0, step=0),))
-        module._run = now
-    return now
-
-
-def record_of_loader(
-    module: Any, loader: FastDataLoader, trainer: Trainer | None
-) -> RunRecord | None:
-    """Return the record as of the epoch that is under way; without a trainer, of a run to come.
-
-    None: the batches cannot be found again.
-    """
-    sampler: object = loader.batch_sampler
-    length = dataset_length(loader.dataset)
-    if loader.num_workers and not loader.in_order:
-        return None  # they came as they were ready
-    if sampler is None or isinstance(loader.dataset, IterableDataset) or not length:
-        return None
-    span = RunSpan(
-        batch_size=int(rows_in(sampler) or module.batch_size),
-        batches_per_epoch=max(1, len(loader)),
-        place=_place(loader, 0),
-    )
-    batches = 0
-    if trainer is not None:
-        if not 0 < trainer.num_training_batches < math.inf:
-            return None
-        batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        span = _present_span(span, loader, trainer)
-    return RunRecord(
-        datamodule=type(module).__qualname__,
-        seed=loader.seed,
-        length=length,
-        order=_order_name(sampler, loader.seed),
-        drop_last=isinstance(sampler, _MayDropLast) and bool(sampler.drop_last),
-        batches=batches,
-        spans=(span,),
-        package=own_version(),
-    )
-
-
-def _present_span(span: RunSpan, loader: FastDataLoader, trainer: Trainer) -> RunSpan:
-    """Return the span as of the epoch that is under way, or ended last."""
-    loop = trainer.fit_loop
-    progress: Any = loop.epoch_loop.batch_progress
-    taken, accumulated = progress.current.ready, trainer.accumulate_grad_batches
-    epoch = max(0, loop.epoch_progress.current.ready - 1)
-    span = replace(
-        span,
-        batches_per_epoch=int(trainer.num_training_batches),
-        world_size=trainer.world_size,
-        accumulate_grad_batches=accumulated,
-        place=_place(loader, epoch),
-        epoch=epoch,
-        batch=progress.total.ready - taken,
-    )
-    done = progress.current.processed
-    whole = done == span.batches_per_epoch
-    return replace(
-        span, step=trainer.global_step - (span.steps_per_epoch if whole else done // accumulated)
-    )
-
-
-def _place(loader: FastDataLoader, epoch: int) -> PixelPlace:
-    transform = loader.transform
-    if transform is not None and transform.switch is not None:
-        return transform.switch.place(epoch)
-    return "device" if transform is not None and loader.on_device else "workers"
-
-
-def _order_name(batch_sampler: object, seed: int) -> str:
-    """Return who decides the order: the class, and its seed if that is not the samples' one."""
-    sampler = batch_sampler
-    if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__name__ in _PLAIN:
-        sampler = batch_sampler.sampler
-    name = type(sampler).__name__
-    if isinstance(sampler, RankSampler) and sampler.blocks is not None:
-        name = BlockShuffleSampler.__name__
-    return (
-        f"{name}(seed={sampler.seed})"
-        if isinstance(sampler, _Seeded) and sampler.seed != seed
-        else name
-    )
-
-
-def training_loader(trainer: Trainer) -> FastDataLoader | None:
-    """Return the training loader of a trainer; None: none of ours, or several."""
-    loaders = trainer.train_dataloader
-    found = [] if loaders is None else list(flattened(loaders))
-    one = found[0] if len(found) == 1 else None
-    return one if isinstance(one, FastDataLoader) else None
-
-
-# -- files ----------------------------------------------------------------------------------------
-
-
-def read_run(path: str | Path) -> tuple[RunRecord, dict[str, Any]]:
-    """Return the record of a run, and the hyperparameters of its data module, from a file.
-
-    The file is a checkpoint of Lightning, which is read without running code that it names, or a
-    ``report.json``, which has no hyperparameters.
-
-    Raises:
-        OptionsError: It cannot be read so, or has no record of a run.
-    """
-    file = Path(path)
-    try:
-        with file.open("rb") as opened:
-            zipped = opened.read(2) == b"PK"
-        run, hyperparameters = _read_checkpoint(file) if zipped else (_read_report(file), {})
-    except OSError as error:
-        raise OptionsError(f"{path} cannot be read: {error.strerror or error}.") from error
-    if run is None:
-        raise OptionsError(
-            f"{path} has no record of a run. Checkpoints and reports of a training with one "
-            "FastDataModule, one training loader and no stream have one."
-        )
-    return RunRecord.from_dict(run), hyperparameters
-
-
-def _read_checkpoint(file: Path) -> tuple[object, dict[str, Any]]:
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        raise OptionsError(
-            f"{file} cannot be read without running code that it names, or is damaged: "
-            f"{str(error).partition(chr(10))[0]:.300} Give the report.json of the run."
-        ) from error
-    values = found.values() if isinstance(found, dict) else ()
-    ours = [one[KEY] for one in values if isinstance(one, dict) and KEY in one]
-    run = next((one["run"] for one in ours if isinstance(one, dict) and one.get("run")), None)
-    given = found.get("datamodule_hyper_parameters") if run is not None else None
-    return run, dict(given) if isinstance(given, Mapping) else {}
-
-
-def _read_report(file: Path) -> object:
-    size = file.stat().st_size
-    if size > _LARGEST_REPORT_BYTES:
-        raise OptionsError(
-            f"{file} has {size} bytes, and a report has {_LARGEST_REPORT_BYTES} at most. Name a "
-            "report.json, or a checkpoint of Lightning."
-        )
-    try:
-        report = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise OptionsError(
-            f"{file} is neither a checkpoint of Lightning nor a report.json: {error}."
-        ) from error
-    return report.get("run") if isinstance(report, dict) else None

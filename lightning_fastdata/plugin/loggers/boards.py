@@ -31,9 +31,7 @@ from lightning_fastdata.insight.report.html import TEMPLATES
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.report.summary_text import WIDTH, measured_phases
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
-from lightning_fastdata.insight.waits.causes import cause_lines, operations_table
-from lightning_fastdata.insight.waits.lines import lines_table
-from lightning_fastdata.plugin.seams.internals import scalar_prefix
+from lightning_fastdata.insight.waits.causes import cause_lines
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 Scalars: TypeAlias = Literal["main", "all"]
 """What is logged: the main numbers alone, or everything that is measured."""
 
-PREDICTED_STEP: Final = "data_tune/predicted_step_ms"
-"""What the model of the loader says that a step takes in the setup as it is."""
 _CHARTS: Final = {
     "ms a step: wait and compute": (
         "Multiline",
@@ -56,7 +52,6 @@ _CHARTS: Final = {
         "data/throughput_samples_per_s$",
         "data/throughput_if_data_were_free_samples_per_s$",
     ),
-    "ms a step, measured and predicted": ("Multiline", "data/step_ms$", f"{PREDICTED_STEP}$"),
     "ms of stall, median to p95": (
         "Margin",
         "data_band/stall_p50_ms",
@@ -189,8 +184,6 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | N
         phases=measured_phases(summary),
         facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
         wall=None if wall is None else wall_text(wall, summary.stage),
-        operations=causes and causes.operations and operations_table(causes).rstrip(),
-        lines=causes and causes.lines and lines_table(causes.lines).rstrip(),
     )
     return _DUNDER.sub(r"`\1`", text)
 
@@ -211,29 +204,7 @@ def log_to(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -
     if not metrics:
         return
     for logger in loggers:
-        named = {_key(logger, name): value for name, value in metrics.items()}
-        if not write_scalars(logger, named, step):
-            logger.log_metrics(named, step=step)
-
-
-def write_scalars(logger: Logger, scalars: Mapping[str, float], step: int) -> bool:
-    """Write all scalars of a step in one event of TensorBoard; return whether that can be done.
-
-    ``TensorBoardLogger.log_metrics`` writes an event for each, at 35 us of CPU time. It can be done
-    for loggers with that very method, TensorBoard's own writer and no prefix.
-    """
-    own = str(logger.log_metrics.__module__).endswith(".loggers.tensorboard")
-    if not own or scalar_prefix(logger) != "":
-        return False
-    writer = _part(logger, "experiment")
-    events = _part(writer, "file_writer")
-    if type(writer).__module__ != "torch.utils.tensorboard.writer" or events is None:
-        return False
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-    events.add_summary(Summary(value=values), step)
-    return True
+        logger.log_metrics({_key(logger, name): v for name, v in metrics.items()}, step=step)
 
 
 def log_text(loggers: Iterable[Logger], name: str, markdown: str, step: int) -> None:

@@ -19,7 +19,6 @@ from lightning_fastdata.errors import (
     OptionsError,
     require,
 )
-from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.data.datasets import datasets_of
 from lightning_fastdata.plugin.loggers.boards import log_image
 from lightning_fastdata.plugin.seams.loaders import flattened
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
     from PIL.Image import Image
+
+    from lightning_fastdata.plugin.contracts import DataModule
 
 TAG: Final = "data/batch"
 """What the pictures are called on a board."""
@@ -146,7 +147,8 @@ class BatchPictures:
             grid = self._form.grid(images, self._settings.most)
         except (BatchError, MissingPackageError) as error:
             return str(error)
-        caption = describe_picture(images, self._settings.most, self._form, epoch, step)
+        when = f"Epoch {epoch}, step {step}"
+        caption = describe_picture(images, self._settings.most, self._form, when)
         if log_image(loggers, TAG, captioned(grid, caption), caption, step):
             return None
         names = ", ".join(type(one).__name__ for one in loggers)
@@ -154,10 +156,8 @@ class BatchPictures:
         return f"{have}. Use a TensorBoardLogger, WandbLogger or MLFlowLogger."
 
 
-def describe_picture(
-    images: torch.Tensor, most: int, form: BatchImages, epoch: int, step: int
-) -> str:
-    """Return what a picture shows, in a sentence."""
+def describe_picture(images: torch.Tensor, most: int, form: BatchImages, when: str) -> str:
+    """Return what a picture shows, in a sentence; ``when`` says which batch it is of."""
     how_many, how = f"{min(most, len(images))} of {len(images)}", ""
     if images.is_floating_point():
         how = ", Normalize undone" if form.normalized else ", contrast stretched if not in [0, 1]"
@@ -165,7 +165,7 @@ def describe_picture(
     height, width = images.shape[1:3]
     return (
         f"Training batch as the training step gets it: {how_many} images, {height} x {width}, "
-        f"{dtype}{how}. Epoch {epoch}, step {step}."
+        f"{dtype}{how}. {when}."
     )
 
 
@@ -189,7 +189,7 @@ def captioned(grid: np.ndarray, caption: str) -> np.ndarray:
     return np.asarray(page)
 
 
-def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Image:
+def draw_batch(module: DataModule, batch: Batch, *, epoch: int, number: int) -> Image:
     """Return a picture of a training batch, as the model gets it.
 
     Raises:
@@ -204,7 +204,7 @@ def draw_batch(module: DataModule, batch: Batch, *, epoch: int, step: int) -> Im
         form = form.normalized_by([datasets_of(module, "train")])
     images = form.find(batch)
     grid = form.grid(images, len(images))
-    caption = describe_picture(images, len(images), form, epoch, step)
+    caption = describe_picture(images, len(images), form, f"Epoch {epoch}, batch {number}")
     return Image.fromarray(captioned(grid, caption))
 
 

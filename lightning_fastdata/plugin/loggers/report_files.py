@@ -5,9 +5,7 @@ Measuring and reporting never end a training: what fails in them is a warning.
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +14,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from lightning_fastdata.errors import FastDataWarning, has_package
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import WIDTH, Line, lines_html, page_line
+from lightning_fastdata.insight.report.summary_text import Line, page_line, print_lines
 
 _Self = TypeVar("_Self", bound="_Measures")
 _Given = ParamSpec("_Given")
@@ -118,63 +116,6 @@ class ReportFiles:
 
 
 def print_report(report: RunReport, page: Path | None) -> None:
-    """Print a report, and where its page is; in a notebook, show it below the cell.
-
-    Without rich, it is printed without colours.
-    """
-    show = notebook_display()
-    if show is not None:
-        show(NotebookSummary(report, page))
-        return
-    if not has_package("rich"):
-        width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
-        where = "" if page is None else f"{page_line(page)}\n"
-        text = report.text(width, ascii=not encoding.lower().startswith("utf"))
-        sys.stdout.write(f"{text}\n{where}")
-        return
-    from rich.console import Console
-
-    # By itself rich would show it in a notebook, to which processes of several ranks cannot speak.
-    console = Console(force_jupyter=False)
-    console.print(report)
-    if page is not None:
-        console.print(page_line(page), soft_wrap=True, highlight=False, markup=False)
-
-
-class NotebookSummary:
-    """The summary of a run as a notebook shows it, and any other frontend as text.
-
-    Args:
-        report: The run.
-        page: Where its page was written; None: nowhere.
-    """
-
-    def __init__(self, report: RunReport, page: Path | None = None) -> None:
-        self._report = report
-        self._page = "" if page is None else page_line(page)
-
-    def __repr__(self) -> str:
-        return "\n".join(filter(None, (self._report.text(WIDTH), self._page)))
-
-    def _repr_html_(self) -> str:
-        page: list[Line] = [[(self._page, "dim")]] if self._page else []
-        return lines_html([*self._report.lines(WIDTH), *page])
-
-
-def notebook_display() -> Callable[[object], object] | None:
-    """Return what shows an object below the cell that runs; None where there is no notebook.
-
-    Processes that a notebook starts for a training with several ranks can only print: the kernel
-    hears nothing else of them.
-    """
-    ipython = sys.modules.get("IPython")
-    if ipython is None or multiprocessing.parent_process() is not None:
-        return None
-    try:
-        if getattr(ipython.get_ipython(), "kernel", None) is None:
-            return None
-        from IPython.display import display
-    except (AttributeError, ImportError):  # no whole IPython
-        return None
-    shows: Callable[[object], object] = display
-    return shows
+    """Print a report, and where its page is."""
+    where: list[Line] = [] if page is None else [[(page_line(page), "")]]
+    print_lines([*report.lines(shutil.get_terminal_size().columns), *where])

@@ -15,7 +15,12 @@ from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
-from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, inside, transfer
+from lightning_fastdata.plugin.placing.stage_transforms import (
+    carry_out_draws,
+    finish,
+    inside,
+    transfer,
+)
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
 from lightning_fastdata.plugin.seams.trainer import training_place
 
@@ -26,7 +31,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
-    from lightning_fastdata.plugin.placing.trial import Placing
     from lightning_fastdata.types import Batch, Stage
 
 PrefetchName: TypeAlias = Literal["auto", "off", "stream", "lookahead"]
@@ -195,7 +199,6 @@ class TransferHooks:
     _trainer: Trainer | None
     _transforms: StageTransforms
     _prefetching: Prefetching
-    placing: Placing
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the LightningModule's hook of this name, if it has one."""
@@ -214,7 +217,7 @@ class TransferHooks:
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the stage's transforms, then the LightningModule's hook of this name."""
-        batch, transformed = self.placing.finish(batch, self._transforms, self._drawing)
+        batch, transformed = finish(batch, self._transforms, self._drawing)
         hook = self._hook_of_module("on_after_batch_transfer")
         if hook is not None:
             batch = hook(batch, dataloader_idx)

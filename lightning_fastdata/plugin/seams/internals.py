@@ -144,12 +144,6 @@ def combined_mode(loaders: object) -> str | None:
     return None if _private(loaders, "flattened") is None else mode
 
 
-def scalar_prefix(logger: object) -> str | None:
-    """Return what a logger puts before the name of each scalar; None: not known."""
-    prefix: str | None = _private(logger, "_prefix")
-    return prefix
-
-
 def itself(value: _Value) -> _Value:
     """Return what was given: how a copy of a trainer gets what was there before a replacement."""
     return value

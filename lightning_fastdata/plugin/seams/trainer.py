@@ -16,7 +16,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_fastdata.errors import OptionsError, TransformError, has_package
 from lightning_fastdata.loading.position import Place
-from lightning_fastdata.plugin.contracts import DataModule
 from lightning_fastdata.plugin.seams.hooks import PACKAGES, overridden_hook
 from lightning_fastdata.plugin.seams.internals import (
     attributes_of,
@@ -31,6 +30,8 @@ from lightning_fastdata.types import STAGES, Stage
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_fastdata.plugin.contracts import DataModule
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
@@ -59,8 +60,10 @@ class _PrintingBar(Protocol):
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
     """Return the trainer's data module if it is a FastDataModule, else None."""
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks  # which imports this
+
     datamodule = attributes_of(trainer).datamodule
-    return datamodule if isinstance(datamodule, DataModule) else None
+    return datamodule if isinstance(datamodule, DataModuleHooks) else None
 
 
 def refuse_other_tree(datamodule: object, trainer: Trainer) -> None:

@@ -6,8 +6,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.insight.live.status import RunFacts
-from lightning_fastdata.insight.live.watched_run import Told, WatchedRun, found_text
+from lightning_fastdata.insight.live import RunFacts, Told, WatchedRun
+from lightning_fastdata.insight.report.summary_text import verdict_line
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.seams.loaders import flattened
 
@@ -68,7 +68,7 @@ class LiveRun:
 
     def _facts(self) -> Told:
         trainer, recording = self._trainer, self._recording
-        activity, activity_s = recording.wall.clock.under_way
+        activity = recording.wall.clock.under_way
         steps = 0 if self._watched is None else self._watched.pace.steps
         facts = RunFacts(
             rank=trainer.global_rank,
@@ -76,10 +76,9 @@ class LiveRun:
             log_dir=self.log_dir,
             method=recording.method,
             activity=_DOING[activity.part] + (f" ({activity.name})" if activity.name else ""),
-            activity_s=activity_s,
             epoch=trainer.current_epoch,
             step=trainer.global_step if recording.fits else steps,
-            found=found_text(self.verdict),
+            found=None if self.verdict is None else verdict_line(self.verdict),
         )
         return facts, self._loaders()
 

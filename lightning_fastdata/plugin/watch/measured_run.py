@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
@@ -14,7 +14,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import LoaderFacts, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence, slowest
@@ -28,11 +28,9 @@ from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_load
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 from lightning_fastdata.plugin.watch.live import LiveRun
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
-from lightning_fastdata.tuning.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -41,10 +39,9 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.wall import WallTime
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
-    from lightning_fastdata.plugin.loggers.boards import Scalars
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
-    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
+    from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
 _COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
@@ -86,10 +83,8 @@ class RunJudge:
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
         transform = loader.transform if isinstance(loader, FastDataLoader) else None
-        switch = None if transform is None else transform.switch
         augment_on: Literal["cpu", "device"] | None = None
-        place = "device" if switch is None else switch.newest
-        if self._recording.augments(stage) and place == "device":
+        if self._recording.augments(stage):
             augment_on = "device"
         elif transform is not None:
             augment_on = "cpu"
@@ -107,10 +102,8 @@ class RunJudge:
             loader=label,
         )
 
-    def judged(
-        self, train: StageSummary, val: StageSummary | None, wall: WallTime
-    ) -> tuple[Verdict, Evidence]:
-        """Return what limits the training, and everything that is known of it."""
+    def judged(self, train: StageSummary, val: StageSummary | None, wall: WallTime) -> Verdict:
+        """Return what limits the training."""
         host, ranks = self._recording.host, self.ranks
         slowest = None if val is None else costliest(val.loaders)
         ours, facts = own_datamodule(self._trainer), self.facts(train)
@@ -131,7 +124,7 @@ class RunJudge:
             **({} if host is None else host.evidence()),
             **({} if ranks is None else rank_evidence(ranks.so_far)),
         )
-        return judge(train, facts, evidence), evidence
+        return judge(train, facts, evidence)
 
     @property
     def _val_loaders(self) -> object:
@@ -145,9 +138,9 @@ class RunJudge:
         ours = own_datamodule(self._trainer)
         if ours is not None and ours.cache is not None:
             found["cache"] = "cache= is set"
-        pixels = getattr(loader, "transform", None) is not None
-        if ours is not None and pixels and ours.placing.asked == "auto":
-            found["augment_on"] = "which is chosen by what batches take"
+        choice = None if ours is None else ours.placing.choice(self._recording.main.stage)
+        if choice is not None and choice.place == "workers":
+            found["augment_on"] = "the workers were found to be faster before the training"
         return found
 
     @contextmanager
@@ -164,13 +157,6 @@ class RunJudge:
     @cached_property
     def _usable_cpus(self) -> int:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
-
-
-def predicted_step_ms(evidence: Evidence) -> float | None:
-    """Return what the model says a step takes in the loader as it is; None if it cannot."""
-    if evidence.setup is None or not evidence.costs:
-        return None
-    return simulate(evidence.costs, evidence.setup).step_ms
 
 
 def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[str | None, object]:
@@ -205,16 +191,6 @@ def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
     return ((worst.stall_ms or 0.0) - (here.stall_ms or 0.0)) * here.steps / 1e3
 
 
-class Asked(Protocol):
-    """What the callback was asked to do, and where it notes its errors."""
-
-    every_n_steps: int | None
-    scalars: Scalars
-    report_path: str | Path | bool
-    summary: bool
-    misfortunes: Misfortunes
-
-
 class MeasuredRun:
     """What one run of a trainer needs and nothing outlives.
 
@@ -222,7 +198,11 @@ class MeasuredRun:
     """
 
     def __init__(
-        self, trainer: Trainer, recording: Recording, undo: list[Callable[[], None]], ours: Asked
+        self,
+        trainer: Trainer,
+        recording: Recording,
+        undo: list[Callable[[], None]],
+        ours: ThroughputHooks,
     ) -> None:
         self.trainer = trainer
         self.recording = recording
@@ -297,7 +277,7 @@ class MeasuredRun:
             return False
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
-    def judged(self) -> tuple[Verdict, Evidence] | None:
+    def judged(self) -> Verdict | None:
         """Judge the run so far, write its report, and show the verdict if it is another one.
 
         The run may end without a chance to write another report. None if no step ended yet.
@@ -307,7 +287,7 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
-            verdict, evidence = self.judge.judged(summary, self._validation(), wall)
+            verdict = self.judge.judged(summary, self._validation(), wall)
             self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
@@ -315,7 +295,7 @@ class MeasuredRun:
                     self.files.write(report)
         self._judged_s = clock.monotonic()
         self.show(verdict, summary, wall)
-        return verdict, evidence
+        return verdict
 
     def show(self, verdict: Verdict, summary: StageSummary, wall: WallTime | None) -> None:
         """Show a verdict to the loggers of texts: another one, or figures five minutes newer."""
@@ -376,11 +356,9 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
-            verdict, _ = self.judge.judged(main, val, self.wall())
-        run = None if datamodule is None or not self.recording.fits else datamodule.run_record()
+            verdict = self.judge.judged(main, val, self.wall())
         return RunReport(
             ended=ended,
-            run=None if run is None else run.as_dict(),
             moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),
             wall=(wall := self.wall()),  # judging took its time, too
             device_minutes_waited=self._minutes_waited(wall, ranks),

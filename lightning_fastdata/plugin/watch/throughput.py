@@ -8,13 +8,13 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import first_word
+from lightning_fastdata.insight.report.summary_text import verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
 from lightning_fastdata.planning.options import (
     NeedsConstruction,
@@ -23,7 +23,7 @@ from lightning_fastdata.planning.options import (
     refuses_unknown_names,
 )
 from lightning_fastdata.plugin.loggers import boards
-from lightning_fastdata.plugin.loggers.boards import PREDICTED_STEP, Scalars, wall_scalars
+from lightning_fastdata.plugin.loggers.boards import Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
@@ -37,11 +37,9 @@ from lightning_fastdata.plugin.seams.trainer import (
     print_line,
     steps_logged_by,
 )
-from lightning_fastdata.plugin.watch.evaluation_hooks import NOT_MEASURED, EvaluationHooks
 from lightning_fastdata.plugin.watch.measured_run import (
     FIRST_WORD_STEPS,
     MeasuredRun,
-    predicted_step_ms,
 )
 from lightning_fastdata.plugin.watch.recording import Recording
 from lightning_fastdata.randomness.seeds import global_seed
@@ -52,11 +50,12 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 
-_MOST_FIGURES = 20
+_MOST_FIGURES: Final = 20
+_NOT_MEASURED: Final = "A step was not measured"
 
 
 @refuses_unknown_names
-class ThroughputHooks(EvaluationHooks, NeedsConstruction):
+class ThroughputHooks(NeedsConstruction):
     """Measures where each step goes, logs it, and runs augmentation on the device.
 
     Works with every Trainer: with a FastDataModule, other data modules, plain loaders, and the
@@ -160,7 +159,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             listener = recording.listener(action)
             if listener is None:
                 return None
-            return guard(NOT_MEASURED, listener[0]), guard(NOT_MEASURED, listener[1])
+            return guard(_NOT_MEASURED, listener[0]), guard(_NOT_MEASURED, listener[1])
 
         undo.append(attach(trainer, find))
 
@@ -191,7 +190,7 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         run.pictures = pictures_of(trainer, self.picture_settings, self.augment, self.image)
         run.began()
 
-    @harmless(NOT_MEASURED)
+    @harmless(_NOT_MEASURED)
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first step of an epoch is counted apart."""
         if self._run is not None:
@@ -243,9 +242,10 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
         recording.batches_stepped += 1
         run.step_ended(step)
         if run.verdict_is_due(recording.batches_stepped):
-            judged = run.judged()
-            if judged and self.summary and recording.batches_stepped == FIRST_WORD_STEPS:
-                print_line(trainer, first_word(judged[0], recording.batches_stepped))
+            verdict = run.judged()
+            if verdict and self.summary and recording.batches_stepped == FIRST_WORD_STEPS:
+                word = f"fastdata after {FIRST_WORD_STEPS} steps: {verdict_line(verdict)}"
+                print_line(trainer, word)
 
     @harmless("An epoch was not logged")
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -268,20 +268,91 @@ class ThroughputHooks(EvaluationHooks, NeedsConstruction):
             with self.misfortunes.survived("A figure was not drawn"):
                 boards.log_figure(trainer.loggers, "data/timeline", draw, step)
         wall = run.wall()
-        scalars = {**rank_metrics(heard), **wall_scalars(wall)}
-        judged = None
         if run.judge.affordable and (run.logs or self.report_path):
-            judged = run.judged()
-        predicted_ms = None if judged is None else predicted_step_ms(judged[1])
-        if predicted_ms is not None:
-            scalars[PREDICTED_STEP] = predicted_ms
-        run.log(scalars, step)
+            run.judged()
+        run.log({**rank_metrics(heard), **wall_scalars(wall)}, step)
 
-    @harmless(NOT_MEASURED)
+    @harmless(_NOT_MEASURED)
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that what follows belongs to no epoch."""
         if self._run is not None:
             self._run.recording.wall.ended()
+
+    @harmless(_NOT_MEASURED)
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the sanity check as validation."""
+        if self._run is not None:
+            self._run.recording.wall.validation_began()
+
+    @harmless(_NOT_MEASURED)
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go back to the setup."""
+        if self._run is not None:
+            self._run.recording.wall.validation_ended()
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count what follows as validation, or begin to measure where nothing else is measured."""
+        run = self._run
+        if run is None:
+            return
+        if run.recording.fits:
+            run.recording.wall.validation_began()
+        else:
+            run.began()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first step of each validation is counted apart."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        if run.recording.fits:
+            run.recording.main.paused()
+            run.recording.main.timeline.resumed()
+        run.recording.evaluated.epoch_opens()
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Close a step."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        run.recording.evaluated.step_ended(batch_samples(batch))
+        run.live.step_ended()
+        if not run.recording.fits:
+            run.batches += 1
+            if run.verdict_is_due(run.batches):
+                run.judged()
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @harmless("An evaluation was not logged")
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the means of this validation, test or prediction."""
+        run = self._run
+        if run is None or trainer.sanity_checking:
+            return
+        recording = run.recording
+        if recording.fits:
+            recording.wall.validation_ended()
+        else:
+            recording.wall.ended()
+        recording.evaluated.timeline.drop_open_step()
+        recording.evaluated.paused()
+        run.log(recording.evaluated.metrics(), steps_logged_by(trainer, recording.batches_stepped))
+
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fastdata.stamps.batch_stamps import BUCKETS, bounds_ns, bucket_of
+from lightning_fastdata.executors.pool.stalls import BUCKETS, bounds_ns, bucket_of
 
 
 @given(st.integers(0, 2**62))

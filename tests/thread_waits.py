@@ -8,6 +8,7 @@ import functools
 import os
 import platform
 import stat
+import threading
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -112,7 +113,7 @@ def _kind_of_descriptor(descriptor: int) -> str:
 def _polled(address: int) -> int:
     """Return the first descriptor that ``poll`` was given; -1 if that cannot be read."""
     try:
-        with open("/proc/self/mem", "rb", buffering=0) as memory:  # noqa: PTH123
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
             return int.from_bytes(os.pread(memory.fileno(), 4, address), "little", signed=True)
     except OSError:
         return -1
@@ -131,3 +132,12 @@ def _interpreter_addresses() -> range | None:
         if begin <= runtime < end:
             return range(begin, end)
     return None
+
+
+def kernel_tells() -> bool:
+    """Return whether the kernel tells of this thread what it waits in."""
+    probe = ThreadProbe(threading.get_native_id())
+    try:
+        return probe.state() is not None
+    finally:
+        probe.close()

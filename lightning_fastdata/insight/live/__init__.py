@@ -1,1 +1,0 @@
-"""Trainings that run now: what each tells of itself, and how that is shown."""

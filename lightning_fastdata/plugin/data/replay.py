@@ -1,0 +1,211 @@
+"""Any batch of a training, made again without training: its content follows from keys alone.
+
+What a sample is follows from (seed, epoch, index), and which samples a batch holds from (length,
+seed, epoch, batch size, ranks). The batch is read by a loader of its own, and goes through the
+transfer hooks of a copy of the data module.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from lightning_fastdata.batches.staged import as_plain, move, row_words
+from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.images.folder import files_of
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
+from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
+from lightning_fastdata.order.samplers import ShuffleSampler
+from lightning_fastdata.planning.options import LoaderOptions
+from lightning_fastdata.plugin.data.arguments import take_over_hyperparameters
+from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
+from lightning_fastdata.plugin.placing.transfer import Prefetching
+from lightning_fastdata.plugin.placing.trial import Placing
+from lightning_fastdata.plugin.seams.loaders import flattened
+from lightning_fastdata.plugin.seams.trainer import trainer_of_class
+from lightning_fastdata.randomness.global_generators import kept_random_state
+
+if TYPE_CHECKING:
+    from lightning_fastdata.types import Batch, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedBatch:
+    """A batch of a training, made again."""
+
+    epoch: int
+    """Counted from 0."""
+    number: int
+    """Of the batch within its epoch, from 0."""
+    rank: int
+    """Who got it."""
+    indices: tuple[int, ...]
+    """Of its samples in the dataset, in the order of the batch."""
+    files: tuple[str, ...] | None
+    """The file of each sample; None where the dataset shows none."""
+    batch: Batch
+    """As the model gets it, on the CPU."""
+    rows: int
+    """Of the batch: several for a sample that is augmented several times."""
+
+    def text(self) -> str:
+        """Return which batch it is, and for each row its sample and its numbers."""
+        place = f"epoch {self.epoch}, batch {self.number}, rank {self.rank}"
+        lines = [f"{place}: {len(self.indices)} samples"]
+        for row in range(self.rows):
+            at = row * len(self.indices) // self.rows
+            file = "" if self.files is None else f"  {printable(self.files[at], keep='')}"
+            lines.append(f"row {row}: sample {self.indices[at]}{file}")
+            lines += [f"    {words}" for words in row_words(self.batch, row, self.rows)]
+        return "\n".join(lines)
+
+    def saved(self) -> dict[str, Any]:
+        """Return it as what ``torch.load(weights_only=True)`` loads: plain values and tensors."""
+        return {field.name: as_plain(getattr(self, field.name)) for field in fields(self)}
+
+
+def replayed(
+    module: Any, epoch: int, number: int, *, rank: int = 0, ranks: int = 1, seed: int | None = None
+) -> ReplayedBatch:
+    """Return a training batch of a data module, made again as for a training on the CPU.
+
+    Args:
+        module: The data module, whose datasets are there, as after ``setup("fit")``.
+        epoch: Counted from 0, as ``trainer.current_epoch``.
+        number: Of the batch in its epoch, from 0, as the ``batch_idx`` of ``training_step``.
+        rank: Whose batch.
+        ranks: That trained together.
+        seed: Of the training. Default: that of the data module.
+
+    Raises:
+        OptionsError: There is no such batch, or the order of the training is none that follows
+            from seed and epoch.
+    """
+    with kept_random_state(), torch.no_grad():
+        twin = _apart(module, seed)
+        loader = _training_loader(twin)
+        order = _order_of(loader, epoch, rank, ranks)
+        if number not in range(len(order)):
+            raise OptionsError(
+                f"Rank {rank} of {ranks} got no batch {number} in epoch {epoch}, which has "
+                f"{len(order)}."
+            )
+        indices: list[int] = order.batch(number).tolist()
+        batch = _through_hooks(twin, _read(loader, indices, epoch), epoch, (rank, number))
+    return ReplayedBatch(
+        epoch=epoch,
+        number=number,
+        rank=rank,
+        indices=tuple(indices),
+        files=files_of(loader.dataset, indices),
+        batch=batch,
+        rows=len(indices) * (1 if loader.transform is None else loader.transform.repeats),
+    )
+
+
+def _apart(module: Any, seed: int | None) -> Any:
+    """Return a copy of a data module that shares its datasets and transforms, and decides alone."""
+    twin = copy.copy(module)
+    take_over_hyperparameters(twin)
+    if twin.chooses_batch_size:
+        raise OptionsError(
+            'Batches cannot be made again with batch_size="auto". Give the data module the number '
+            "that the training had, which its log tells."
+        )
+    twin.seed = module.run_seed() if seed is None else seed
+    twin._prefetching = Prefetching("off")
+    twin.placing = Placing("gpu" if module.augment_on == "gpu" else "cpu")
+    twin._loaders = ModuleLoaders(module._transforms, twin._prefetching)
+    twin.notes = []
+    return twin
+
+
+def _training_loader(twin: Any) -> FastDataLoader:
+    """Return the training loader of a data module, made as for a training on the CPU."""
+    # A dataset may open files lazily, which processes must not share that are forked later.
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    given = {"num_workers": 1, "multiprocessing_context": "fork"} if forks else {"num_workers": 0}
+    twin.options = LoaderOptions(executor="workers" if forks else "inline", **given)
+    twin._trainer = trainer_of_class(type(twin))
+    try:
+        loaders = list(flattened(twin.train_dataloader()))
+    finally:
+        twin._trainer = None
+    one = loaders[0] if len(loaders) == 1 else None
+    if not isinstance(one, FastDataLoader) or not dataset_length(one.dataset):
+        raise OptionsError(
+            "Batches are made again of one training loader of this package over a dataset with a "
+            f"length; {type(twin).__name__} has {len(loaders)} loaders"
+            + ("" if one is None else f", over {type(one.dataset).__name__}")
+            + "."
+        )
+    return one
+
+
+def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> EpochOrder:
+    """Return which samples the batches of an epoch held, on a rank of so many."""
+    batches: Any = loader.batch_sampler
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
+    kinds = (ShuffleSampler, BlockShuffleSampler, *((SequentialSampler,) if ranks == 1 else ()))
+    if type(sampler) not in kinds:
+        on = f" on {ranks} ranks" if ranks > 1 else ""
+        raise OptionsError(
+            f"The order of this training is that of {type(sampler).__name__}{on}, which does not "
+            "follow from seed and epoch alone here, so that its batches cannot be found again."
+        )
+    in_blocks = type(sampler) is BlockShuffleSampler
+    return EpochOrder(
+        length=dataset_length(loader.dataset) or 0,
+        batch_size=batches.batch_size,
+        seed=loader.seed if type(sampler) is SequentialSampler else sampler.seed,
+        epoch=epoch,
+        shuffle=type(sampler) is not SequentialSampler,
+        drop_last=batches.drop_last,
+        equal_counts=ranks > 1,
+        rank=rank,
+        world_size=ranks,
+        blocks=sampler.blocks if in_blocks else None,
+    )
+
+
+def _read(loader: FastDataLoader, indices: list[int], epoch: int) -> Batch:
+    """Return the batch of these samples, as a loader with one batch delivers it."""
+    reader = FastDataLoader(
+        loader.dataset,
+        batch_sampler=[indices],
+        num_workers=loader.num_workers,
+        executor=loader.executor,
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+        seed=loader.seed,
+        epoch=lambda: epoch,
+        collate_fn=loader.collate_fn,
+        transform=loader.transform,
+        on_device=loader.on_device,
+        staged=loader.staged,
+    )
+    try:
+        return next(iter(reader))
+    finally:
+        reader.close()
+
+
+def _through_hooks(twin: Any, batch: Batch, epoch: int, number: tuple[int, int]) -> Batch:
+    """Return a batch as it comes out of the transfer hooks, on the CPU."""
+    cpu = torch.device("cpu")
+
+    def drawing(_: Stage) -> AbstractContextManager[None]:
+        return drawn_under(twin.seed, epoch, number, cpu)
+
+    twin._drawing = drawing  # by the batch in question, not by that of a training
+    batch = twin.on_before_batch_transfer(batch, 0)
+    batch = twin.transfer_batch_to_device(batch, cpu, 0)
+    return move(twin.on_after_batch_transfer(batch, 0), cpu)
