@@ -141,19 +141,6 @@ def pytest_configure(config):
         serve()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    """Collect from the end in every second process, where the first one has not come yet.
-
-    In a fresh clone each file is then rewritten and compiled by one of them, and read by the other.
-    """
-    report = yield
-    number = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")[2:]
-    if isinstance(collector, pytest.Directory) and int(number) % 2:
-        report.result.reverse()
-    return report
-
-
 def pytest_collection_finish(session):
     """Leave what was imported by now, and the tests, out of collections of garbage."""
     gc.freeze()

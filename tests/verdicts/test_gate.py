@@ -43,7 +43,7 @@ from verdicts.planted import LOADING
 from verdicts.test_findings import CODES, TABLE, late
 from verdicts.workloads import Samples
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from auto_workloads import WORKLOADS
 from trainings.followed import unlawful
