@@ -89,7 +89,7 @@ def fit(photos, log, cache, *, steps, epochs=2, workers="auto", resume=None, fol
         batch_size=5,
         seed=3,
         cache=cache,
-        options=ld.LoaderOptions(num_workers=workers),
+        options=ld.LoaderOptions(num_workers=workers, probe=workers == "auto"),
     )
     module = Seen()
     saved = (
@@ -326,7 +326,7 @@ def by_module(data, cache, workers, change):
             change(data)
 
     epochs = [[], [], []]
-    options = ld.LoaderOptions(num_workers=workers)
+    options = ld.LoaderOptions(num_workers=workers, probe=workers == "auto")
     module = ld.FastDataModule.from_datasets(
         data, batch_size=4, shuffle=False, cache=cache, options=options
     )
