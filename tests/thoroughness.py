@@ -25,10 +25,11 @@ REALTIME = os.environ.get("TEST_REALTIME") == "1"
 MUTANTS = os.environ.get("TEST_MUTANTS") == "1"
 
 LONGEST = (
-    *("resilience/test_resume_laws.py", "front_door/test_changing_world.py", "test_docs.py"),
+    *("front_door/test_changing_world.py", "front_door/test_prove.py", "test_docs.py"),
+    *("resilience/test_stream_resume.py", "resilience/test_resume_laws.py"),
     *("front_door/test_other_streams.py", "resilience/test_preemption.py"),
     *("front_door/test_zero_code.py", "caches/test_cached_source.py"),
-    *("resilience/test_stream_resume.py", "resilience/test_bad_samples.py"),
+    "resilience/test_bad_samples.py",
     *("executors/test_fault_races.py", "executors/test_kills.py", "augment/test_fused.py"),
     *("conformance/test_missing_packages.py", "sources/test_objects.py"),
     *("executors/test_stream.py", "front_door/test_resume.py", "plugin/test_guard_choice.py"),
