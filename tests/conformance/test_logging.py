@@ -244,8 +244,8 @@ def test_a_second_fit_starts_a_new_report(tmp_path):
 SCHEMA = {
     "schema_version",
     "ended",
-    "run",
     "stages",
+    "summary",
     "verdict",
     "wall",
     "device_minutes_waited",
