@@ -41,7 +41,7 @@ def _work_of(run, wanted_ms):
 
 def _steps_ms(run, batches, compute, way, *, waits):
     from lightning_fastdata import prefetch
-    from lightning_fastdata.batches.streams import device_streams
+    from lightning_fastdata.device.streams import device_streams
     from lightning_fastdata.device.prefetch import SideLane
 
     steps = 8 if run.quick else 100

@@ -19,7 +19,7 @@ from lightning_fastdata.torch_internals import next_has_arrived
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.streams import DeviceStreams
+    from lightning_fastdata.device.streams import DeviceStreams
 
 _STEPS_AHEAD: Final = 2
 """How far the host may run ahead of the device. Each batch it is ahead takes device memory, as

@@ -15,7 +15,7 @@ from lightning_fastdata.batches.staged import (
     batch_samples,
     move,
 )
-from lightning_fastdata.batches.streams import device_streams
+from lightning_fastdata.device.streams import device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.randomness.global_generators import kept_random_state
@@ -24,7 +24,7 @@ from lightning_fastdata.types import B, Batch, Batch_co, SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.batches.streams import DeviceStreams
+    from lightning_fastdata.device.streams import DeviceStreams
 
 
 def prefetch(

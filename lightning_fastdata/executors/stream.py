@@ -32,6 +32,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
+    from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.types import Batch
@@ -96,8 +97,11 @@ class _Lane:
 class StreamExecutor:
     """Reads a stream in ``processes`` side processes, each of which iterates a copy of its own."""
 
-    def __init__(self, plan: FetchPlan, *, processes: int) -> None:
+    def __init__(
+        self, plan: FetchPlan, *, processes: int, pin_thread: PinThread | None = None
+    ) -> None:
         self.plan = plan
+        self._pin_thread = pin_thread
         self._wanted = processes
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
         self._whole_bytes = 0
@@ -228,12 +232,29 @@ class StreamExecutor:
                     stamps = stamped.all_stamps(self._wait, max(0, ahead), first=self._first)
                     self._records.append(stamps)
                 self._first = False
+                self._pin_ready()
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(batch.is_ready for lane in self._lanes for batch in lane.batches)
             if lane.broken:
                 raise lane.error()
             self._receive(until)
+
+    def ready(self) -> bool:
+        """Return whether the next batch, an error or the end can be had without waiting."""
+        self._fill()
+        self._handle(self._crew.wait(0.0))
+        self._pin_ready()
+        lane = self._next_lane()
+        if lane is None or lane.broken:
+            return True
+        return lane.ready and lane.batches[0].comes_at_once
+
+    def _pin_ready(self) -> None:
+        """Have batches that are made copied into page-locked memory before it is their turn."""
+        if self._pin_thread is not None:
+            for batch in [batch for lane in self._lanes for batch in lane.batches]:
+                batch.pin(self._pin_thread, self._slots)
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
@@ -292,7 +313,7 @@ class StreamExecutor:
             batch.release(self._slots)
             raise batch.error[1]
         lane.delivered += 1
-        data = batch.data(self._slots)
+        data = batch.data(self._slots, pin_thread=self._pin_thread)
         if self._history is not None:
             self._history.handed_over(lane.child.number)
         return data

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
-from lightning_fastdata.batches.streams import DeviceStreams
+from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
 from lightning_fastdata.errors import OptionsError, TransformError
 

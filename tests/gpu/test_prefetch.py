@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.batches.streams import DeviceStreams
+from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import SideLane
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
@@ -137,6 +137,20 @@ def test_draws_of_a_callable_are_keyed_and_leave_the_trainings_alone():
     for (ours, our_draw), (theirs, their_draw) in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(our_draw, their_draw)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_a_thread_has_pinned_arrive_whole_under_stress(workers):
+    loader = FastDataLoader(
+        Filled(48),
+        1,
+        num_workers=workers,
+        multiprocessing_context="forkserver" if workers else None,
+        pin_memory=True,
+    )
+    for batches in (prefetch(loader, CUDA), (b.to(CUDA, non_blocking=True) for b in loader)):
+        assert consumed(batches) == [([n] * 2, [n] * 2) for n in range(48)]
+    assert next(iter(loader)).is_pinned()
 
 
 # In Lightning

@@ -19,7 +19,7 @@ from rig.late_trainings import (
 )
 
 from lightning_fastdata.augment.replay.program import Draws
-from lightning_fastdata.batches.streams import DeviceStreams
+from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.device import prefetch
 from lightning_fastdata.device.lookahead import Crossing, SideLane
 from lightning_fastdata.insight.measure.timeline import CudaClock

@@ -17,7 +17,7 @@ What it promises is what CUDA and torch promise, and no more:
 - Memory of the device that is let go is overwritten as early as torch's caching allocator may give
   it to somebody else: in the order of the stream it was allocated on, behind the streams of
   ``record_stream``.
-- A copy from page-locked memory (``Tensor.pin_memory``, ``cudaHostRegister``) reads it when it is
+- A copy from page-locked memory (``Tensor.pin_memory``, ``lock_memory``) reads it when it is
   carried out. A copy from ordinary memory waits for its stream first, and reads at once.
 - The numbers that an operation draws are those of its place in the host's program.
 
@@ -191,18 +191,16 @@ class LateCuda:
         self.waits: list[HostWait] = []
         """Each time that the host had to wait, in order."""
         self.calls: Counter[str] = Counter()
-        """How often the host asked to wait, had it to or not, and to lock memory."""
+        """How often the host asked to wait, had it to or not."""
         self.copies: Counter[str] = Counter()
         """Copies from the host, by the kind of memory: ``"locked"``, ``"pinned"``, ``"ordinary"``.
-        Locked is what ``cudaHostRegister`` got, pinned what ``Tensor.pin_memory`` gave."""
+        Locked is what :meth:`lock_memory` gave, pinned what ``Tensor.pin_memory`` gave."""
         self.copied = 0
         """Copies from the host that were carried out."""
         self.torn: list[str] = []
-        """Page-locked memory that was written, or unlocked, while a queued copy read from it."""
+        """Page-locked memory that was written while a queued copy read from it."""
         self.locked: dict[int, int] = {}
         """Bytes by address, of memory that is locked now."""
-        self.refusal = 0
-        """The error that ``cudaHostRegister`` gives; 0: it locks the memory."""
         self._pinned: dict[int, int] = {}
         self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
@@ -216,7 +214,6 @@ class LateCuda:
         self._busy = False
         self._streams: list[Stream] = []
         self._defaults: dict[int, Stream] = {}
-        self._queued_reads: dict[int, tuple[int, int, Mark]] = {}
         self._numbers = itertools.count(1)
         self._here = threading.local()
 
@@ -473,22 +470,15 @@ class LateCuda:
             # Nobody keeps locked memory for a copy; torch keeps what it has pinned.
             read = _reader(source) if kind == "locked" else lambda: source
             number = next(self._numbers)
-            mark = Mark(stream)
-            if kind == "locked":
-                begin = source.data_ptr()
-                self._queued_reads[number] = (begin, begin + source.nbytes, mark)
 
             def copy_late() -> None:
                 self.copied += 1
-                self._queued_reads.pop(number, None)
                 now = read()
                 if not torch.equal(_as_bytes(now), _as_bytes(at_launch)):
                     self.torn.append(f"{kind} memory was written while copy {number} was queued")
                 target.copy_(now)
 
-            with self._lock:
-                stream.queue.append(copy_late)
-                self.push(stream, mark)
+            self.push(stream, copy_late)
         if not non_blocking:
             self.host_waits("copy that blocks", stream)
 
@@ -496,29 +486,8 @@ class LateCuda:
         """Return int64 memory of the host that is locked, and lives as long as this machine."""
         memory = np.empty(size, np.int64)
         self._kept.append(memory)
-        self.cudaHostRegister(memory.ctypes.data, memory.nbytes, 1)
+        self.locked[memory.ctypes.data] = memory.nbytes
         return memory
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        assert address not in self.locked, "CUDA locks memory once only"
-        self.calls["cudaHostRegister"] += 1
-        if self.refusal:
-            return self.refusal
-        self.locked[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        size = self.locked[address]
-        reads = list(self._queued_reads.values())
-        for mark in [m for begin, end, m in reads if begin < address + size and address < end]:
-            self.torn.append("memory was unlocked while a queued copy read from it")
-            self._reach(mark)  # it may be unmapped next
-        del self.locked[address]
-        return 0
-
-    @staticmethod
-    def cudaGetErrorString(result: int) -> str:
-        return f"error {result}"
 
 
 class Block:
@@ -632,7 +601,6 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "_lazy_init": lambda: None,
-            "cudart": lambda: machine,
             "default_generators": generators,
             "get_rng_state": lambda device="cuda": generator(device).get_state(),
             "set_rng_state": lambda state, device="cuda": generator(device).set_state(state),

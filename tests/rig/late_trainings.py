@@ -33,7 +33,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.batches.streams import DeviceStreams
+from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import SideLane
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
-from lightning_fastdata.batches.streams import DeviceStreams, device_streams
+from lightning_fastdata.device.streams import DeviceStreams, device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import FastDataWarning
