@@ -29,7 +29,7 @@ _MIB: Final = 2**20
 _GIB: Final = 2**30
 _OUT_OF_MEMORY: Final = (
     r"\bout of memory\b",  # allocators of all devices, the driver, Triton's launcher
-    r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # the allocator's, where it may not ask: MIG, Tegra
+    r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # on MIG, where it may not ask
     r"(CU|HIP)[A-Z]+_(STATUS_)?ALLOC_FAILED",  # of cuBLAS, cuSOLVER, cuSPARSE, cuFFT
     r"(CU|HIP)BLAS_STATUS_NOT_INITIALIZED when calling .(cu|hip)blasCreate",  # no room for a handle
     r"CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",

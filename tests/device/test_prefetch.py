@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
-from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
+from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.errors import OptionsError, TransformError
 
 torch.set_num_threads(1)
@@ -85,11 +85,11 @@ def made_on_device(count):
 
 
 @max_examples(30)
-@given(seed=st.integers(0, 2**32), waits=st.booleans())
-def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed, waits):
+@given(seed=st.integers(0, 2**32))
+def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed):
     with late_cuda("random", seed):
         lane = SideLane(DeviceStreams(CUDA))
-        crossings = (lane.send(batch, doubled, after_consumer=waits) for batch in made_on_device(6))
+        crossings = (lane.send(batch, doubled) for batch in made_on_device(6))
         seen = read(consume(crossing.land() for crossing in crossings))
     assert seen == [[[2 * number] * 8] * 3 for number in range(6)]
 
@@ -100,6 +100,7 @@ def test_a_transform_runs_while_the_step_before_its_batch_computes():
         next(batches)
         next(batches)
         cuda.note(CUDA)  # the step with the second batch
+        next(batches)
         (side,) = cuda.side_streams
         side.synchronize()
         assert cuda.copied == 3
@@ -116,13 +117,14 @@ def test_a_host_that_runs_ahead_takes_no_more_than_a_few_batches_of_memory(look_
             if look_ahead:
                 batches = prefetch(sources, "cuda")
             else:
-                crossings = (lane.send(batch, moved, after_consumer=False) for batch in sources)
+                crossings = (lane.send(batch, moved) for batch in sources)
                 batches = (crossing.land() for crossing in crossings)
             for (tensor,) in batches:
                 tensor.add(0)  # a step whose result is let go of
                 del tensor
             peaks_bytes.append(cuda.peak_bytes)
-    assert peaks_bytes[0] == peaks_bytes[1] <= 10 * 8000
+    # Two batches, what the steps with them made, and one that the side stream is to let go of.
+    assert peaks_bytes[0] == peaks_bytes[1] <= 5 * 8000
 
 
 def moved(batch):
@@ -133,17 +135,17 @@ def test_batches_whose_memory_cannot_be_seen_take_the_straight_way():
     with late_cuda("late") as cuda:
         lane = SideLane(DeviceStreams(CUDA))
         batch = [HasTo(torch.ones(2).pin_memory())]
-        landed = lane.send(batch, moved, after_consumer=True).land()
+        landed = lane.send(batch, moved).land()
         (side,) = cuda.side_streams
         assert not side.queue
         assert landed[0].value.read().tolist() == [1, 1]
         sparse = [torch.eye(2).to_sparse()]
-        assert lane.send(sparse, list, after_consumer=True).land() == sparse
+        assert lane.send(sparse, list).land() == sparse
         assert not side.queue
 
 
 def test_what_is_dropped_early_leaves_no_source_and_no_work_behind():
-    with late_cuda("late") as cuda:
+    with late_cuda("late-side") as cuda:
         sources = []
 
         def watched():
@@ -154,6 +156,7 @@ def test_what_is_dropped_early_leaves_no_source_and_no_work_behind():
         batches = prefetch(watched(), "cuda")
         iterator = iter(batches)
         next(iterator)
+        torch.cuda.synchronize()
         next(iterator)
         del iterator, batches
         gc.collect()

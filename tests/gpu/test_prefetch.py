@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import SideLane
+from lightning_fastdata.device.streams import DeviceStreams
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 NUMBERS = 2**20
@@ -67,8 +67,7 @@ def test_batches_arrive_whole_while_the_allocator_is_under_stress(transform):
 def test_batches_that_do_not_wait_for_the_consumer_arrive_whole_too():
     lane = SideLane(DeviceStreams(CUDA))
     sent = (
-        lane.send(b, lambda b: move(b, CUDA, non_blocking=True), after_consumer=False).land()
-        for b in page_locked(60)
+        lane.send(b, lambda b: move(b, CUDA, non_blocking=True)).land() for b in page_locked(60)
     )
     assert consumed(sent) == [([n] * 2, [n] * 2) for n in range(60)]
 

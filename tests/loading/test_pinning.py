@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from contextlib import contextmanager
 
@@ -12,7 +11,7 @@ from rig.late_cuda import late_cuda
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lightning_fastdata import FastDataLoader, prefetch
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.device.lookahead import is_ready
 
 torch.set_num_threads(1)
 BATCH, BATCHES = 2, 6
@@ -52,7 +51,7 @@ def loader_of(dataset, **options):
 @contextmanager
 def watched_pins(before=lambda batch: None):
     """Pretend a CUDA, and yield the thread and device of each copy into page-locked memory."""
-    with late_cuda("late") as cuda:
+    with late_cuda("late-side") as cuda:
         pin, seen = cuda.pin, []
 
         def watched(tensor):
@@ -93,23 +92,27 @@ def test_a_step_is_launched_before_the_batch_behind_it_is_pinned(dataset, way):
         assert threading.main_thread() not in [thread for thread, _ in seen]
 
 
-def test_a_batch_is_sent_ahead_as_soon_as_it_is_pinned():
-    with watched_pins() as (cuda, seen):
-        loader = loader_of(Rows(), prefetch_factor=BATCHES)
-        batches = iter(prefetch(loader, "cuda"))
-        ahead = []
-        for number in range(BATCHES - 1):
-            next(batches)
-            settle(lambda n=number: len(seen) >= n + 2)
-            ahead.append(batches.ahead)
+@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["rows", "stream"])
+def test_a_batch_is_ready_when_it_is_pinned_and_not_before(dataset):
+    begun, go = threading.Event(), threading.Event()
+
+    def held(batch):
+        if batch == 1:
+            begun.set()
+            assert go.wait(LONG_S)
+
+    with watched_pins(held):
+        loader = loader_of(dataset)
+        batches = iter(loader)
+        next(batches)
+        while not begun.is_set():
+            assert not is_ready(batches)
+        assert not is_ready(batches)
+        go.set()
+        while not is_ready(batches):
+            pass
+        assert next(batches)[0, 0] == BATCH
         loader.close()
-    assert ahead[2:] == [1] * len(ahead[2:])
-
-
-def settle(condition):
-    """Wait until other threads have come to a point."""
-    for _ in itertools.takewhile(lambda _: not condition(), range(10**7)):
-        threading.Event().wait(0.001)
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -122,24 +125,36 @@ def test_the_thread_pins_for_the_device_of_the_training(device):
         assert {index for _, index in seen} == {device}
 
 
-@pytest.mark.parametrize("dataset", [Rows(), BadRow(), Stream()], ids=["rows", "bad", "stream"])
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_batches_errors_and_the_end_come_as_without_it(dataset, policy):
-    def given(*, pin_memory):
-        loader = FastDataLoader(
-            dataset, BATCH, num_workers=1, pin_memory=pin_memory, on_bad_sample=policy
-        )
-        for _ in range(2):
+def given(dataset, **options):
+    """Return what each request of two epochs gave, errors included."""
+    loader, found = FastDataLoader(dataset, BATCH, num_workers=1, **options), []
+    for _ in range(2):
+        batches = iter(loader)
+        while True:
             try:
-                for batch in loader:
-                    yield batch.tolist()
-            except DatasetError as error:
-                yield str(error)
-        loader.close()
+                found.append(next(batches).tolist())
+            except StopIteration:
+                break
+            except ValueError as error:
+                found.append(str(error).partition(" while")[0])
+    loader.close()
+    return found
 
-    plain = list(given(pin_memory=False))
+
+@pytest.mark.parametrize(
+    ("dataset", "policy"), [(Rows(), "raise"), (BadRow(), "raise"), (BadRow(), "skip")]
+)
+@pytest.mark.filterwarnings("ignore:.*sample:lightning_fastdata.errors.FastDataWarning")
+def test_batches_errors_and_the_end_come_as_without_it(dataset, policy):
+    plain = given(dataset, on_bad_sample=policy)
     with watched_pins():
-        assert list(given(pin_memory=True)) == plain
+        assert given(dataset, on_bad_sample=policy, pin_memory=True) == plain
+
+
+def test_streams_come_as_without_it():
+    plain = given(Stream())
+    with watched_pins():
+        assert given(Stream(), pin_memory=True) == plain
 
 
 def test_an_error_of_the_copy_is_raised_at_its_batch():
