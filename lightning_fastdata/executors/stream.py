@@ -219,6 +219,8 @@ class StreamExecutor:
         if self._history is not None and self._history.skipping:
             until = None  # what is read again first takes as long as it takes
         self._wait.requested(recorded=self._records is not None)
+        if self._pin_thread is not None:  # what has come since goes there before it is its turn
+            self._handle(self._crew.wait(0.0))
         ahead = -1
         while True:
             self._fill()
@@ -232,7 +234,6 @@ class StreamExecutor:
                     stamps = stamped.all_stamps(self._wait, max(0, ahead), first=self._first)
                     self._records.append(stamps)
                 self._first = False
-                self._pin_ready()
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(batch.is_ready for lane in self._lanes for batch in lane.batches)
@@ -244,17 +245,10 @@ class StreamExecutor:
         """Return whether the next batch, an error or the end can be had without waiting."""
         self._fill()
         self._handle(self._crew.wait(0.0))
-        self._pin_ready()
         lane = self._next_lane()
         if lane is None or lane.broken:
             return True
         return lane.ready and lane.batches[0].comes_at_once
-
-    def _pin_ready(self) -> None:
-        """Have batches that are made copied into page-locked memory before it is their turn."""
-        if self._pin_thread is not None:
-            for batch in [batch for lane in self._lanes for batch in lane.batches]:
-                batch.pin(self._pin_thread, self._slots)
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
@@ -337,6 +331,9 @@ class StreamExecutor:
                 lane.drop(event.tasks, self._slots)
             else:
                 self._answer(lane, event)
+        if self._pin_thread is not None:
+            for batch in [batch for lane in self._lanes for batch in lane.batches]:
+                batch.pin(self._pin_thread, self._slots)
 
     def _answer(self, lane: _Lane, answer: Answer) -> None:
         batch, ended = answer.task.batch, answer.ended

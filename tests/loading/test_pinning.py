@@ -92,6 +92,36 @@ def test_a_step_is_launched_before_the_batch_behind_it_is_pinned(dataset, way):
         assert threading.main_thread() not in [thread for thread, _ in seen]
 
 
+class Tells(Rows):
+    """Says when its last sample is read."""
+
+    def __init__(self):
+        self.all_read = torch.multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, i):
+        if i == len(self) - 1:
+            self.all_read.set()
+        return super().__getitem__(i)
+
+
+class TellsInStream(Tells, IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, range(len(self)))
+
+
+@pytest.mark.parametrize("dataset", [Tells(), TellsInStream()], ids=["rows", "stream"])
+def test_batches_that_are_made_are_pinned_before_they_are_asked_for(dataset):
+    begun = [threading.Event() for _ in range(BATCHES)]
+    with watched_pins(lambda batch: begun[batch].set()):
+        loader = loader_of(dataset, prefetch_factor=BATCHES, multiprocessing_context="fork")
+        batches = iter(loader)
+        next(batches)
+        assert dataset.all_read.wait(LONG_S)
+        next(batches)
+        assert all(each.wait(LONG_S) for each in begun[2:4])
+        loader.close()
+
+
 @pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["rows", "stream"])
 def test_a_batch_is_ready_when_it_is_pinned_and_not_before(dataset):
     begun, go = threading.Event(), threading.Event()

@@ -96,6 +96,8 @@ class PoolExecutor:
     def __next__(self) -> Batch:
         until = clock.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
+        if self._pin_thread is not None:  # what has come since goes there before it is its turn
+            self._receive(None, waiting=False)
         ahead = -1
         while True:
             self._fill()
@@ -118,7 +120,6 @@ class PoolExecutor:
                     self._records.append(stamps)
                     self._trial.delivered(late=ahead >= 0)
                 self._first = False
-                self._pin_ready()
                 return delivered
             if ahead < 0 and self._records is not None:
                 ahead = sum(other.is_ready for other in self._batches)
@@ -130,15 +131,8 @@ class PoolExecutor:
         """Return whether the next batch, or the end, can be had without waiting."""
         self._fill()
         self._receive(None, waiting=False)
-        self._pin_ready()
         batch = self._first_ready()
         return self._has_ended() or (batch is not None and batch.comes_at_once)
-
-    def _pin_ready(self) -> None:
-        """Have batches that are made copied into page-locked memory before it is their turn."""
-        if self._pin_thread is not None:
-            for batch in filter(self._is_current, self._batches):
-                batch.pin(self._pin_thread, self._slots, self._splitter.layout)
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
         """Return how many batches of the epoch were begun, and which were not handed over."""
@@ -222,6 +216,9 @@ class PoolExecutor:
                 self._redo(event)
             else:
                 self._answer(event)
+        if self._pin_thread is not None:
+            for batch in filter(self._is_current, self._batches):
+                batch.pin(self._pin_thread, self._slots, self._splitter.layout)
         if not waiting or (events is not None and clock.monotonic() < (look_s or math.inf)):
             return
         children = list(self._crew.children.values())
