@@ -111,7 +111,11 @@ class Model(Keeps):
         return super().training_step([batch[0].clone(), batch[1].clone()], batch_idx)
 
 
-def train(memory, way="off", *, pictures=False, guard="warn"):
+def doubled(batch):
+    return [batch[0].float() * 2, *batch[1:]]
+
+
+def train(memory, way="off", *, pictures=False, guard="warn", function=doubled):
     """Return the batches that the steps saw, and what was told of memory."""
     about = {
         "batch_size": BATCH,
@@ -129,7 +133,7 @@ def train(memory, way="off", *, pictures=False, guard="warn"):
 
     def transform(batch):
         memory.take("transform", len(batch[0]))
-        return [batch[0].float() * 2, *batch[1:]]
+        return function(batch)
 
     data.register_transform(transform)
     model = Model(memory)
@@ -210,6 +214,15 @@ def test_a_batch_that_was_sent_ahead_goes_before_a_step_is_taken_in_parts(calm):
     assert_same(seen, calm[False])
     assert len(told) == 1
     assert "no memory for a batch ahead" in told[0]
+
+
+def test_a_transform_draws_for_each_part_anew():
+    def noise(batch):
+        return [torch.rand(len(batch[0])), *batch[1:]]
+
+    seen, _ = train(Memory("hook", fits=3), function=noise)
+    for values, _ in seen:
+        assert len(set(values.tolist())) == BATCH
 
 
 def test_a_policy_that_raises_and_none_leave_the_error_alone():

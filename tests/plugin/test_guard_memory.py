@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from device.host_streams import HostStreams
+from rig.late_cuda import late_cuda
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainers import Keeps, quiet_trainer
@@ -14,6 +15,7 @@ from trainers import Keeps, quiet_trainer
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 from lightning_fastdata.plugin.guard import snapshots, steps
+from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 
 torch.set_num_threads(1)
 GIB = 2**30
@@ -123,6 +125,15 @@ def test_the_model_is_copied_to_host_memory_once_and_put_back_once(monkeypatch, 
     assert len(others) == 2 * len(SIZES) - 1
     assert all(torch.equal(first, each) for each in (*others, weights["trained"][0]))
     assert not torch.equal(first, weights["trained"][-1])
+
+
+def test_the_random_states_of_the_device_come_back():
+    with late_cuda() as cuda:
+        before = [generator.get_state() for generator in cuda.generators]
+        undo = snapshot_random_states()
+        torch.cuda.manual_seed_all(7)
+        undo()
+        assert all(map(torch.equal, before, torch.cuda.get_rng_state_all()))
 
 
 def test_without_room_for_a_copy_nothing_is_tried(monkeypatch):

@@ -97,6 +97,8 @@ class HostWait:
     """Copies from the host that had been queued by then."""
     notes: int
     """Notes that the device had come to when the wait was over."""
+    noted: int
+    """Notes that had been queued by then."""
 
 
 class Stream:
@@ -204,8 +206,8 @@ class LateCuda:
         self._pinned: dict[int, int] = {}
         self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
-        self.notes = 0
-        """Notes that the device has come to."""
+        self.notes = self.noted = 0
+        """Notes that the device has come to, and that it was given."""
         self.order: list[int] = []
         """The number of the stream of each piece of work that was carried out."""
         self._held = HELD[schedule]
@@ -301,6 +303,7 @@ class LateCuda:
         def come_to() -> None:
             self.notes += 1
 
+        self.noted += 1
         self.push(self.current_stream(device), come_to)
 
     def host_waits(self, call: str, until: Mark | Stream) -> None:
@@ -318,7 +321,7 @@ class LateCuda:
             if mark.passed:
                 return
             self._reach(mark)
-            self.waits.append(HostWait(call, self.copies.total(), self.notes))
+            self.waits.append(HostWait(call, self.copies.total(), self.notes, self.noted))
 
     def synchronize(self, device: Any = None) -> None:
         """Wait for all streams of a device; stands for ``torch.cuda.synchronize``."""
@@ -329,7 +332,7 @@ class LateCuda:
         for stream in busy:
             self._reach(stream.mark())
         if busy:
-            self.waits.append(HostWait("synchronize", self.copies.total(), self.notes))
+            self.waits.append(HostWait("synchronize", self.copies.total(), self.notes, self.noted))
 
     def finish(self) -> None:
         """Carry out all that is queued; no wait of the program."""

@@ -156,6 +156,7 @@ def check_waits(case: Case, seen: Seen) -> None:
         if case.memory == "ordinary" and wait.call == "copy from ordinary memory":
             continue
         assert wait.call == "Event.synchronize", f"{case}: {wait}"
+        assert wait.notes < wait.noted, f"{case}: no step is left to do after {wait}"
         held = wait.copies // case.copies - wait.notes
         assert held >= BATCHES_AHEAD, f"{case}: {held} batches were left on the device after {wait}"
 
