@@ -24,7 +24,7 @@ from typing import (
 import torch
 
 from lightning_fastdata.augment import StageTransform
-from lightning_fastdata.batches.pinning import PinThread
+from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
@@ -45,7 +45,6 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -444,8 +443,9 @@ class KeptExecutor:
             self._tell_other_state()
         if self.staged is not None:
             batch = StagedBatch(batch, None, self.staged)
-        pins_here = self.pin_on is not None and self._pin_thread is None
-        return pinned(batch, self.pin_on) if pins_here else batch
+        if self.pin_on is None or self._pin_thread is not None:
+            return batch
+        return pinned_if_room(batch, self.pin_on)
 
     def close(self) -> None:
         """Stop the executor; the next epoch starts a new one."""

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.device.lookahead import is_ready
+from lightning_fastdata.errors import FastDataWarning
 
 torch.set_num_threads(1)
 BATCH, BATCHES = 2, 6
@@ -187,17 +188,32 @@ def test_streams_come_as_without_it():
         assert given(Stream(), pin_memory=True) == plain
 
 
-def test_an_error_of_the_copy_is_raised_at_its_batch():
-    def full(batch):
+def fails_at_2(error):
+    def fails(batch):
         if batch == 2:
-            raise torch.OutOfMemoryError("no page-locked memory")
+            raise error
 
-    with watched_pins(full):
+    return fails
+
+
+def test_an_error_of_the_copy_is_raised_at_its_batch():
+    with watched_pins(fails_at_2(RuntimeError("CUDA error: unspecified launch failure"))):
         loader = loader_of(Rows())
         batches = iter(loader)
         assert [next(batches)[0, 0].item() for _ in range(2)] == [0, 2]
-        with pytest.raises(torch.OutOfMemoryError, match="page-locked"):
+        with pytest.raises(RuntimeError, match="launch failure"):
             next(batches)
+        loader.close()
+
+
+@pytest.mark.parametrize("executor", ["workers", "inline"])
+def test_a_batch_without_room_in_page_locked_memory_comes_in_ordinary_memory(executor):
+    with watched_pins(fails_at_2(RuntimeError("CUDA error: out of memory"))):
+        loader = FastDataLoader(Rows(), BATCH, num_workers=1, executor=executor, pin_memory=True)
+        with pytest.warns(FastDataWarning, match="no page-locked memory"):
+            batches = list(loader)
+        assert [batch[0, 0].item() for batch in batches] == list(range(0, BATCH * BATCHES, BATCH))
+        assert [batch.is_pinned() for batch in batches] == [n != 2 for n in range(BATCHES)]
         loader.close()
 
 

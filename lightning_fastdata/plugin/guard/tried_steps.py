@@ -203,7 +203,7 @@ class TriedSteps:
         self._ahead = [self._moved(batch) for _ in range(self.batches_ahead)]
         batch = self._moved(batch)
         for group in optimizer.param_groups:
-            if isinstance(group.get("lr"), float | torch.Tensor):
+            if isinstance(group.get("lr"), int | float | torch.Tensor):
                 group["lr"] = 0.0 * group["lr"]  # the parameters stay as they are
         scaler = loss_scaler(trainer)
         if scaler is not None and scaler.is_enabled():
