@@ -41,23 +41,17 @@ class _KnowsHost(Protocol):
 class Crossing:
     """A batch on its way; what it was before stays until nobody needs this any more."""
 
-    __slots__ = ("__weakref__", "_done", "_lane", "_moved", "_work", "source")
+    __slots__ = ("__weakref__", "_lane", "_work", "done", "moved", "source")
 
     def __init__(self, source: Batch, work: Callable[[Batch], Batch], lane: SideLane) -> None:
         self.source = source
         """The batch as it was sent."""
         self._work = work
         self._lane = lane
-        self._moved: tuple[Batch] | None = None
+        self.moved: tuple[Batch] | None = None
         """What a side stream makes of it; None: nothing, or it was handed out or dropped."""
-        self._done: torch.cuda.Event | None = None
-
-    def cross(self, done: Callable[[], torch.cuda.Event]) -> None:
-        """Have the current stream, a side stream, do the work; ``done`` marks its end."""
-        try:
-            self._moved = (self._work(self.source),)
-        finally:
-            self._done = done()
+        self.done: torch.cuda.Event | None = None
+        """Behind the work of the side stream."""
 
     def land(self) -> Batch:
         """Return the batch for use on the current stream, which waits for it; the host does not.
@@ -65,20 +59,18 @@ class Crossing:
         If no side stream has it, or it has landed before, the current stream does the work.
         """
         self._lane.note_landing()
-        moved = self._moved
-        if moved is None or self._done is None:
-            moved = (self._work(self.source),)
-        else:
-            self._moved = None
-            self._lane.streams.wait(self._done)
-            for leaf in leaves(moved[0]):
-                if shows_its_memory(leaf):
-                    self._lane.streams.keep(leaf)
+        moved, self.moved = self.moved, None
+        if moved is None or self.done is None:
+            return self._work(self.source)
+        self._lane.streams.wait(self.done)
+        for leaf in leaves(moved[0]):
+            if shows_its_memory(leaf):
+                self._lane.streams.keep(leaf)
         return moved[0]
 
     def drop(self) -> bool:
         """Let go of what a side stream made, if it has not landed; return whether there was any."""
-        dropped, self._moved = self._moved is not None, None
+        dropped, self.moved = self.moved is not None, None
         return dropped
 
 
@@ -127,21 +119,18 @@ class SideLane:
         streams = self.streams
         on_host = all(isinstance(leaf, torch.Tensor | _KnowsHost) and leaf.is_cpu for leaf in given)
         here = None if on_host else streams.mark()
-
-        def done() -> torch.cuda.Event:
-            mark = streams.mark()
-            self._sources.append((mark, batch))
-            return mark
-
         with streams.aside():
             if here is not None:
                 streams.wait(here)
             try:
-                crossing.cross(done)
+                crossing.moved = (work(batch),)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 self._stop()
+            finally:
+                crossing.done = streams.mark()
+                self._sources.append((crossing.done, batch))
         self._ahead = weakref.ref(crossing)
         return crossing
 

@@ -95,7 +95,7 @@ def test_the_next_batch_crosses_while_a_step_computes():
     torch.cuda.synchronize()
     busy = work(1000)
     next(batches)
-    batches._next[0]._done.synchronize()
+    batches._next[0].done.synchronize()
     assert not busy.query()
 
 
