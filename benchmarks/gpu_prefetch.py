@@ -41,8 +41,8 @@ def _work_of(run, wanted_ms):
 
 def _steps_ms(run, batches, compute, way, *, waits):
     from lightning_fastdata import prefetch
-    from lightning_fastdata.batches.streams import device_streams
     from lightning_fastdata.device.prefetch import SideLane
+    from lightning_fastdata.device.streams import device_streams
 
     steps = 8 if run.quick else 100
     source = (batches[number % len(batches)] for number in range(steps))
@@ -51,10 +51,7 @@ def _steps_ms(run, batches, compute, way, *, waits):
         moved = prefetch(source, run.device)
     elif way == "beside" and streams is not None:
         lane = SideLane(streams)
-        moved = (
-            lane.send(b, lambda b: b.to(run.device, non_blocking=True), after_consumer=False).land()
-            for b in source
-        )
+        moved = (lane.send(b, lambda b: b.to(run.device, non_blocking=True)).land() for b in source)
     else:
         moved = (b.to(run.device, non_blocking=True) for b in source)
     run.settle()

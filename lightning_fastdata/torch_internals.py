@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import torch
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
@@ -92,6 +94,8 @@ def default_store() -> Any:
     return None if find is None else find()
 
 
-def may_have_compiled() -> bool:
-    """Return whether the process has loaded what ``torch.compile`` needs."""
-    return "torch._dynamo" in sys.modules
+def not_compiled() -> AbstractContextManager[object]:
+    """Return a block in which what was given to ``torch.compile`` runs as it was written."""
+    # What compiles takes a second to load.
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()

@@ -364,40 +364,80 @@ def test_impossible_options_are_refused_by_name():
 # --- errors ------------------------------------------------------------------------------------
 
 
-@each(
-    "error",
-    [
-        torch.OutOfMemoryError("anything"),
-        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; ...)"),
-        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you ..."),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
-        RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
-        RuntimeError("XPU out of memory. Tried to allocate 20.00 MiB"),
-        RuntimeError("MPS backend out of memory (MPS allocated: 18.1 GB, max allowed: 18.1 GB)"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: can't allocate memory"
-        ),
-        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes"),
-    ],
-)
-def test_errors_of_full_devices_are_known(error):
-    assert is_out_of_memory(error)
+OF_MEMORY = """
+CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; ...)
+CUDA error: out of memory. CUDA kernel errors might be asynchronously reported at some other call
+CUDA driver error: out of memory
+cuda runtime error (2) : out of memory
+Triton Error [CUDA]: out of memory
+HIP out of memory. Tried to allocate 20.00 MiB
+XPU out of memory. Tried to allocate 20.00 MiB
+MPS backend out of memory (MPS allocated: 18.1 GB, max allowed: 18.1 GB)
+Invalid buffer size: 19.38 GiB
+Invalid buffer size: 8.21 GB
+Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)
+level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)
+NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1154
+CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
+CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
+CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`
+CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseCreate(handle)`
+cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`
+cuFFT error: CUFFT_ALLOC_FAILED
+cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a
+cuDNN error: CUDNN_STATUS_ALLOC_FAILED
+cuDNN error: CUDNN_STATUS_INTERNAL_ERROR
+cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED
+Unable to find a valid cuDNN algorithm to run convolution
+GET was unable to find an engine to execute this computation
+FIND was unable to find an engine to execute this computation
+[enforce fail at alloc_cpu.cpp:75] DefaultCPUAllocator: can't allocate memory: you tried to allocate
+DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes
+""".strip().splitlines()
+OF_OTHER_THINGS = """
+CUDA error: an illegal memory access was encountered
+CUDA error: device-side assert triggered
+CUDA error: misaligned address
+CUDA error: unspecified launch failure
+CUDA error: uncorrectable ECC error encountered
+CUDA error: too many resources requested for launch
+CUDA error: invalid configuration argument
+CUDA error: no kernel image is available for execution on the device
+CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`
+CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(handle, opa, opb, m, n, k)`
+CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa, opb, m, n, k)`
+CUDNN_BACKEND_OPERATION: cudnnFinalize Failed cudnn_status: CUDNN_STATUS_BAD_PARAM
+cuDNN error: CUDNN_STATUS_EXECUTION_FAILED
+CUDA driver initialization failed, you might not have a CUDA gpu.
+out of resource: shared memory, Required: 147456, Hardware limit: 101376.
+Bus error. It is possible that dataloader's workers are out of shared memory.
+Native API failed. Native API returns: 20 (UR_RESULT_ERROR_DEVICE_LOST)
+NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled system error, NCCL version 2.21.5
+Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!
+mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)
+index 12 is out of bounds for dimension 0 with size 12
+Placeholder storage has not been allocated on MPS device!
+""".strip().splitlines()
 
 
-@each(
-    "error",
-    [
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)"),
-        RuntimeError("CUDA error: device-side assert triggered"),
-        ValueError("CUDA out of memory"),
-        MemoryError(),
-        KeyboardInterrupt(),
-    ],
-)
-def test_other_errors_are_not_taken_for_a_full_device(error):
+def test_errors_of_full_devices_are_known_by_their_type():
+    assert is_out_of_memory(torch.OutOfMemoryError("anything"))
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError("anything"))
+
+
+@each("words", OF_MEMORY)
+def test_errors_of_full_devices_are_known_by_their_words(words):
+    assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(ValueError(words))
+
+
+@each("words", OF_OTHER_THINGS)
+def test_other_errors_are_not_taken_for_a_full_device(words):
+    assert not is_out_of_memory(RuntimeError(words))
+
+
+@each("error", [MemoryError(), KeyboardInterrupt()])
+def test_errors_of_python_are_not_taken_for_a_full_device(error):
     assert not is_out_of_memory(error)
 
 

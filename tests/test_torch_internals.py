@@ -21,8 +21,8 @@ from lightning_fastdata.torch_internals import (
     default_collate_fn_map,
     default_store,
     early_batches,
-    may_have_compiled,
     next_has_arrived,
+    not_compiled,
     pinned,
     set_worker_info,
     under_way,
@@ -119,7 +119,16 @@ def test_the_store_at_which_ranks_met_is_found():
         dist.destroy_process_group()
 
 
-def test_a_process_that_has_compiled_is_known():
-    import torch._dynamo  # noqa: F401
+def test_what_is_compiled_runs_as_it_was_written_within_a_block():
+    compiled = []
 
-    assert may_have_compiled()
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    doubled = torch.compile(lambda x: x * 2, backend=backend)
+    with not_compiled():
+        assert doubled(torch.ones(())) == 2
+    assert not compiled
+    assert doubled(torch.ones(())) == 2
+    assert len(compiled) == 1

@@ -267,7 +267,7 @@ class SlotPool:
         returned, shared, forks = self._returned, self.shared, _forks[0]
         owner = np.frombuffer(slot.mapping, np.uint8)
 
-        def ended(_: object = None) -> None:
+        def ended(_: object) -> None:
             slot.forked = shared and _forks[0] != forks
             # Deque appends are atomic, and a collected tensor may end its life in any thread.
             returned.append(slot)

@@ -34,6 +34,10 @@ _NOT_UNWRAPPED = (
 class Landing(Protocol):
     """A batch that a side stream brings to the device."""
 
+    @property
+    def source(self) -> Batch:
+        """The batch as it was before."""
+
     def land(self) -> Batch:
         """Return the batch on the device; the current stream waits for it."""
 

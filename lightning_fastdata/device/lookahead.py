@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,16 +15,21 @@ from lightning_fastdata.batches.staged import (
     leaves,
     shows_its_memory,
 )
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.host.memory import is_out_of_memory
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.torch_internals import next_has_arrived
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.batches.streams import DeviceStreams
+    from lightning_fastdata.device.streams import DeviceStreams
 
-_STEPS_AHEAD: Final = 2
-"""How far the host may run ahead of the device. Each batch it is ahead takes device memory, as
-memory that two streams use is free only when the device is done with it."""
+BATCHES_AHEAD: Final = 1
+"""Batches that a lane holds on the device beside the one that is trained on, at most."""
+_NO_ROOM: Final = (
+    "The device has no memory for a batch ahead of the one that is trained on. From now on each is "
+    "moved when it is its turn. A smaller batch_size leaves room for it."
+)
 _Sent = TypeVar("_Sent")
 
 
@@ -33,72 +39,125 @@ class _KnowsHost(Protocol):
 
 
 class Crossing:
-    """A batch that a side stream moves and transforms; ``done``: the event behind that."""
+    """A batch on its way; what it was before stays until nobody needs this any more."""
 
-    __slots__ = ("_batch", "_done", "_streams")
+    __slots__ = ("__weakref__", "_lane", "_work", "done", "moved", "source")
 
-    def __init__(self, batch: Batch, done: torch.cuda.Event | None, streams: DeviceStreams) -> None:
-        self._batch = batch
-        self._done = done
-        self._streams = streams
+    def __init__(self, source: Batch, work: Callable[[Batch], Batch], lane: SideLane) -> None:
+        self.source = source
+        """The batch as it was sent."""
+        self._work = work
+        self._lane = lane
+        self.moved: tuple[Batch] | None = None
+        """What a side stream makes of it; None: nothing, or it was handed out or dropped."""
+        self.done: torch.cuda.Event | None = None
+        """Behind the work of the side stream."""
 
     def land(self) -> Batch:
-        """Return the batch for use on the current stream, which waits for it; the host does not."""
-        if self._done is not None:
-            self._streams.wait(self._done)
-            for leaf in leaves(self._batch):
-                if shows_its_memory(leaf):
-                    self._streams.keep(leaf)
-        return self._batch
+        """Return the batch for use on the current stream, which waits for it; the host does not.
+
+        If no side stream has it, or it has landed before, the current stream does the work.
+        """
+        self._lane.note_landing()
+        moved, self.moved = self.moved, None
+        if moved is None or self.done is None:
+            return self._work(self.source)
+        self._lane.streams.wait(self.done)
+        for leaf in leaves(moved[0]):
+            if shows_its_memory(leaf):
+                self._lane.streams.keep(leaf)
+        return moved[0]
+
+    def drop(self) -> bool:
+        """Let go of what a side stream made, if it has not landed; return whether there was any."""
+        dropped, self.moved = self.moved is not None, None
+        return dropped
 
 
 class SideLane:
     """A side stream and the batches that are on it.
 
-    The host may send ``steps_ahead`` batches before the device has come to the first.
+    A batch is sent when the device is through with all steps but the last that it was given: there
+    are :data:`BATCHES_AHEAD` beside the one of that step. Where memory runs out nevertheless,
+    nothing is sent ahead any more.
     """
 
-    def __init__(self, streams: DeviceStreams, *, steps_ahead: int = _STEPS_AHEAD) -> None:
-        self._streams = streams
-        self._steps_ahead = steps_ahead
-        self._consumed: deque[torch.cuda.Event] = deque()
+    def __init__(self, streams: DeviceStreams) -> None:
+        self.streams = streams
+        self._landed: torch.cuda.Event | None = None
+        """Behind the steps before the batch that landed last."""
+        self._ahead: weakref.ref[Crossing] | None = None
+        """The batch that was sent last."""
+        self._full = False
         self._sources: deque[tuple[torch.cuda.Event, Batch]] = deque()
         weakref.finalize(self, _wait_for, self._sources)
 
-    def send(
-        self, batch: Batch, work: Callable[[Batch], Batch], *, after_consumer: bool
-    ) -> Crossing:
+    @property
+    def has_room(self) -> bool:
+        """Whether a batch can be sent now, before the step with the last one that landed."""
+        passed = self._landed is None or self._landed.query()  # type: ignore[no-untyped-call]
+        return passed and not self._full
+
+    def send(self, batch: Batch, work: Callable[[Batch], Batch]) -> Crossing:
         """Have the side stream do ``work`` on a batch, and return without waiting for it.
+
+        The host waits until there is room for it.
 
         Args:
             batch: A batch in host memory, or on the device as the consumer's stream left it. It is
                 kept alive until the side stream is done with it.
-            work: Moves and transforms it.
-            after_consumer: Begin only when the consumer's stream is through with what it has been
-                given so far. False lets the copy run beside all of that, and is for work that reads
-                nothing but the batch.
+            work: Moves and transforms it, and reads nothing else.
         """
-        streams = self._streams
-        here = streams.mark()
-        self._consumed.append(here)
-        while len(self._consumed) > self._steps_ahead:
-            self._consumed.popleft().synchronize()
+        crossing = Crossing(batch, work, self)
+        given = list(leaves(batch))
+        if self._full or not all(map(shows_its_memory, given)):
+            # Memory that is not seen could be used again too early: the consumer's stream does it.
+            return crossing
+        self._make_room()
         while self._sources and self._sources[0][0].query():  # type: ignore[no-untyped-call]
             self._sources.popleft()
-        given = list(leaves(batch))
-        if not all(map(shows_its_memory, given)):
-            # Its memory could be used again too early, so the consumer's stream does the work.
-            return Crossing(work(batch), None, streams)
+        streams = self.streams
         on_host = all(isinstance(leaf, torch.Tensor | _KnowsHost) and leaf.is_cpu for leaf in given)
+        here = None if on_host else streams.mark()
         with streams.aside():
-            if after_consumer or not on_host:
+            if here is not None:
                 streams.wait(here)
             try:
-                moved = work(batch)
+                crossing.moved = (work(batch),)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._stop()
             finally:
-                done = streams.mark()
-                self._sources.append((done, batch))
-        return Crossing(moved, done, streams)
+                crossing.done = streams.mark()
+                self._sources.append((crossing.done, batch))
+        self._ahead = weakref.ref(crossing)
+        return crossing
+
+    def note_landing(self) -> None:
+        """Note that the current stream is about to be given a batch to train on."""
+        self._landed = self.streams.mark()
+
+    def drop(self) -> bool:
+        """Let go of a batch that was sent ahead, which is made anew at its turn, and send no more.
+
+        Returns:
+            Whether there was one.
+        """
+        ahead = None if self._ahead is None else self._ahead()
+        if ahead is None or not ahead.drop():
+            return False
+        self._stop()
+        return True
+
+    def _make_room(self) -> None:
+        if self._landed is not None:
+            self._landed.synchronize()
+
+    def _stop(self) -> None:
+        if not self._full:
+            self._full = True
+            warnings.warn(_NO_ROOM, FastDataWarning, stacklevel=3)
 
 
 def _wait_for(sources: deque[tuple[torch.cuda.Event, Batch]]) -> None:
@@ -120,6 +179,7 @@ class OneAhead(Generic[_Sent]):
         batches: The iterator of a loader.
         send: Sends a batch on its way.
         receive: Makes of a batch that was sent what is handed out.
+        has_room: Returns whether another one may be sent before it is its turn.
     """
 
     def __init__(
@@ -127,10 +187,12 @@ class OneAhead(Generic[_Sent]):
         batches: Iterator[Batch],
         send: Callable[[Batch], _Sent],
         receive: Callable[[_Sent], Batch],
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         self._batches: Iterator[Batch] | None = batches
         self._send = send
         self._receive = receive
+        self._has_room = has_room
         self._next: tuple[_Sent] | Exception | None = None
         """The batch that was sent ahead, or what asking for it raised."""
         self._asked = 0
@@ -171,6 +233,8 @@ class OneAhead(Generic[_Sent]):
         try:
             ready = is_ready(self._batches)
             if not waiting and (self._draws if ready is None else not ready):
+                return None
+            if not (waiting or self._has_room()):
                 return None
             self._asked += 1
             # The first one may draw the seed of an order.

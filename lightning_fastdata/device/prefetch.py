@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, cast, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -15,8 +16,8 @@ from lightning_fastdata.batches.staged import (
     batch_samples,
     move,
 )
-from lightning_fastdata.batches.streams import device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
+from lightning_fastdata.device.streams import device_streams
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -24,7 +25,7 @@ from lightning_fastdata.types import B, Batch, Batch_co, SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.batches.streams import DeviceStreams
+    from lightning_fastdata.device.streams import DeviceStreams
 
 
 def prefetch(
@@ -177,12 +178,13 @@ class Prefetched(Generic[Batch_co]):
         self._work = work = _Work(self, epoch, start, aside=lane is not None)
         batches = iter(self.loader)
         if lane is None:
-            self._batches = cast("Iterator[Batch_co]", map(work, batches))
+            self._batches = map(work, batches)
             return self._batches
-        # What was drawn by sample reads the batch and nothing else; a callable may read anything.
-        waits = self._transform is not None
         ahead: Iterator[Batch_co] = OneAhead(
-            batches, lambda batch: lane.send(batch, work, after_consumer=waits), Crossing.land
+            batches,
+            lambda batch: lane.send(batch, work.begun()),
+            Crossing.land,
+            lambda: lane.has_room,
         )
         self._batches = ahead
         return ahead
@@ -228,10 +230,18 @@ class _Work:
         """Return what was used if so many batches, 0 or 1, were sent and not used yet."""
         return self._counts[0 if ahead else -1]
 
-    def __call__(self, batch: Batch) -> Batch:
-        moved = move(batch, self._device, non_blocking=self._aside)
+    def begun(self) -> Callable[[Batch], Batch]:
+        """Return what is to be done to the next batch, as often as it is called."""
         count = self._counts[-1]
         self._counts.append(_Count(count.batches + 1, count.samples))
+        return partial(self._carried_out, count)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Do it to the next batch."""
+        return self.begun()(batch)
+
+    def _carried_out(self, count: _Count, batch: Batch) -> Batch:
+        moved = move(batch, self._device, non_blocking=self._aside)
         if isinstance(moved, StagedBatch) and moved.draws is None:
             moved = moved.batch
         elif isinstance(moved, StagedBatch):
@@ -258,14 +268,21 @@ def drawn_under(seed: int, epoch: int, number: object, device: torch.device) -> 
     """
     with kept_random_state():
         seed_global_generators(seed, epoch, ("batch", number))
-        if device.type != "cuda":
+        backend: Any = getattr(torch, device.type, None)
+        generators = getattr(backend, "default_generators", ())
+        if not generators and (device.type == "cpu" or not hasattr(backend, "get_rng_state")):
             yield
             return
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-        before = generator.get_state()
-        generator.manual_seed(int(torch.randint(2**62, ())))
+        seed = int(torch.randint(2**62, ()))
+        if generators:
+            index = backend.current_device() if device.index is None else device.index
+            before = generators[index].get_state()
+            generators[index].manual_seed(seed)
+            put_back = partial(generators[index].set_state, before)
+        else:  # a backend of one device, as Apple's
+            put_back = partial(backend.set_rng_state, backend.get_rng_state())
+            backend.manual_seed(seed)
         try:
             yield
         finally:
-            generator.set_state(before)
+            put_back()

@@ -17,6 +17,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
+    from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
@@ -36,7 +37,8 @@ class Resources:
 
     workers: int
     """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
-    """Locks the memory of batches for a device that reads it."""
+    pin_thread: PinThread | None
+    """Copies the batches of side processes into page-locked memory; None: they stay as they are."""
     trial: CrewTrial | None
     """Of side processes that read by index, what earlier ones have shown; None: nothing."""
     actor_options: Mapping[str, Any]
@@ -101,12 +103,13 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
     if isinstance(plan.dataset, IterableDataset):
         from lightning_fastdata.executors.stream import StreamExecutor
 
-        return StreamExecutor(plan, processes=given.workers)
+        return StreamExecutor(plan, processes=given.workers, pin_thread=given.pin_thread)
     from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
     return PoolExecutor(
         plan,
         processes=given.workers,
+        pin_thread=given.pin_thread,
         trial=given.trial,
     )
 
@@ -118,6 +121,7 @@ def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
         plan,
         actors=given.workers,
         options=given.actor_options,
+        pin_thread=given.pin_thread,
         trial=given.trial,
     )
 
@@ -210,6 +214,7 @@ def open_executor(
     plan: FetchPlan,
     *,
     workers: int = 1,
+    pin_thread: PinThread | None = None,
     trial: CrewTrial | None = None,
     actor_options: Mapping[str, Any] | None = None,
 ) -> Executor:
@@ -233,6 +238,7 @@ def open_executor(
         raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
     given = Resources(
         workers=workers,
+        pin_thread=pin_thread,
         trial=trial,
         actor_options=actor_options or {},
     )

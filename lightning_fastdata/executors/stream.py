@@ -32,6 +32,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
+    from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.types import Batch
@@ -96,8 +97,11 @@ class _Lane:
 class StreamExecutor:
     """Reads a stream in ``processes`` side processes, each of which iterates a copy of its own."""
 
-    def __init__(self, plan: FetchPlan, *, processes: int) -> None:
+    def __init__(
+        self, plan: FetchPlan, *, processes: int, pin_thread: PinThread | None = None
+    ) -> None:
         self.plan = plan
+        self._pin_thread = pin_thread
         self._wanted = processes
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
         self._whole_bytes = 0
@@ -215,6 +219,8 @@ class StreamExecutor:
         if self._history is not None and self._history.skipping:
             until = None  # what is read again first takes as long as it takes
         self._wait.requested(recorded=self._records is not None)
+        if self._pin_thread is not None:  # what has come since goes there before it is its turn
+            self._handle(self._crew.wait(0.0))
         ahead = -1
         while True:
             self._fill()
@@ -234,6 +240,15 @@ class StreamExecutor:
             if lane.broken:
                 raise lane.error()
             self._receive(until)
+
+    def ready(self) -> bool:
+        """Return whether the next batch, an error or the end can be had without waiting."""
+        self._fill()
+        self._handle(self._crew.wait(0.0))
+        lane = self._next_lane()
+        if lane is None or lane.broken:
+            return True
+        return lane.ready and lane.batches[0].comes_at_once
 
     def record(self, records: deque[BatchStamps] | None) -> None:
         """Append the stamps of each delivered batch from now on; None: no more."""
@@ -292,7 +307,7 @@ class StreamExecutor:
             batch.release(self._slots)
             raise batch.error[1]
         lane.delivered += 1
-        data = batch.data(self._slots)
+        data = batch.data(self._slots, pin_thread=self._pin_thread)
         if self._history is not None:
             self._history.handed_over(lane.child.number)
         return data
@@ -316,6 +331,9 @@ class StreamExecutor:
                 lane.drop(event.tasks, self._slots)
             else:
                 self._answer(lane, event)
+        if self._pin_thread is not None:
+            for batch in [batch for lane in self._lanes for batch in lane.batches]:
+                batch.pin(self._pin_thread, self._slots)
 
     def _answer(self, lane: _Lane, answer: Answer) -> None:
         batch, ended = answer.task.batch, answer.ended

@@ -27,12 +27,20 @@ _BLOCK_BYTES: Final = (64 << 20, 32 << 20)
 than the second."""
 _MIB: Final = 2**20
 _GIB: Final = 2**30
-# cuDNN gives these three for a workspace that it could not get
-_OUT_OF_MEMORY: Final = re.compile(
-    "(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    "|CUDNN_STATUS_(ALLOC_FAILED|NOT_SUPPORTED|INTERNAL_ERROR)"
-    "|DefaultCPUAllocator: (can't allocate|not enough) memory"
+_OUT_OF_MEMORY: Final = (
+    r"\bout of memory\b",  # allocators of all devices, the driver, Triton's launcher
+    r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # on MIG, where it may not ask
+    r"(CU|HIP)[A-Z]+_(STATUS_)?ALLOC_FAILED",  # of cuBLAS, cuSOLVER, cuSPARSE, cuFFT
+    r"(CU|HIP)BLAS_STATUS_NOT_INITIALIZED when calling .(cu|hip)blasCreate",  # no room for a handle
+    r"CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+    r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR)",  # no room for a workspace
+    r"Unable to find a valid cuDNN algorithm to run convolution",
+    r"was unable to find an engine to execute this computation",
+    r"UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY",  # SYCL's, below XPU
+    r"Invalid buffer size: [\d.]+ [KMGT]i?B",  # Metal's, below MPS
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory",
 )
+"""What errors say that have no type of their own; from public reports."""
 _V1_NO_LIMIT_BYTES = 2**62
 """An unlimited v1 cgroup states the largest multiple of the page size below 2**63."""
 
@@ -295,15 +303,17 @@ class CudaMemoryReader:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device, or torch's host allocator, ran out of memory.
 
-    Besides ``torch.OutOfMemoryError`` these are plain ``RuntimeError`` that name an allocator, a
-    cuBLAS handle, or a cuDNN workspace. The cuDNN statuses ``NOT_SUPPORTED`` and ``INTERNAL_ERROR``
-    have other causes too; such an error comes back at the smallest batch.
+    Besides ``torch.OutOfMemoryError`` these are plain ``RuntimeError`` that say so in words. Some
+    of them have other causes, too (``CUDNN_STATUS_NOT_SUPPORTED``); such an error comes back at the
+    smallest batch.
     """
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError | torch.cuda.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and any(
+        re.search(words, str(error)) for words in _OUT_OF_MEMORY
+    )
 
 
 def reserve_bytes(total_bytes: int) -> int:

@@ -24,6 +24,7 @@ from typing import (
 import torch
 
 from lightning_fastdata.augment import StageTransform
+from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
@@ -44,7 +45,6 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.torch_internals import pinned
 from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ class KeptExecutor:
         """The executor of the epoch that began last, if its processes may die."""
         self._respawned = 0
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
+        self._pin_thread = PinThread(self.pin_on) if self.pin_on and self.aside else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
         self.base_seed: int | None = None
@@ -226,6 +227,7 @@ class KeptExecutor:
                 self.name,
                 plan,
                 workers=self.workers,
+                pin_thread=self._pin_thread,
                 trial=self.trial,
                 actor_options=self.settings.actor_options,
             )
@@ -441,7 +443,9 @@ class KeptExecutor:
             self._tell_other_state()
         if self.staged is not None:
             batch = StagedBatch(batch, None, self.staged)
-        return batch if self.pin_on is None else pinned(batch, self.pin_on)
+        if self.pin_on is None or self._pin_thread is not None:
+            return batch
+        return pinned_if_room(batch, self.pin_on)
 
     def close(self) -> None:
         """Stop the executor; the next epoch starts a new one."""

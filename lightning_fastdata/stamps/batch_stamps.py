@@ -150,7 +150,7 @@ class BatchStamps(NamedTuple):
     first: bool = False
     """Whether it was the first batch of its epoch."""
     pinned_ns: tuple[int, int] | None = None
-    """When its copy into page-locked memory began and ended; None where torch makes none."""
+    """When its copy into page-locked memory began and ended; None: no thread makes one."""
     own: OwnStamps = _NOTHING
     """What the training process did by itself meanwhile."""
     rates: ReadRates | None = None

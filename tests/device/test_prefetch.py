@@ -30,8 +30,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
-from lightning_fastdata.batches.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
+from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.errors import OptionsError, TransformError
 
 torch.set_num_threads(1)
@@ -85,11 +86,11 @@ def made_on_device(count):
 
 
 @max_examples(30)
-@given(seed=st.integers(0, 2**32), waits=st.booleans())
-def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed, waits):
+@given(seed=st.integers(0, 2**32))
+def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed):
     with late_cuda("random", seed):
         lane = SideLane(DeviceStreams(CUDA))
-        crossings = (lane.send(batch, doubled, after_consumer=waits) for batch in made_on_device(6))
+        crossings = (lane.send(batch, doubled) for batch in made_on_device(6))
         seen = read(consume(crossing.land() for crossing in crossings))
     assert seen == [[[2 * number] * 8] * 3 for number in range(6)]
 
@@ -100,6 +101,7 @@ def test_a_transform_runs_while_the_step_before_its_batch_computes():
         next(batches)
         next(batches)
         cuda.note(CUDA)  # the step with the second batch
+        next(batches)
         (side,) = cuda.side_streams
         side.synchronize()
         assert cuda.copied == 3
@@ -116,13 +118,14 @@ def test_a_host_that_runs_ahead_takes_no_more_than_a_few_batches_of_memory(look_
             if look_ahead:
                 batches = prefetch(sources, "cuda")
             else:
-                crossings = (lane.send(batch, moved, after_consumer=False) for batch in sources)
+                crossings = (lane.send(batch, moved) for batch in sources)
                 batches = (crossing.land() for crossing in crossings)
             for (tensor,) in batches:
                 tensor.add(0)  # a step whose result is let go of
                 del tensor
             peaks_bytes.append(cuda.peak_bytes)
-    assert peaks_bytes[0] == peaks_bytes[1] <= 10 * 8000
+    # Two batches, what the steps with them made, and one that the side stream is to let go of.
+    assert peaks_bytes[0] == peaks_bytes[1] <= 5 * 8000
 
 
 def moved(batch):
@@ -133,17 +136,17 @@ def test_batches_whose_memory_cannot_be_seen_take_the_straight_way():
     with late_cuda("late") as cuda:
         lane = SideLane(DeviceStreams(CUDA))
         batch = [HasTo(torch.ones(2).pin_memory())]
-        landed = lane.send(batch, moved, after_consumer=True).land()
+        landed = lane.send(batch, moved).land()
         (side,) = cuda.side_streams
         assert not side.queue
         assert landed[0].value.read().tolist() == [1, 1]
         sparse = [torch.eye(2).to_sparse()]
-        assert lane.send(sparse, list, after_consumer=True).land() == sparse
+        assert lane.send(sparse, list).land() == sparse
         assert not side.queue
 
 
 def test_what_is_dropped_early_leaves_no_source_and_no_work_behind():
-    with late_cuda("late") as cuda:
+    with late_cuda("late-side") as cuda:
         sources = []
 
         def watched():
@@ -154,6 +157,7 @@ def test_what_is_dropped_early_leaves_no_source_and_no_work_behind():
         batches = prefetch(watched(), "cuda")
         iterator = iter(batches)
         next(iterator)
+        torch.cuda.synchronize()
         next(iterator)
         del iterator, batches
         gc.collect()
@@ -309,6 +313,34 @@ def test_a_dataset_that_draws_beside_the_training_gives_the_same_either_way():
     for (ours, our_draw), (theirs, their_draw) in zip(*seen, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(our_draw, their_draw)
+
+
+def backend_with_generators(patch, generator):
+    patch.setattr(torch.xpu, "default_generators", (generator,))
+    return torch.device("xpu", 0)
+
+
+def backend_of_one_device(patch, generator):
+    for name, stand_in in (
+        ("get_rng_state", generator.get_state),
+        ("set_rng_state", generator.set_state),
+        ("manual_seed", generator.manual_seed),
+    ):
+        patch.setattr(torch.mps, name, stand_in)
+    return torch.device("mps")
+
+
+@pytest.mark.parametrize("backend", [backend_with_generators, backend_of_one_device])
+def test_draws_are_keyed_on_devices_of_every_kind_and_leave_the_trainings_alone(
+    monkeypatch, backend
+):
+    generator = torch.Generator().manual_seed(1)
+    device, before, seen = backend(monkeypatch, generator), generator.get_state(), []
+    for number in (5, 5, 6):
+        with drawn_under(0, 0, number, device):
+            seen.append(float(torch.rand(1, generator=generator)))
+        assert torch.equal(generator.get_state(), before)
+    assert seen[0] == seen[1] != seen[2]
 
 
 @pytest.mark.parametrize("ready", [True, False])

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.batches.streams import DeviceStreams
 from lightning_fastdata.device.lookahead import SideLane
+from lightning_fastdata.device.streams import DeviceStreams
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 NUMBERS = 2**20
@@ -67,8 +67,7 @@ def test_batches_arrive_whole_while_the_allocator_is_under_stress(transform):
 def test_batches_that_do_not_wait_for_the_consumer_arrive_whole_too():
     lane = SideLane(DeviceStreams(CUDA))
     sent = (
-        lane.send(b, lambda b: move(b, CUDA, non_blocking=True), after_consumer=False).land()
-        for b in page_locked(60)
+        lane.send(b, lambda b: move(b, CUDA, non_blocking=True)).land() for b in page_locked(60)
     )
     assert consumed(sent) == [([n] * 2, [n] * 2) for n in range(60)]
 
@@ -96,7 +95,7 @@ def test_the_next_batch_crosses_while_a_step_computes():
     torch.cuda.synchronize()
     busy = work(1000)
     next(batches)
-    batches._next[0]._done.synchronize()
+    batches._next[0].done.synchronize()
     assert not busy.query()
 
 
@@ -137,6 +136,20 @@ def test_draws_of_a_callable_are_keyed_and_leave_the_trainings_alone():
     for (ours, our_draw), (theirs, their_draw) in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(our_draw, their_draw)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_a_thread_has_pinned_arrive_whole_under_stress(workers):
+    loader = FastDataLoader(
+        Filled(48),
+        1,
+        num_workers=workers,
+        multiprocessing_context="forkserver" if workers else None,
+        pin_memory=True,
+    )
+    for batches in (prefetch(loader, CUDA), (b.to(CUDA, non_blocking=True) for b in loader)):
+        assert consumed(batches) == [([n] * 2, [n] * 2) for n in range(48)]
+    assert next(iter(loader)).is_pinned()
 
 
 # In Lightning

@@ -19,9 +19,9 @@ from rig.late_trainings import (
 )
 
 from lightning_fastdata.augment.replay.program import Draws
-from lightning_fastdata.batches.streams import DeviceStreams
 from lightning_fastdata.device import prefetch
 from lightning_fastdata.device.lookahead import Crossing, SideLane
+from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.insight.measure.timeline import CudaClock
 from mutants.mutant import Mutant
 
@@ -81,10 +81,6 @@ def sends_from_ordinary_memory(right):
     )
 
 
-def no_limit(right):
-    return lambda lane, streams, *, steps_ahead=2: right(lane, streams, steps_ahead=10**9)
-
-
 def on_the_same_stream(right):
     return lambda streams: nullcontext()
 
@@ -117,7 +113,7 @@ def mutants_that_wait():
         yield Mutant(
             f"the host runs ahead without end, {case}",
             law(check_limit, case, "late"),
-            *(SideLane, "__init__", no_limit),
+            *(SideLane, "_make_room", nothing),
         )
     yield Mutant(
         "the host waits for a batch to arrive",

@@ -96,11 +96,6 @@ class Model(LightningModule):
     def validation_step(self, batch, batch_idx):
         self.allocate("validation", len(batch[0]))
 
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        if self.trainer.training:
-            self.allocate("transform", len(batch[0]))
-        return batch
-
     def configure_optimizers(self):
         model = self
 
@@ -249,11 +244,10 @@ def test_where_parts_do_not_help_the_error_says_why_and_what_to_set(model, how, 
     assert raised.value.__cause__ is TEXTS["cuda"]
 
 
-@pytest.mark.parametrize("place", ["validation", "transform"])
-def test_elsewhere_the_error_says_where_and_what_to_set(place):
+def test_elsewhere_the_error_says_where_and_what_to_set():
     error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        fit(Model(error=error, **{place: 12}))
+        fit(Model(error=error, validation=12))
     assert any("set a smaller batch_size" in note for note in raised.value.__notes__)
 
 

@@ -17,7 +17,7 @@ What it promises is what CUDA and torch promise, and no more:
 - Memory of the device that is let go is overwritten as early as torch's caching allocator may give
   it to somebody else: in the order of the stream it was allocated on, behind the streams of
   ``record_stream``.
-- A copy from page-locked memory (``Tensor.pin_memory``, ``cudaHostRegister``) reads it when it is
+- A copy from page-locked memory (``Tensor.pin_memory``, ``lock_memory``) reads it when it is
   carried out. A copy from ordinary memory waits for its stream first, and reads at once.
 - The numbers that an operation draws are those of its place in the host's program.
 
@@ -97,6 +97,8 @@ class HostWait:
     """Copies from the host that had been queued by then."""
     notes: int
     """Notes that the device had come to when the wait was over."""
+    noted: int
+    """Notes that had been queued by then."""
 
 
 class Stream:
@@ -191,23 +193,21 @@ class LateCuda:
         self.waits: list[HostWait] = []
         """Each time that the host had to wait, in order."""
         self.calls: Counter[str] = Counter()
-        """How often the host asked to wait, had it to or not, and to lock memory."""
+        """How often the host asked to wait, had it to or not."""
         self.copies: Counter[str] = Counter()
         """Copies from the host, by the kind of memory: ``"locked"``, ``"pinned"``, ``"ordinary"``.
-        Locked is what ``cudaHostRegister`` got, pinned what ``Tensor.pin_memory`` gave."""
+        Locked is what :meth:`lock_memory` gave, pinned what ``Tensor.pin_memory`` gave."""
         self.copied = 0
         """Copies from the host that were carried out."""
         self.torn: list[str] = []
-        """Page-locked memory that was written, or unlocked, while a queued copy read from it."""
+        """Page-locked memory that was written while a queued copy read from it."""
         self.locked: dict[int, int] = {}
         """Bytes by address, of memory that is locked now."""
-        self.refusal = 0
-        """The error that ``cudaHostRegister`` gives; 0: it locks the memory."""
         self._pinned: dict[int, int] = {}
         self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
-        self.notes = 0
-        """Notes that the device has come to."""
+        self.notes = self.noted = 0
+        """Notes that the device has come to, and that it was given."""
         self.order: list[int] = []
         """The number of the stream of each piece of work that was carried out."""
         self._held = HELD[schedule]
@@ -216,7 +216,6 @@ class LateCuda:
         self._busy = False
         self._streams: list[Stream] = []
         self._defaults: dict[int, Stream] = {}
-        self._queued_reads: dict[int, tuple[int, int, Mark]] = {}
         self._numbers = itertools.count(1)
         self._here = threading.local()
 
@@ -304,6 +303,7 @@ class LateCuda:
         def come_to() -> None:
             self.notes += 1
 
+        self.noted += 1
         self.push(self.current_stream(device), come_to)
 
     def host_waits(self, call: str, until: Mark | Stream) -> None:
@@ -321,7 +321,7 @@ class LateCuda:
             if mark.passed:
                 return
             self._reach(mark)
-            self.waits.append(HostWait(call, self.copies.total(), self.notes))
+            self.waits.append(HostWait(call, self.copies.total(), self.notes, self.noted))
 
     def synchronize(self, device: Any = None) -> None:
         """Wait for all streams of a device; stands for ``torch.cuda.synchronize``."""
@@ -332,7 +332,7 @@ class LateCuda:
         for stream in busy:
             self._reach(stream.mark())
         if busy:
-            self.waits.append(HostWait("synchronize", self.copies.total(), self.notes))
+            self.waits.append(HostWait("synchronize", self.copies.total(), self.notes, self.noted))
 
     def finish(self) -> None:
         """Carry out all that is queued; no wait of the program."""
@@ -473,22 +473,15 @@ class LateCuda:
             # Nobody keeps locked memory for a copy; torch keeps what it has pinned.
             read = _reader(source) if kind == "locked" else lambda: source
             number = next(self._numbers)
-            mark = Mark(stream)
-            if kind == "locked":
-                begin = source.data_ptr()
-                self._queued_reads[number] = (begin, begin + source.nbytes, mark)
 
             def copy_late() -> None:
                 self.copied += 1
-                self._queued_reads.pop(number, None)
                 now = read()
                 if not torch.equal(_as_bytes(now), _as_bytes(at_launch)):
                     self.torn.append(f"{kind} memory was written while copy {number} was queued")
                 target.copy_(now)
 
-            with self._lock:
-                stream.queue.append(copy_late)
-                self.push(stream, mark)
+            self.push(stream, copy_late)
         if not non_blocking:
             self.host_waits("copy that blocks", stream)
 
@@ -496,29 +489,8 @@ class LateCuda:
         """Return int64 memory of the host that is locked, and lives as long as this machine."""
         memory = np.empty(size, np.int64)
         self._kept.append(memory)
-        self.cudaHostRegister(memory.ctypes.data, memory.nbytes, 1)
+        self.locked[memory.ctypes.data] = memory.nbytes
         return memory
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        assert address not in self.locked, "CUDA locks memory once only"
-        self.calls["cudaHostRegister"] += 1
-        if self.refusal:
-            return self.refusal
-        self.locked[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        size = self.locked[address]
-        reads = list(self._queued_reads.values())
-        for mark in [m for begin, end, m in reads if begin < address + size and address < end]:
-            self.torn.append("memory was unlocked while a queued copy read from it")
-            self._reach(mark)  # it may be unmapped next
-        del self.locked[address]
-        return 0
-
-    @staticmethod
-    def cudaGetErrorString(result: int) -> str:
-        return f"error {result}"
 
 
 class Block:
@@ -632,7 +604,6 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "_lazy_init": lambda: None,
-            "cudart": lambda: machine,
             "default_generators": generators,
             "get_rng_state": lambda device="cuda": generator(device).get_state(),
             "set_rng_state": lambda state, device="cuda": generator(device).set_state(state),

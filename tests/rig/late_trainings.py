@@ -33,15 +33,13 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
-from lightning_fastdata.batches.streams import DeviceStreams
-from lightning_fastdata.device.lookahead import SideLane
+from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
+from lightning_fastdata.device.streams import DeviceStreams
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 
 torch.set_num_threads(1)
 GARBAGE = -12345
 SAMPLES, BATCH, EPOCHS = 24, 4, 2
-STEPS_AHEAD = 2
-"""Batches that the host may send ahead of the device: it waits for the device only beyond them."""
 
 Executor = Literal["inline", "gather", "workers"]
 Memory = Literal["ordinary", "pinned"]
@@ -158,20 +156,20 @@ def check_waits(case: Case, seen: Seen) -> None:
         if case.memory == "ordinary" and wait.call == "copy from ordinary memory":
             continue
         assert wait.call == "Event.synchronize", f"{case}: {wait}"
+        assert wait.notes < wait.noted, f"{case}: no step is left to do after {wait}"
         held = wait.copies // case.copies - wait.notes
-        assert held >= STEPS_AHEAD, f"{case}: {held} batches were left on the device after {wait}"
+        assert held >= BATCHES_AHEAD, f"{case}: {held} batches were left on the device after {wait}"
 
 
 def check_limit(case: Case, seen: Seen) -> None:
-    """However late the device is, it holds no more than a few batches."""
+    """However late the device is, it holds the batch of a step and those that may be ahead."""
     most = max(step.held for step in seen.steps)
-    # Beside those that were sent before, the one to be used and the one behind it.
-    assert case.way == "off" or most <= STEPS_AHEAD + 2, f"{case}: {most} batches on the device"
+    assert case.way == "off" or most <= 1 + BATCHES_AHEAD, f"{case}: {most} batches on the device"
 
 
 def check_overlap(case: Case, seen: Seen) -> None:
     """A batch is copied and transformed beside the steps before it, with steps that are late."""
-    assert any(step.held > STEPS_AHEAD for step in seen.steps)
+    assert any(step.held > BATCHES_AHEAD for step in seen.steps)
     for number, step in enumerate(seen.steps):
         assert step.crossed > number, f"{case}: step {number} began before its batch had crossed"
 
@@ -382,10 +380,7 @@ def check_lane(schedule: str, seed: int = 0) -> None:
     """Batches whose host memory is written again at once cross whole, beside the steps."""
     with late_cuda(schedule, seed) as cuda:
         lane = SideLane(DeviceStreams(torch.device("cuda", 0)))
-        crossings = (
-            lane.send(batch, moved_and_doubled, after_consumer=False)
-            for batch in reused_batches(cuda, 8)
-        )
+        crossings = (lane.send(batch, moved_and_doubled) for batch in reused_batches(cuda, 8))
         seen = read(consume(crossing.land() for crossing in crossings))
         assert seen == [[[2 * number] * 8] * 3 for number in range(8)]
         assert not cuda.torn

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
+from lightning_fastdata.batches.pinning import PinThread
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import WorkerError, as_error
 from lightning_fastdata.executors.crew_trial import CrewTrial
@@ -43,10 +44,12 @@ class PoolExecutor:
         plan: FetchPlan,
         *,
         processes: int,
+        pin_thread: PinThread | None = None,
         trial: CrewTrial | None = None,
     ) -> None:
         self.plan = plan
         self._slots = SlotPool(limit_bytes=plan.memory_limit_bytes)
+        self._pin_thread = pin_thread
         self._crew = self._start_crew(processes)
         self.children = self._crew.children
         """The side processes by their numbers."""
@@ -93,6 +96,8 @@ class PoolExecutor:
     def __next__(self) -> Batch:
         until = clock.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
+        if self._pin_thread is not None:  # what has come since goes there before it is its turn
+            self._receive(None, waiting=False)
         ahead = -1
         while True:
             self._fill()
@@ -101,7 +106,9 @@ class PoolExecutor:
                 self._batches.remove(batch)
                 if batch.faults:
                     batch.report(self.plan.faults)
-                deliver = partial(batch.data, self._slots, self._splitter.layout)
+                deliver = partial(
+                    batch.data, self._slots, self._splitter.layout, pin_thread=self._pin_thread
+                )
                 delivered = self._wait.unpacked(deliver)
                 if delivered is NO_SAMPLES:
                     continue
@@ -124,7 +131,8 @@ class PoolExecutor:
         """Return whether the next batch, or the end, can be had without waiting."""
         self._fill()
         self._receive(None, waiting=False)
-        return self._has_ended() or self._first_ready() is not None
+        batch = self._first_ready()
+        return self._has_ended() or (batch is not None and batch.comes_at_once)
 
     def under_way(self) -> tuple[int, tuple[int, ...]]:
         """Return how many batches of the epoch were begun, and which were not handed over."""
@@ -208,6 +216,9 @@ class PoolExecutor:
                 self._redo(event)
             else:
                 self._answer(event)
+        if self._pin_thread is not None:
+            for batch in filter(self._is_current, self._batches):
+                batch.pin(self._pin_thread, self._slots, self._splitter.layout)
         if not waiting or (events is not None and clock.monotonic() < (look_s or math.inf)):
             return
         children = list(self._crew.children.values())

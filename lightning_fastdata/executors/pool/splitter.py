@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +22,7 @@ from lightning_fastdata.batches.bad_samples import (
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.batches.layout import SampleLayout
 from lightning_fastdata.batches.packed import Packed, unpack
+from lightning_fastdata.batches.pinning import Pinned, PinThread
 from lightning_fastdata.batches.slots import Slot, SlotPool
 from lightning_fastdata.errors import DatasetError, WorkerError
 from lightning_fastdata.executors.fault_log import FaultLog
@@ -84,11 +87,26 @@ class PendingBatch:
     """Of its tasks, if stamps are recorded."""
     faults: dict[tuple[int, int | str], Fault] = field(default_factory=dict)
     """By position and index: samples that could not be read at once."""
+    pinning: Future[Pinned] | None = None
+    """Its copy into page-locked memory; None: there is none, or it has not begun."""
 
     @property
     def is_ready(self) -> bool:
         """Whether it can be delivered, or raise its error."""
         return not self.open_tasks
+
+    @property
+    def comes_at_once(self) -> bool:
+        """Whether it, which is ready, can be delivered without waiting for a copy of it."""
+        return self.pinning is None or self.pinning.done()
+
+    def pin(
+        self, pin_thread: PinThread, slots: SlotPool, layout: SampleLayout | None = None
+    ) -> None:
+        """Begin its copy into page-locked memory, if it is ready and nothing was wrong with it."""
+        wrong = self.error is not None or self.is_empty or self.faults
+        if self.is_ready and self.pinning is None and not wrong:
+            self.pinning = pin_thread.pin(self._whole(slots, layout))
 
     def note(self, faults: Iterable[Fault]) -> None:
         """Note what happened to samples; what a task that is done again tells again counts once."""
@@ -148,10 +166,16 @@ class PendingBatch:
             self.release(slots)
             self.slot = slots.adopt(files[0])
 
-    def data(self, slots: SlotPool, layout: SampleLayout | None = None) -> Batch:
+    def data(
+        self,
+        slots: SlotPool,
+        layout: SampleLayout | None = None,
+        *,
+        pin_thread: PinThread | None = None,
+    ) -> Batch:
         """Return the batch, or raise its error; its slot is used again when nothing views it.
 
-        ``NO_SAMPLES``: all of its samples are left out.
+        With a ``pin_thread`` in page-locked memory. ``NO_SAMPLES``: all samples are left out.
         """
         if self.error is not None:
             self.release(slots)
@@ -159,15 +183,23 @@ class PendingBatch:
         if self.is_empty:
             self.release(slots)
             return NO_SAMPLES
+        if pin_thread is None:
+            return self._whole(slots, layout)()
+        if self.pinning is None:
+            self.pinning = pin_thread.pin(self._whole(slots, layout))
+        return self.pinning.result().batch
+
+    def _whole(self, slots: SlotPool, layout: SampleLayout | None) -> Callable[[], Batch]:
+        """Return what puts it together, in any thread."""
         slot, self.slot = self.slot, None
         if slot is None:
-            return unpack(self.packed, None)
+            return partial(unpack, self.packed, None)
         copy = slots.has_to_copy(slot)
         owner = slots.lease(slot)
         if self.in_place and layout is not None:
             rows = self.kept_rows()
-            return layout.batch(owner, len(self.indices), copy=copy, rows=rows)
-        return unpack(self.packed, owner, copy=copy)
+            return partial(layout.batch, owner, len(self.indices), copy=copy, rows=rows)
+        return partial(unpack, self.packed, owner, copy=copy)
 
     def release(self, slots: SlotPool) -> None:
         """Give back the slot of a batch that is not delivered."""
@@ -180,6 +212,7 @@ class PendingBatch:
     ) -> BatchStamps:
         """Return the stamps of the batch, which is handed over now."""
         own = wait.delivered()
+        pinned = None if self.pinning is None else self.pinning.result()
         return BatchStamps(
             self.number,
             sum(task.samples for task in self.stamps),
@@ -188,6 +221,7 @@ class PendingBatch:
             tuple(self.stamps),
             ready_ahead,
             first=first,
+            pinned_ns=None if pinned is None else (pinned.began_ns, pinned.ended_ns),
             own=own,
             rates=rates,
         )

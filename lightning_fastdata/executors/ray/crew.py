@@ -31,6 +31,7 @@ from lightning_fastdata.host import clock
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess, TaskCrew
@@ -328,13 +329,14 @@ class RayExecutor(PoolExecutor):
         *,
         actors: int,
         options: Mapping[str, Any],
+        pin_thread: PinThread | None = None,
         trial: CrewTrial | None = None,
     ) -> None:
         self._whole, self._options = plan, options
         # Memory of this machine can only be written here: samples travel as whole batches. Actors
         # that get nowhere are the crew's to find.
         plan = replace(plan, default_collation=False, stall_timeout_s=0)
-        super().__init__(plan, processes=actors, trial=trial)
+        super().__init__(plan, processes=actors, pin_thread=pin_thread, trial=trial)
 
     def _start_crew(self, processes: int) -> TaskCrew:
         return RayCrew(self._whole, actors=processes, options=self._options)

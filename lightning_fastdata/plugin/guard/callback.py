@@ -15,6 +15,7 @@ from lightning_fastdata.host.memory import (
     is_out_of_memory,
 )
 from lightning_fastdata.plugin.data.datasets import datasets_of
+from lightning_fastdata.plugin.guard.arrival import ArrivesInParts
 from lightning_fastdata.plugin.guard.prediction import (
     skipped,
 )
@@ -96,21 +97,29 @@ class GuardHooks:
         datamodule, device = own_datamodule(trainer), trainer.strategy.root_device
         if datamodule is None or datamodule.guard == "off":
             return
+        reader = self.reader
+        if reader is None and device.type == "cuda":
+            reader = CudaMemoryReader(device)
+        if reader is not None:
+            self._undo = _sizes_as_now(trainer, datamodule)
+            self.decision = self._decided(trainer, pl_module, datamodule, reader)
+            datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
+            reader.reset_peak()
+        elif datamodule.chooses_batch_size:
+            warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
+        self._catch_what_does_not_fit(trainer, pl_module, datamodule)
+
+    def _catch_what_does_not_fit(
+        self, trainer: Trainer, pl_module: LightningModule, datamodule: DataModule
+    ) -> None:
+        """Have batches on their way, and steps, go on with less memory where it runs out."""
+        if datamodule.guard != "raise":
+            move = ArrivesInParts(trainer, trainer.strategy.batch_to_device, datamodule)
+            replace_for_one_run(trainer, trainer.strategy, "batch_to_device", move)
         if why_not_in_parts(trainer, pl_module) is None:
             optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-            self.parts = RunsInParts(trainer, pl_module, optimization.run, policy=datamodule.guard)
+            self.parts = RunsInParts(trainer, pl_module, optimization.run, datamodule)
             replace_for_one_run(trainer, optimization, "run", self.parts)
-        reader = self.reader
-        if reader is None:
-            if device.type != "cuda":
-                if datamodule.chooses_batch_size:
-                    warnings.warn(_NO_GPU.format(datamodule, device), FastDataWarning, stacklevel=2)
-                return
-            reader = CudaMemoryReader(device)
-        self._undo = _sizes_as_now(trainer, datamodule)
-        self.decision = self._decided(trainer, pl_module, datamodule, reader)
-        datamodule.notes[:] = [apply_decision(self.decision, trainer, datamodule)]
-        reader.reset_peak()
 
     def _decided(
         self,
@@ -142,6 +151,7 @@ class GuardHooks:
                 dataset_rows=rows,
                 clock=self.clock if auto else None,
                 read_rows=_MORE_ROWS if collates(datamodule) else _FEW_ROWS,
+                batches_ahead=datamodule.batches_ahead(),
             )
         except DatasetError as error:  # the training may read by other keys, and tells else
             why = f"no batch could be made of the first samples: {error}"

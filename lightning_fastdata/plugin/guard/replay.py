@@ -20,12 +20,13 @@ from torch import nn
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.host.memory import is_out_of_memory
-from lightning_fastdata.plugin.guard.snapshots import Undo, snapshot, snapshot_random_states
-from lightning_fastdata.tree import children, is_named_tuple, leaves, replace_leaves
+from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
+from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
 
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
@@ -66,16 +67,40 @@ def samples_of(batch: Batch, indices: Sequence[int], rows: int) -> Batch:
     return _with_columns(batch, rows, picked)
 
 
-def _with_columns(batch: Batch, rows: int, change: Callable[[Any], Any]) -> Batch:
-    def is_column(value: Batch) -> bool:
-        if isinstance(value, torch.Tensor):
-            return value.dim() > 0 and len(value) == rows
-        listed = isinstance(value, list | tuple) and len(value) == rows
-        return listed and not is_named_tuple(value) and not any(map(is_column, value))
+def joined(parts: Sequence[Batch]) -> Batch:
+    """Return one batch of parts: what are columns in each is joined, the rest that of the first."""
+    forms = [partial(_is_column, rows_of(part)) for part in parts]
+    others = [leaves(part, form) for part, form in zip(parts[1:], forms[1:], strict=True)]
 
+    def whole(_: Path, leaf: Any) -> Any:
+        column = [leaf, *(next(other) for other in others)]
+        if not forms[0](leaf):
+            return leaf
+        return torch.cat(column) if isinstance(leaf, torch.Tensor) else sum(column, type(leaf)())
+
+    return replace_leaves(parts[0], whole, depth=-1, is_leaf=forms[0])
+
+
+def _with_columns(batch: Batch, rows: int, change: Callable[[Any], Any]) -> Batch:
+    is_column = partial(_is_column, rows)
     return replace_leaves(
         batch, lambda _, leaf: change(leaf) if is_column(leaf) else leaf, is_leaf=is_column
     )
+
+
+def _is_column(rows: int | None, value: Batch) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and len(value) == rows
+    listed = isinstance(value, list | tuple) and len(value) == rows
+    inside = partial(_is_column, rows)
+    return listed and not is_named_tuple(value) and not any(map(inside, value))
+
+
+def free_memory() -> None:
+    """Give back to the device what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class RunsInParts:
@@ -91,13 +116,15 @@ class RunsInParts:
         pl_module: The module that it trains.
         run: Lightning's own; takes the optimizer, the batch's number and the arguments of the
             training step.
-        policy: ``"raise"``: a batch that does not fit is an error.
+        datamodule: Its ``guard`` is the policy; ``"raise"``: a batch that does not fit is an error.
+            What it has sent ahead is dropped before a batch is taken in parts.
     """
 
     def __init__(
-        self, trainer: Trainer, pl_module: LightningModule, run: Run, *, policy: str
+        self, trainer: Trainer, pl_module: LightningModule, run: Run, datamodule: DataModule
     ) -> None:
-        self.trainer, self.pl_module, self.run, self.policy = trainer, pl_module, run, policy
+        self.trainer, self.pl_module, self.run = trainer, pl_module, run
+        self.datamodule = datamodule
         self.largest: int | None = None
         """Samples that fit, of batches that did not; None: all did."""
         self.is_stepping = False
@@ -132,7 +159,9 @@ class RunsInParts:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    why = self._why_not(size, lost=undo is None and not first)
+                    dropped = self.datamodule.drop_ahead()
+                    smallest = size == 1 and not dropped
+                    why = self._why_not(smallest=smallest, lost=undo is None and not first)
                     if why is not None:
                         raise BatchSizeError(_REFUSED.format(rows=rows, why=why)) from error
                     said = str(error).partition("\n")[0]
@@ -142,10 +171,9 @@ class RunsInParts:
             logged = logged or (self.has_logged and size == rows)
             if undo is not None:
                 undo()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            size = -(-size // 2)
+            free_memory()
+            if not dropped:
+                size = -(-size // 2)
         self._fitted = max(self._fitted, numbers)
         if size < rows:
             if self.largest is None:
@@ -159,7 +187,7 @@ class RunsInParts:
         random = snapshot_random_states()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         grads = [] if first else [(p, _on_host(p.grad)) for p in module.parameters()]
-        metrics = snapshot(*(m for m in module.modules() if hasattr(type(m), "metric_state")))
+        metrics = Snapshot(*(m for m in module.modules() if hasattr(type(m), "metric_state")))
 
         def undo() -> None:
             metrics()
@@ -172,18 +200,18 @@ class RunsInParts:
 
         return undo
 
-    def _why_not(self, size: int, *, lost: bool) -> str | None:
-        """Return why the batch is not tried again in smaller parts; None: it is.
+    def _why_not(self, *, smallest: bool, lost: bool) -> str | None:
+        """Return why the batch is not tried again with less memory; None: it is.
 
         ``lost``: The gradients of the batches before it were not kept.
         """
-        if self.policy == "raise":
+        if self.datamodule.guard == "raise":
             return 'guard="raise" was set'
         if self.is_stepping:
             return "it ran out while the optimizer changed the parameters, which cannot be undone"
         if lost:
             return "gradients of the batches before were accumulated, and not kept"
-        return "not even one sample fits" if size == 1 else None
+        return "not even one sample fits" if smallest else None
 
     def _warn(self, rows: int, size: int, said: str) -> None:
         normalised = any(isinstance(m, NORMALISED) and m.training for m in self.pl_module.modules())

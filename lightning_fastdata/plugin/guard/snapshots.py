@@ -20,53 +20,93 @@ _FOLLOWED = (torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer)
 _CONTAINERS = (dict, list, deque, set, tuple)
 
 
-def snapshot(*roots: object) -> Undo:
-    """Return a function that puts objects back into their present state, as often as it is called.
+class NoRoomError(Exception):
+    """Host memory has no room for a copy of so many bytes."""
+
+
+class Snapshot:
+    """Puts objects back into the state that they have now, as often as it is called.
 
     Followed are the attributes of the roots and in them, through tuples, lists, dicts, sets and
     deques: tensors (values; a gradient is dropped), generators, modules and optimizers. Other
     objects are put back by reference. Identities stay: tensors and containers are written in place.
     Values are copied to host memory.
+
+    Args:
+        *roots: The objects.
+        room_bytes: What the copies may take; None: whatever they do.
+
+    Raises:
+        NoRoomError: They would take more.
     """
-    undos: list[Undo] = []
-    seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
-    waiting: list[object] = [held_by(root) for root in roots]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or not isinstance(value, (*_FOLLOWED, *_CONTAINERS)):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            undos.append(_snapshot_tensor(value))
-        elif isinstance(value, torch.Generator):
-            undos.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, _FOLLOWED):
-            waiting.append(vars(value))
-        elif isinstance(value, dict):
-            undos.append(partial(_refill, value, dict(value)))
-            waiting.extend(value.values())
-        else:
-            if not isinstance(value, tuple):
-                undos.append(partial(_refill, value, list(value)))
-            waiting.extend(value)
-    return lambda: [undo() for undo in undos]
+
+    def __init__(self, *roots: object, room_bytes: int | None = None) -> None:
+        self._links: list[Undo] = []
+        tensors: list[torch.Tensor] = []
+        seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
+        waiting: list[object] = [held_by(root) for root in roots]
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen or not isinstance(value, (*_FOLLOWED, *_CONTAINERS)):
+                continue
+            seen[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                self._links.append(partial(_drop_gradient, value, value.requires_grad))
+            elif isinstance(value, torch.Generator):
+                self._links.append(partial(value.set_state, value.get_state()))
+            elif isinstance(value, _FOLLOWED):
+                waiting.append(vars(value))
+            elif isinstance(value, dict):
+                self._links.append(partial(_refill, value, dict(value)))
+                waiting.extend(value.values())
+            else:
+                if not isinstance(value, tuple):
+                    self._links.append(partial(_refill, value, list(value)))
+                waiting.extend(value)
+        written = [tensor for tensor in tensors if _can_be_written(tensor)]
+        size_bytes = sum(tensor.nbytes for tensor in written)
+        if room_bytes is not None and size_bytes > room_bytes:
+            raise NoRoomError(size_bytes)
+        self._values = [_snapshot_tensor(tensor) for tensor in written]
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self()
+
+    def __call__(self) -> None:
+        """Put everything back, as the end of a ``with`` block does."""
+        for undo in (*self._values, *self._links):
+            undo()
+
+    def let_go(self) -> None:
+        """Put everything back but the values of tensors, so that nothing new is held."""
+        for undo in self._links:
+            undo()
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    strides = tensor.stride() if tensor.layout == torch.strided else ()
+    expanded = any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=False))
+    return not (tensor.is_meta or expanded)
 
 
 def _snapshot_tensor(tensor: torch.Tensor) -> Undo:
-    strides = tensor.stride() if tensor.layout == torch.strided else ()
-    expanded = any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=False))
-    if tensor.is_meta or expanded:  # nothing can be written into them
-        return lambda: None
-    values, requires_grad = tensor.detach().to("cpu", copy=True), tensor.requires_grad
+    values = tensor.detach().to("cpu", copy=True)
 
     def undo() -> None:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(values)
-        if tensor.is_leaf and (tensor.grad is not None or tensor.requires_grad != requires_grad):
-            tensor.grad = None
-            tensor.requires_grad_(requires_grad)
 
     return undo
+
+
+def _drop_gradient(tensor: torch.Tensor, requires_grad: bool) -> None:
+    if tensor.is_leaf and (tensor.grad is not None or tensor.requires_grad != requires_grad):
+        tensor.grad = None
+        tensor.requires_grad_(requires_grad)
 
 
 def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
@@ -79,15 +119,25 @@ def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
 
 
 def snapshot_random_states() -> Undo:
-    """Return a function that puts back the random states of Python, numpy, torch and CUDA."""
+    """Return a function that puts back the random states of Python, numpy, torch and its device."""
     python, arrays, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda: Any = torch.cuda
-    devices = cuda.get_rng_state_all() if cuda.is_initialized() else []
+    on_device = _snapshot_device_states()
 
     def undo() -> None:
         random.setstate(python)
         np.random.set_state(arrays)
         torch.set_rng_state(host)
-        cuda.set_rng_state_all(devices)
+        on_device()
 
     return undo
+
+
+def _snapshot_device_states() -> Undo:
+    if not torch.accelerator.is_available():
+        return lambda: None
+    backend: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    if not getattr(backend, "is_initialized", lambda: True)():
+        return lambda: None
+    if hasattr(backend, "get_rng_state_all"):
+        return partial(backend.set_rng_state_all, backend.get_rng_state_all())
+    return partial(backend.set_rng_state, backend.get_rng_state())  # of one device, as Apple's

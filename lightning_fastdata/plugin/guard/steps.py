@@ -20,7 +20,12 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
-from lightning_fastdata.host.memory import MemoryReader, reserve_bytes
+from lightning_fastdata.host.memory import (
+    MemoryReader,
+    read_host_memory,
+    reserve_bytes,
+    size_text,
+)
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     GuardPolicy,
@@ -32,12 +37,16 @@ from lightning_fastdata.plugin.guard.prediction import (
     skipped,
 )
 from lightning_fastdata.plugin.guard.replay import NORMALISED, why_not_tried
-from lightning_fastdata.plugin.guard.snapshots import snapshot, snapshot_random_states
+from lightning_fastdata.plugin.guard.snapshots import (
+    NoRoomError,
+    Snapshot,
+    snapshot_random_states,
+)
 from lightning_fastdata.plugin.guard.tried_steps import NoLossError, Repeated, TriedSteps
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
 from lightning_fastdata.plugin.seams.trainer import loss_scaler, unseen_steps
-from lightning_fastdata.torch_internals import may_have_compiled
+from lightning_fastdata.torch_internals import not_compiled
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NO_MEMORY = 2**62  # in the place of a peak
+_COPY_SHARE = 2  # of free host memory, a half
 _SMALLEST = 3  # at one or two rows there is nothing to extrapolate from
 
 
@@ -61,6 +71,8 @@ def run_guard(
     dataset_rows: int | None = None,
     clock: Callable[[], float] | None = None,
     read_rows: int = 8,
+    batches_ahead: int = 0,
+    host_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
 ) -> GuardDecision:
     """Return what to do about the batch size, from steps on batches of growing sizes.
 
@@ -71,10 +83,12 @@ def run_guard(
     in the train or eval mode in which training will find them. Afterwards all is as it was:
     parameters, buffers, metric states, modes, plain attributes and containers of the modules,
     optimizers, schedulers, gradient scaler, gradients (none), and the random states of Python,
-    numpy and torch; the copies are kept in host memory. Not undone: what a step does to other
-    objects, and to the world outside.
+    numpy and torch. Values are copied to host memory once, and put back once: the steps have a
+    learning rate of 0. They are not compiled. Not undone: what a step does to other objects, and to
+    the world outside.
 
-    The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely.
+    The decision is ``skipped``, with the reason, where steps cannot be tried or undone safely, or
+    the copy would take more than half of the free host memory of a rank.
     Nothing is applied yet, see :func:`apply_decision`. What a training step raises goes through,
     out of memory excepted.
 
@@ -89,6 +103,8 @@ def run_guard(
         clock: Seconds from any start. With it the size is chosen: the smallest one up to
             ``batch_size`` that trains nearly as many rows a second as any that fits.
         read_rows: Samples that are read, of which larger batches are made.
+        batches_ahead: Batches that are on the device beside the one that is trained on.
+        host_bytes: Returns the free memory of the host.
     """
     asked = batch_size or 0
     accumulate_now = trainer.accumulate_grad_batches
@@ -96,21 +112,27 @@ def run_guard(
         return skipped(asked, accumulate_now, why)
     largest = asked if dataset_rows is None else max(1, min(asked, dataset_rows))
     restore_random = snapshot_random_states()
+    room = host_bytes() // (_COPY_SHARE * trainer.num_devices)
+    roots = (
+        pl_module,
+        *trainer.strategy.optimizers,
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+        loss_scaler(trainer),
+    )
     try:
-        with unseen_steps(trainer, pl_module):
-            restore = snapshot(
-                pl_module,
-                *trainer.strategy.optimizers,
-                *(config.scheduler for config in trainer.lr_scheduler_configs),
-                loss_scaler(trainer),
-            )
+        with (
+            unseen_steps(trainer, pl_module),
+            not_compiled(),
+            Snapshot(*roots, room_bytes=room) as before,
+        ):
             tried = TriedSteps(
                 trainer,
                 pl_module,
                 batch_of=Repeated(batch_of, min(read_rows, largest)),
                 reader=reader,
-                restore=restore,
+                let_go=before.let_go,
                 clock=clock,
+                batches_ahead=batches_ahead,
             )
             gc.collect()
             reader.reset_peak()
@@ -134,11 +156,14 @@ def run_guard(
             probes = probe_sizes(largest, partial(_measured_by_all, trainer, tried), to_run)
     except NoLossError:
         return skipped(asked, accumulate_now, "training_step returned no loss")
+    except NoRoomError as needed:
+        why = (
+            f"a copy of the model takes {size_text(needed.args[0])} of host memory, and "
+            f"{size_text(room)} may be used"
+        )
+        return skipped(asked, accumulate_now, why)
     finally:
         restore_random()
-        if may_have_compiled():
-            # else a compiled module has seen two sizes and compiles for any size from now on
-            torch.compiler.reset()
     decision = decided(probes) if clock is None else at_knee(decided(probes), probes)
     notes = [decision.reason]
     if (

@@ -98,6 +98,7 @@ def _first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
             num_workers=1,
             persistent_workers=False,
         )
+    loader.ahead = None  # steps are tried on it several times
     if KINDS[loader.executor].caller_reads:
         loader.executor = "workers"
     try:
@@ -136,8 +137,9 @@ class TriedSteps:
         pl_module: The module it trains.
         batch_of: Gives a training batch with that many rows, on the CPU, as the loader does.
         reader: Of the device that the module is on.
-        restore: Undoes what a step does.
+        let_go: Undoes what a step does, but for the values of tensors.
         clock: Seconds from any start; None: the time of steps does not count.
+        batches_ahead: Batches that are on the device beside the one that is trained on.
     """
 
     def __init__(
@@ -147,14 +149,17 @@ class TriedSteps:
         *,
         batch_of: Callable[[int], Batch],
         reader: MemoryReader,
-        restore: Undo,
+        let_go: Undo,
         clock: Callable[[], float] | None,
+        batches_ahead: int,
     ) -> None:
         self.trainer, self.pl_module = trainer, pl_module
-        self.batch_of, self.reader, self.restore, self.clock = batch_of, reader, restore, clock
+        self.batch_of, self.reader, self.let_go, self.clock = batch_of, reader, let_go, clock
+        self.batches_ahead = batches_ahead
+        self._ahead: list[Batch] = []
 
     def __call__(self, rows: int) -> Probe:
-        """Return what steps on that many rows took; everything is restored and freed.
+        """Return what steps on that many rows took; what they made is freed.
 
         Raises:
             NoLossError: The training step returned no loss.
@@ -177,7 +182,8 @@ class TriedSteps:
             )
             raise
         finally:
-            self.restore()
+            self._ahead.clear()
+            self.let_go()
             gc.collect()
             self.reader.reset_peak()
 
@@ -194,7 +200,11 @@ class TriedSteps:
         trainer, pl_module = self.trainer, self.pl_module
         strategy = trainer.strategy
         optimizer = strategy.optimizers[0]
+        self._ahead = [self._moved(batch) for _ in range(self.batches_ahead)]
         batch = self._moved(batch)
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), int | float | torch.Tensor):
+                group["lr"] = 0.0 * group["lr"]  # the parameters stay as they are
         scaler = loss_scaler(trainer)
         if scaler is not None and scaler.is_enabled():
             # At its usual first scale gradients often overflow; the optimizer step, and the state

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
-from lightning_fastdata.batches.streams import DeviceStreams, device_streams
-from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
+from lightning_fastdata.device.lookahead import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.device.streams import DeviceStreams, device_streams
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
 from lightning_fastdata.plugin.placing.stage_transforms import (
@@ -118,7 +118,7 @@ class Prefetching:
         if device not in self._lanes:
             streams = module.device_streams(device)
             self._lanes[device] = None if streams is None else SideLane(streams)
-        theirs = trainer.lightning_module
+        theirs, before = trainer.lightning_module, self.choice
         self.choice = choose_prefetch(
             self.asked,
             has_streams=self._lanes[device] is not None,
@@ -127,9 +127,21 @@ class Prefetching:
             hooks=module.written_hooks(),
             hooks_of_module=frozenset(n for n in HOOKS if overridden_hook(theirs, n) is not None),
         )
-        if self.choice.refused:
+        if self.choice.refused and self.choice != before:
             message = f"prefetch={self.asked!r} became {self.choice.how!r}: {self.choice.why}."
             warnings.warn(message, FastDataWarning, stacklevel=3)
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that are on the device beside the one that is trained on, at most."""
+        return 0 if self.choice.how == "off" else BATCHES_AHEAD
+
+    def drop_ahead(self) -> bool:
+        """Let go of batches that were sent ahead, and send no more; return whether there was one.
+
+        Each is made anew when it is its turn.
+        """
+        return sum(lane.drop() for lane in self._lanes.values() if lane is not None) > 0
 
     def transfer(
         self,
@@ -146,7 +158,7 @@ class Prefetching:
         def work(batch: Batch) -> Batch:
             return carry_out_draws(transfer(batch, move_batch, device), transforms)
 
-        return lane.send(batch, work, after_consumer=False).land()
+        return lane.send(batch, work).land()
 
     def look_ahead(
         self, trainer: Trainer | None, stage: Stage, transforms: StageTransforms
@@ -168,13 +180,11 @@ class Prefetching:
         def work(batch: Batch) -> Batch:
             return carry_out_draws(move(batch, device, non_blocking=True), transforms)
 
-        def send(batch: Batch) -> Crossing:
-            return lane.send(batch, work, after_consumer=True)
-
         def receive(crossing: Crossing) -> StagedBatch:
+            lane.note_landing()  # it lands when Lightning's hooks are called, behind the next send
             return StagedBatch(None, None, stage, _Converted(crossing, trainer.precision_plugin))
 
-        return OneAhead(batches, send, receive)
+        return OneAhead(batches, lambda b: lane.send(b, work), receive, lambda: lane.has_room)
 
     def explain(self) -> str:
         """Return how batches are moved, and why."""
@@ -188,8 +198,15 @@ class _Converted:
         self._crossing = crossing
         self._precision = precision
 
+    @property
+    def source(self) -> Batch:
+        """The batch as Lightning would have brought it to the device."""
+        return self._in_precision(self._crossing.source)
+
     def land(self) -> Batch:
-        batch = self._crossing.land()
+        return self._in_precision(self._crossing.land())
+
+    def _in_precision(self, batch: Batch) -> Batch:
         return batch if isinstance(batch, StagedBatch) else self._precision.convert_input(batch)
 
 
@@ -199,6 +216,8 @@ class TransferHooks:
     _trainer: Trainer | None
     _transforms: StageTransforms
     _prefetching: Prefetching
+    part_begin = 0
+    """Sample of a training batch that is transferred in parts, with which the next part begins."""
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the LightningModule's hook of this name, if it has one."""
@@ -235,12 +254,27 @@ class TransferHooks:
         # What one batch draws rests on no other, so that a run may go on from any of them.
         place = training_place(trainer)
         device = trainer.strategy.root_device
-        number = trainer.global_rank, place.taken
+        number: tuple[int, ...] = trainer.global_rank, place.taken
+        if self.part_begin:
+            number += (self.part_begin,)
         return drawn_under(self.run_seed(), place.epoch, number, device)
 
     def run_seed(self) -> int:
         """Return the seed of order and draws."""
         raise NotImplementedError
+
+    def batches_ahead(self) -> int:
+        """Return how many batches are on the device beside the one that is trained on, at most."""
+        self._prefetching.decide(self)  # type: ignore[arg-type]
+        return self._prefetching.batches_ahead
+
+    def drop_ahead(self) -> bool:
+        """Let go of what was sent ahead, and send no more; return whether there was a batch."""
+        return self._prefetching.drop_ahead()
+
+    def carried_out(self, batch: Batch) -> Batch:
+        """Return a batch with what the workers drew for it carried out, where it is."""
+        return carry_out_draws(batch, self._transforms)
 
     def device_streams(self, device: torch.device) -> DeviceStreams | None:
         """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""

@@ -16,8 +16,9 @@ Replaced on one object, never on a class, until the run of its trainer ends:
   ``_prepare_dataloader`` of the data connector
 - in :mod:`.hooks`: ``on_after_batch_transfer`` of a module, ``get_instance`` of the hook selector
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
-- in :mod:`..guard.callback`: ``run`` of the automatic optimization; in :mod:`..guard.replay`, for
-  one batch: ``training_step``, ``optimizer_zero_grad`` and ``log`` of the module
+- in :mod:`..guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
+  strategy; in :mod:`..guard.replay`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
+  ``log`` of the module
 - in :mod:`..proving`, until the script ends: ``save_checkpoint``, ``callbacks`` and ``loggers`` of
   the trainer
 - in :mod:`.trainer`, during the steps that the batch-size guard tries: ``callbacks``, ``loggers``
