@@ -31,8 +31,6 @@ class WorkerTransform:
 
     needs_batches = False
     """Whether something is left to do once samples are collated, even with nothing on a device."""
-    repeats = 1
-    """Samples that it makes of each one; above 1 they come as a list."""
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Any, Any]:
         """Return the sample as the worker leaves it, and what it drew for the device."""
@@ -70,8 +68,6 @@ class StageTransform:
     """How messages and reports call it."""
     starts_in_worker = True
     """Whether it has a part that runs on each sample in the side process."""
-    repeats = 1
-    """How often each sample of the loader is in a batch behind it."""
 
     @property
     def defers(self) -> bool:

@@ -235,8 +235,7 @@ class StagingCollate(HandsOn):
         super().__init__(collate_fn)
         self.transform = transform
         self.stage = stage
-        inner = collate_fn.collate_fn if isinstance(collate_fn, SpreadCollate) else collate_fn
-        self._only_stacks = inner in (collate_samples, default_collate)
+        self._only_stacks = collate_fn in (collate_samples, default_collate)
 
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
@@ -271,9 +270,8 @@ class FirstOfPairs(HandsOn):
     def __init__(self, collate_fn: Collate, transform: WorkerTransform, *, single: bool) -> None:
         if single and transform.needs_batches:
             raise OptionsError(
-                "The transform mixes the samples of a batch or converts whole batches (out=, "
-                "channels_last=), but batch_size=None makes no batches. Set batch_size, or do it "
-                "where the batches are made."
+                "The transform mixes the samples of a batch, but batch_size=None makes no batches. "
+                "Set batch_size, or mix where the batches are made."
             )
         super().__init__(collate_fn)
         self.transform = transform
@@ -287,24 +285,3 @@ class FirstOfPairs(HandsOn):
         if not self.transform.needs_batches:
             return self._collate_handed_on(samples)
         return self.transform.finish(self.collate_fn(samples), [tape for _sample, tape in pairs])
-
-
-def spreading(collate_fn: Collate, worker_part: WorkerTransform | None) -> Collate:
-    """Return what collates the samples that a transform makes.
-
-    Where ``repeats`` of the transform's part in the worker is above 1, that returns a list of
-    samples for each sample of the dataset.
-    """
-    several = worker_part is not None and worker_part.repeats > 1
-    return SpreadCollate(collate_fn) if several else collate_fn
-
-
-class SpreadCollate:
-    """Collates lists of samples as if each of their samples had come by itself; picklable."""
-
-    def __init__(self, collate_fn: Collate) -> None:
-        self.collate_fn = collate_fn
-
-    def __call__(self, lists: list[list[Any]]) -> Batch:
-        """Return the batch of the samples of all lists, in their order."""
-        return self.collate_fn([sample for samples in lists for sample in samples])

@@ -25,7 +25,7 @@ from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import keyed, reads_together
 from lightning_fastdata.batches.libraries import Rank, rank_now, tell_rank
-from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate, spreading
+from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
 from lightning_fastdata.executors.gather.rows import rows_of
@@ -173,7 +173,6 @@ def _collation(
 ) -> Callable[[Any], Batch]:
     collate_fn = settings.collate_fn
     collate_fn = collate_samples if collate_fn is default_collate else collate_fn
-    collate_fn = spreading(collate_fn, worker_part)
     # A kept executor stages what has no draws itself, and may so collate in place.
     if settings.staged is not None and (worker_part is not None or reads_with_torch(settings)):
         return StagingCollate(collate_fn, worker_part, settings.staged)

@@ -8,7 +8,6 @@ import albumentations as A
 from augment.parity import photographs
 from torch.utils.data import Dataset, default_collate
 
-from lightning_fastdata.batches.staged import spreading
 from lightning_fastdata.types import SampleKey
 
 CLASSES = 4
@@ -39,7 +38,7 @@ def carried_out(
     order = list(range(len(samples))) if order is None else order
     part = pickle.loads(pickle.dumps(transform.in_worker(on_device=on_device)))
     pairs = [part(samples[index], SampleKey(0, epoch, index)) for index in order]
-    batch = spreading(collate, part)([sample for sample, _ in pairs])
+    batch = collate([sample for sample, _ in pairs])
     drawn = [one for _, one in pairs]
     if on_device:
         return transform.apply(batch, part.collate(drawn))

@@ -318,7 +318,6 @@ class CostlyPipeline(StageTransform):
 
         class Part:
             needs_batches = False
-            repeats = 1
             collate, finish = part.collate, part.finish
             stacks, finish_each = part.stacks, part.finish_each
 

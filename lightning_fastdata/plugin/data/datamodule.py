@@ -410,10 +410,6 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
         """Return whether it was found out in this run where pixels of a stage are best computed."""
         return self.placing.choice(stage) is not None
 
-    def repeats_of(self, stage: Stage) -> int:
-        """Return how often each sample is in a batch that the steps of a stage get."""
-        return self._transforms.repeats(stage)
-
     def image_form(self, stage: Stage) -> BatchImages:
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)

@@ -53,18 +53,15 @@ class ReplayedBatch:
     """The file of each sample; None where the dataset shows none."""
     batch: Batch
     """As the model gets it, on the CPU."""
-    rows: int
-    """Of the batch: several for a sample that is augmented several times."""
 
     def text(self) -> str:
         """Return which batch it is, and for each row its sample and its numbers."""
         place = f"epoch {self.epoch}, batch {self.number}, rank {self.rank}"
         lines = [f"{place}: {len(self.indices)} samples"]
-        for row in range(self.rows):
-            at = row * len(self.indices) // self.rows
-            file = "" if self.files is None else f"  {printable(self.files[at], keep='')}"
-            lines.append(f"row {row}: sample {self.indices[at]}{file}")
-            lines += [f"    {words}" for words in row_words(self.batch, row, self.rows)]
+        for row, index in enumerate(self.indices):
+            file = "" if self.files is None else f"  {printable(self.files[row], keep='')}"
+            lines.append(f"row {row}: sample {index}{file}")
+            lines += [f"    {words}" for words in row_words(self.batch, row, len(self.indices))]
         return "\n".join(lines)
 
     def saved(self) -> dict[str, Any]:
@@ -107,7 +104,6 @@ def replayed(
         indices=tuple(indices),
         files=files_of(loader.dataset, indices),
         batch=batch,
-        rows=len(indices) * (1 if loader.transform is None else loader.transform.repeats),
     )
 
 

@@ -209,15 +209,10 @@ def _sizes_as_now(trainer: Trainer, datamodule: DataModule) -> Callable[[], None
 
 
 def _with_notes(decision: GuardDecision, datamodule: DataModule) -> GuardDecision:
-    """Return a decision that says what its rows were."""
-    repeats, notes = datamodule.repeats_of("train"), [decision.reason]
-    if repeats > 1:
-        notes.append(
-            f"These are rows of the loader; the model gets {repeats} of each (repeats={repeats})."
-        )
-    if collates(datamodule):
-        notes.append(_PADDED.format(_MORE_ROWS))
-    return decision if decision.action == "skipped" else replace(decision, reason=" ".join(notes))
+    """Return a decision that says what it cannot know of batches that are padded."""
+    if decision.action == "skipped" or not collates(datamodule):
+        return decision
+    return replace(decision, reason=f"{decision.reason} {_PADDED.format(_MORE_ROWS)}")
 
 
 def _as_before(sizes: dict[str, int], trainer: Trainer, datamodule: DataModule) -> GuardDecision:

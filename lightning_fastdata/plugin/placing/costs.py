@@ -19,7 +19,6 @@ from lightning_fastdata.batches.staged import (
     FirstOfPairs,
     StagingCollate,
     move,
-    spreading,
 )
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import Clocks
@@ -127,8 +126,8 @@ def _ways_of(task: PlaceTask) -> _Ways | None:
             "deferred": lambda index, sample: deferred(sample, SampleKey(seed, 0, index)),
         },
         {
-            "whole": FirstOfPairs(spreading(collate, whole), whole, single=False),
-            "deferred": StagingCollate(spreading(collate, deferred), deferred, spec.stage),
+            "whole": FirstOfPairs(collate, whole, single=False),
+            "deferred": StagingCollate(collate, deferred, spec.stage),
         },
     )
 

@@ -87,11 +87,6 @@ class StageTransforms:
         """Return whether anything of a stage runs on the device; ``pipeline``: Albumentations'."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
-    def repeats(self, stage: Stage) -> int:
-        """Return how often each sample of the loader is in a batch behind the transforms."""
-        part = self.worker_part(stage)
-        return 1 if part is None else part.repeats
-
     def image_form(self, stage: Stage) -> BatchImages:
         """Return what is known of the images of a stage behind its transforms."""
         return BatchImages.behind(self._of[stage], self._image)
