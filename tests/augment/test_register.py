@@ -14,6 +14,7 @@ from augment.own_transforms import (
     BrightRow,
     Grayer,
     HorizontalFlip,
+    Pad,
     Raises,
     RollByBrightness,
     RollRows,
@@ -26,6 +27,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.augment import register
+from lightning_fastdata.augment.ops.operation import Encoded
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.types import SampleKey
@@ -69,9 +71,10 @@ def places(transform) -> dict[str, str]:
 
 
 @each("tail", [(), (A.RandomGamma(), A.HorizontalFlip(), A.Normalize(), A.ToTensorV2())])
-def test_a_registered_table_makes_what_the_transform_makes(registered, tail) -> None:
-    registered(Steps, table=True)
-    transform = as_batch_transform(A.Compose([A.VerticalFlip(), Steps(p=0.7), *tail]))
+@each("kind", [Steps, A.RandomToneCurve])
+def test_a_registered_table_makes_what_the_transform_makes(registered, kind, tail) -> None:
+    registered(kind, table=True, reads_pixels=False)
+    transform = as_batch_transform(A.Compose([A.VerticalFlip(), kind(p=0.7), *tail]))
     assert set(places(transform).values()) == {"device"}
     assert_both_ways_agree(transform)
 
@@ -96,7 +99,7 @@ def test_a_table_behind_what_makes_floats_stays_on_the_cpu(registered) -> None:
     assert_both_ways_agree(transform)
 
 
-@each("kind", [RollRows, RollByBrightness])
+@each("kind", [RollRows, RollByBrightness, Pad])
 @each("head", [(), (A.RandomCrop(16, 16),)])
 def test_registered_functions_make_what_the_transform_makes(registered, kind, head) -> None:
     registered(kind, encode=encode_roll, image=roll, mask=roll)
@@ -116,7 +119,8 @@ def test_a_sampler_that_looks_at_no_pixels_spares_the_cpu(registered) -> None:
     )
     assert [one.where for one in transform.plan.placements] == ["worker", *["device"] * 3]
     assert_both_ways_agree(transform)
-    behind = as_batch_transform(A.Compose([A.HorizontalFlip(), RollRows(p=0.6), A.Normalize()]))
+    of_floats = [A.HorizontalFlip(), RollRows(p=0.6), A.Normalize(), RollRows(p=0.6)]
+    behind = as_batch_transform(A.Compose(of_floats))
     assert set(places(behind).values()) == {"device"}
     assert_both_ways_agree(behind)
 
@@ -129,10 +133,18 @@ def test_a_form_belongs_to_one_class_whatever_others_are_called(registered) -> N
         "HorizontalFlip": "device"
     }
 
-    class Child(HorizontalFlip):
+    class ToGray(HorizontalFlip):
         pass
 
-    assert places(as_batch_transform(A.Compose([Child(p=1)]))) == {"Child": "worker"}
+    child = as_batch_transform(A.Compose([ToGray(p=1), A.VerticalFlip()]))
+    assert places(child)["ToGray"] == "worker"
+
+    class ColorJitter(HorizontalFlip):
+        pass
+
+    registered(ColorJitter, encode=encode_roll, image=roll, mask=roll)
+    before_jumps = as_batch_transform(A.Compose([ColorJitter(p=1), A.Posterize()]))
+    assert places(before_jumps)["ColorJitter"] == "device"
 
 
 def test_two_classes_of_one_name_in_one_pipeline_keep_their_own_forms(registered) -> None:
@@ -141,11 +153,19 @@ def test_two_classes_of_one_name_in_one_pipeline_keep_their_own_forms(registered
             def apply(self, img, **params):
                 return change(img)
 
-        registered(Pointwise, table=True)
+        def encode(transform, params, shape, dtype):
+            return Encoded((), {})
+
+        def image(images, static, arrays):
+            return change(images)
+
+        registered(Pointwise, encode=encode, image=image)
         return Pointwise(p=0.5)
 
     halve, flip_bits = make(lambda img: img // 2), make(lambda img: img ^ 255)
-    assert_both_ways_agree(as_batch_transform(A.Compose([halve, flip_bits, A.VerticalFlip()])))
+    transform = as_batch_transform(A.Compose([halve, flip_bits, A.VerticalFlip()]))
+    assert [place.where for place in transform.plan.placements] == ["device"] * 3
+    assert_both_ways_agree(transform)
 
 
 def test_what_is_taken_back_runs_on_the_cpu_again(registered) -> None:
@@ -197,6 +217,8 @@ def test_a_registered_form_reaches_the_workers_however_they_start(
     )  # fmt: skip
     staged = list(loader)
     assert all(torch.uint8 == one.batch["image"].dtype for one in staged)  # left to the device
+    steps = [step.name for one in staged for step in one.draws.programs["image"].steps]
+    assert all(any(name in step for step in steps) for name in ("Steps", "RollRows"))
     oracle = default_collate(in_worker(transform, SAMPLES, seed=7))
     done = [transform.apply(one.batch, one.draws) for one in staged]
     for name in ("image", "mask"):
