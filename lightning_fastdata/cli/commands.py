@@ -50,12 +50,14 @@ def _read_gpus() -> list[tuple[str, DeviceMemory]]:
 
 
 def replay(
-    datamodule: str,
+    named: str,
     *,
-    epoch: int,
-    batch: int,
+    datamodule: str | None = None,
+    epoch: int | None = None,
+    batch: int | None = None,
+    step: int | None = None,
     rank: int = 0,
-    ranks: int = 1,
+    ranks: int | None = None,
     seed: int | None = None,
     save: str | None = None,
     out: str | None = None,
@@ -66,27 +68,58 @@ def replay(
     from lightning_fastdata.plugin.data.replay import replayed
     from lightning_fastdata.plugin.loggers.pictures import draw_batch
 
-    module = open_datamodule(datamodule)
-    found = replayed(module, epoch, batch, rank=rank, ranks=ranks, seed=seed)
+    number = batch if step is None else step
+    if number is None or (epoch is None) == (step is None):
+        raise OptionsError("Say which batch: --epoch and --batch, or --step alone.")
+    if datamodule is not None:
+        saved_seed, saved_ranks = _seed_and_ranks(named)
+        seed, ranks = saved_seed if seed is None else seed, ranks or saved_ranks
+    module = open_datamodule(named if datamodule is None else datamodule)
+    found = replayed(module, epoch, number, rank=rank, ranks=ranks or 1, seed=seed)
     sys.stdout.write(f"{found.text()}\n")
     if save is not None:
         _write(save, lambda: torch.save(found.saved(), save))
     if out is not None:
-        picture = draw_batch(module, found.batch, epoch=epoch, number=batch)
+        picture = draw_batch(module, found.batch, epoch=found.epoch, number=found.number)
         _write(out, lambda: picture.save(out, "PNG"))
 
 
 def takes_replay(parser: ArgumentParser) -> None:
     """Add the arguments of ``replay``."""
     add = parser.add_argument
-    add("datamodule", help="Where the data module is: module:name, or path/to/file.py:name.")
-    add("--epoch", type=int, required=True, help="Counted from 0, as trainer.current_epoch.")
-    add("--batch", type=int, required=True, help="Of the epoch, from 0, as batch_idx.")
+    where = "module:name, or path/to/file.py:name."
+    add("named", help=f"Where the data module is: {where} Or a checkpoint, with --datamodule.")
+    add("--datamodule", help=f"Of a checkpoint, which tells seed and ranks: {where}")
+    add("--epoch", type=int, help="Counted from 0, as trainer.current_epoch.")
+    add("--batch", type=int, help="Of the epoch, from 0, as batch_idx.")
+    add("--step", type=int, help="Instead of both: of all training batches of a rank, from 0.")
     add("--rank", type=int, default=0, help="Whose batch.")
-    add("--ranks", type=int, default=1, help="That trained together.")
-    add("--seed", type=int, help="Of the training. Default: the data module's.")
+    add("--ranks", type=int, help="That trained together. Default: the checkpoint's, or 1.")
+    add("--seed", type=int, help="Default: that of the checkpoint, or of the data module.")
     add("--save", help="File to write it to, for torch.load(weights_only=True).")
     add("--out", help="PNG file for its picture.")
+
+
+def _seed_and_ranks(checkpoint: str) -> tuple[int | None, int]:
+    """Return what a checkpoint tells of the training whose batches are made again.
+
+    Raises:
+        OptionsError: It cannot be read, or FastDataModule had no part in it.
+    """
+    import torch
+
+    from lightning_fastdata.plugin.data.training_run import KEY
+
+    alone = "Name the data module alone instead, with --seed and --ranks of its training."
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise OptionsError(f"{checkpoint} cannot be read: {error}. {alone}") from error
+    states = [value[KEY] for value in saved.values() if isinstance(value, dict) and KEY in value]
+    loaders = [loader for state in states for loader in state["loaders"].values()]
+    if not loaders:
+        raise OptionsError(f"{checkpoint} is of no training with a FastDataModule. {alone}")
+    return loaders[0]["seed"], loaders[0]["world_size"]
 
 
 def open_datamodule(spec: str) -> Any:

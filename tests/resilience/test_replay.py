@@ -258,6 +258,40 @@ def test_the_command_prints_saves_and_draws_the_batch_of_a_step(folder, capsys) 
     assert (folder / "seen.png").stat().st_size > 1000
 
 
+def test_a_checkpoint_tells_the_seed_and_a_step_counts_the_batches_of_all_epochs(
+    folder, capsys
+) -> None:
+    space: dict = {}
+    exec(SCRIPT, space)
+    model, module, trainer = FolderModel(), space["Folder"](), quiet_trainer(max_epochs=2)
+    module.seed = 12  # others than the script's
+    trainer.fit(model, datamodule=module)
+    trainer.save_checkpoint("trained.ckpt")
+    for epoch, batch in model.seen:
+        step = epoch * (len(model.seen) // 2) + batch
+        named = ["trained.ckpt", "--datamodule", "train.py:Folder", "--step", str(step)]
+        main(["replay", *named, "--save", "batch.pt"])
+        saved = torch.load("batch.pt", weights_only=True)
+        assert torch.equal(saved["batch"][0], model.seen[epoch, batch]["image"])
+        assert f"epoch {epoch}, batch {batch}, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.py:Folder", "--epoch", "0"], "--epoch and --batch, or --step"),
+        (["train.py:Folder", "--batch", "0"], "--epoch and --batch, or --step"),
+        (["train.py:Folder", "--epoch", "0", "--step", "0"], "--epoch and --batch, or --step"),
+        (["none.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "cannot be read"),
+        (["other.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "is of no training"),
+    ],
+)
+def test_what_says_no_batch_and_what_is_no_checkpoint_is_refused(folder, arguments, said) -> None:
+    torch.save({"state_dict": {}}, "other.ckpt")
+    with pytest.raises(SystemExit, match=said):
+        main(["replay", *arguments])
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [

@@ -70,13 +70,19 @@ class ReplayedBatch:
 
 
 def replayed(
-    module: Any, epoch: int, number: int, *, rank: int = 0, ranks: int = 1, seed: int | None = None
+    module: Any,
+    epoch: int | None,
+    number: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    seed: int | None = None,
 ) -> ReplayedBatch:
     """Return a training batch of a data module, made again as for a training on the CPU.
 
     Args:
         module: The data module, whose datasets are there, as after ``setup("fit")``.
-        epoch: Counted from 0, as ``trainer.current_epoch``.
+        epoch: Counted from 0, as ``trainer.current_epoch``. None: the number is one of all epochs.
         number: Of the batch in its epoch, from 0, as the ``batch_idx`` of ``training_step``.
         rank: Whose batch.
         ranks: That trained together.
@@ -89,6 +95,8 @@ def replayed(
     with kept_random_state(), torch.no_grad():
         twin = _apart(module, seed)
         loader = _training_loader(twin)
+        if epoch is None:
+            epoch, number = divmod(number, max(1, len(_order_of(loader, 0, rank, ranks))))
         order = _order_of(loader, epoch, rank, ranks)
         if number not in range(len(order)):
             raise OptionsError(
