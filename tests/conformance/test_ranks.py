@@ -75,7 +75,8 @@ def test_the_rank_whose_data_is_slow_is_named_first_with_its_host_and_reason(tra
     assert zero["stall_ms"] == 0
     assert one["compute_ms"] == pytest.approx(10)
     assert zero["compute_ms"] == pytest.approx(10 + one["stall_ms"])
-    assert [row["data_ranks/slowest_rank"] for row in logged(result)] == ["1.0", "1.0"]
+    # At the end of the first epoch the other rank may not have written yet.
+    assert {row["data_ranks/slowest_rank"] for row in logged(result)} == {"1.0"}
 
 
 def test_what_rank_0_hears_is_what_rank_1_measured(trained):
