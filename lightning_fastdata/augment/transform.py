@@ -32,6 +32,7 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.errors import BatchError, FastDataWarning, TransformError
 from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.randomness.seeds import lasting
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -366,5 +367,5 @@ class BatchTransform(StageTransform):
 
 
 def _state_of(compose: Node) -> Fingerprint | None:
-    # Globals have no part in what a device can do.
-    return fingerprint(compose, with_globals=False)
+    # Globals have no part in what a device can do, nor what somebody drew from the pipeline.
+    return fingerprint(compose, with_globals=False, instead=lasting([compose]))

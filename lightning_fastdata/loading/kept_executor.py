@@ -44,6 +44,8 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import lasting
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.types import Batch, Stage
 
@@ -299,7 +301,8 @@ class KeptExecutor:
             return None  # New processes read each epoch of a stream, or those that the user keeps.
         given = () if self.settings.transform is None else self.settings.transform.made_of()
         read = self.plan.state(self._budget_s())
-        pipeline = fingerprint(given, within_s=self._budget_s())
+        drawn = lasting(find_composes(given))
+        pipeline = fingerprint(given, within_s=self._budget_s(), instead=drawn)
         return None if read is None or pipeline is None else _State(read, pipeline)
 
     def _budget_s(self) -> float:

@@ -12,6 +12,8 @@ from lightning_fastdata.caches.folders import Kept
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import lasting
 
 _WITHIN_S: Final = 0.01
 _SHARE: Final = 0.01
@@ -72,7 +74,10 @@ class StateWatch:
         self._spent_s += clock.monotonic() - began_s
 
     def _look(self) -> Fingerprint | None:
-        return fingerprint(*self._objects, within_s=_WITHIN_S, roughly=True, with_globals=False)
+        # What a step draws from a pipeline changes no sample, each of which has its own key.
+        drawn = lasting(find_composes(self._objects))
+        how = {"roughly": True, "with_globals": False}
+        return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
 
 
 class SizeWatch:

@@ -10,11 +10,14 @@ from typing import Any
 
 import albumentations as A
 import numpy as np
+import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule
 from misses import Misses
 from torch.utils.data import Dataset
+from trainers import quiet_trainer
 
-from lightning_fastdata import FastDataLoader
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 
 EPOCHS, LENGTH = 3, 8
 PHOTO = np.random.default_rng(0).integers(0, 256, (24, 24, 3), np.uint8)
@@ -168,3 +171,58 @@ def test_a_transform_that_changes_itself_begins_anew_with_each_epoch() -> None:
 def counted(pipeline: A.Compose) -> list[int]:
     pipeline(image=PHOTO)
     return [pipeline.transforms[0].calls]
+
+
+class Plain(Dataset[dict[str, Any]]):
+    """Photographs without a pipeline, and in which process they were read."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": np.roll(PHOTO, index), "read by": os.getpid()}
+
+
+class Sees(LightningModule):
+    """A model that keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.images: list[torch.Tensor] = []
+        self.pids: set[int] = set()
+
+    def training_step(self, batch: dict[str, torch.Tensor], _batch_idx: int) -> torch.Tensor:
+        self.images.append(batch["image"].clone())
+        self.pids |= set(batch["read by"].tolist())
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Shows(Callback):
+    """Draws from the pipeline in the training process, as one that logs pictures does."""
+
+    def __init__(self, pipeline: A.Compose) -> None:
+        self.pipeline = pipeline
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.pipeline(image=PHOTO)
+
+
+@pytest.mark.filterwarnings("error::lightning_fastdata.FastDataWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_program_draws_from_the_pipeline_of_augment_changes_nothing(workers: int) -> None:
+    seen = []
+    for draws in (False, True):
+        pipeline, model = flips_and_colours(), Sees()
+        module = FastDataModule.from_datasets(
+            Plain(), batch_size=2, augment=pipeline, options=LoaderOptions(num_workers=workers)
+        )
+        shows = [Shows(pipeline)] if draws else []
+        quiet_trainer(max_epochs=EPOCHS, callbacks=shows).fit(model, datamodule=module)
+        assert len(model.pids) == 1
+        seen.append(model.images)
+    assert all(map(torch.equal, *seen))
+    assert len(seen[0]) == EPOCHS * LENGTH // 2
