@@ -9,7 +9,7 @@ from lightning_fastdata.errors import OptionsError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from lightning_fastdata.host.memory import DeviceMemory
 
@@ -69,13 +69,20 @@ def replay(
     from lightning_fastdata.plugin.loggers.pictures import draw_batch
 
     number = batch if step is None else step
-    if number is None or (epoch is None) == (step is None):
+    given = [each is not None for each in (epoch, batch, step)]
+    if number is None or given not in ([True, True, False], [False, False, True]):
         raise OptionsError("Say which batch: --epoch and --batch, or --step alone.")
-    if datamodule is not None:
-        saved_seed, saved_ranks = _seed_and_ranks(named)
-        seed, ranks = saved_seed if seed is None else seed, ranks or saved_ranks
+    saved = {} if datamodule is None else _saved_loader(named)
     module = open_datamodule(named if datamodule is None else datamodule)
-    found = replayed(module, epoch, number, rank=rank, ranks=ranks or 1, seed=seed)
+    found = replayed(
+        module,
+        epoch,
+        number,
+        rank=rank,
+        ranks=saved.get("world_size", 1) if ranks is None else ranks,
+        seed=saved.get("seed") if seed is None else seed,
+        saved=saved,
+    )
     sys.stdout.write(f"{found.text()}\n")
     if save is not None:
         _write(save, lambda: torch.save(found.saved(), save))
@@ -100,8 +107,8 @@ def takes_replay(parser: ArgumentParser) -> None:
     add("--out", help="PNG file for its picture.")
 
 
-def _seed_and_ranks(checkpoint: str) -> tuple[int | None, int]:
-    """Return what a checkpoint tells of the training whose batches are made again.
+def _saved_loader(checkpoint: str) -> Mapping[str, Any]:
+    """Return what a checkpoint tells of the training loader whose batches are made again.
 
     Raises:
         OptionsError: It cannot be read, or FastDataModule had no part in it.
@@ -113,13 +120,15 @@ def _seed_and_ranks(checkpoint: str) -> tuple[int | None, int]:
     alone = "Name the data module alone instead, with --seed and --ranks of its training."
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # whatever the file holds
         raise OptionsError(f"{checkpoint} cannot be read: {error}. {alone}") from error
-    states = [value[KEY] for value in saved.values() if isinstance(value, dict) and KEY in value]
+    parts = saved.values() if isinstance(saved, dict) else ()
+    states = [part[KEY] for part in parts if isinstance(part, dict) and KEY in part]
     loaders = [loader for state in states for loader in state["loaders"].values()]
     if not loaders:
         raise OptionsError(f"{checkpoint} is of no training with a FastDataModule. {alone}")
-    return loaders[0]["seed"], loaders[0]["world_size"]
+    found: Mapping[str, Any] = loaders[0]
+    return found
 
 
 def open_datamodule(spec: str) -> Any:

@@ -277,17 +277,43 @@ def test_a_checkpoint_tells_the_seed_and_a_step_counts_the_batches_of_all_epochs
 
 
 @pytest.mark.parametrize(
+    ("change", "said"),
+    [("batch_size=2", "batch_size 4.* has 2"), ("removed", "length [0-9]+.* has [0-9]+")],
+)
+def test_a_data_module_of_other_batches_than_the_checkpoints_is_refused(
+    folder, change, said
+) -> None:
+    space: dict = {}
+    exec(SCRIPT, space)
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(FolderModel(), datamodule=space["Folder"]())
+    trainer.save_checkpoint("trained.ckpt")
+    if change == "removed":
+        next((folder / "images" / "a").iterdir()).unlink()
+    else:
+        (folder / "train.py").write_text(SCRIPT + "\ndef other(): return Folder(2)\n")
+    name = "Folder" if change == "removed" else "other"
+    with pytest.raises(SystemExit, match=said):
+        main(["replay", "trained.ckpt", "--datamodule", f"train.py:{name}", "--step", "1"])
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["train.py:Folder", "--epoch", "0"], "--epoch and --batch, or --step"),
         (["train.py:Folder", "--batch", "0"], "--epoch and --batch, or --step"),
         (["train.py:Folder", "--epoch", "0", "--step", "0"], "--epoch and --batch, or --step"),
+        (["train.py:Folder", "--batch", "0", "--step", "0"], "--epoch and --batch, or --step"),
+        (["train.py:Folder", "--step", "-1"], "no batch -1"),
+        (["train.py:Folder", "--epoch", "-1", "--batch", "0"], "no batch 0 in epoch -1"),
+        (["text.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "is of no training"),
         (["none.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "cannot be read"),
         (["other.ckpt", "--datamodule", "train.py:Folder", "--step", "0"], "is of no training"),
     ],
 )
 def test_what_says_no_batch_and_what_is_no_checkpoint_is_refused(folder, arguments, said) -> None:
     torch.save({"state_dict": {}}, "other.ckpt")
+    torch.save("no checkpoint", "text.ckpt")
     with pytest.raises(SystemExit, match=said):
         main(["replay", *arguments])
 

@@ -34,6 +34,8 @@ from lightning_fastdata.plugin.seams.trainer import trainer_of_class
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lightning_fastdata.types import Batch, Stage
 
 
@@ -77,6 +79,7 @@ def replayed(
     rank: int = 0,
     ranks: int = 1,
     seed: int | None = None,
+    saved: Mapping[str, Any] | None = None,
 ) -> ReplayedBatch:
     """Return a training batch of a data module, made again as for a training on the CPU.
 
@@ -87,20 +90,23 @@ def replayed(
         rank: Whose batch.
         ranks: That trained together.
         seed: Of the training. Default: that of the data module.
+        saved: What a checkpoint of the training says of its loader.
 
     Raises:
-        OptionsError: There is no such batch, or the order of the training is none that follows
-            from seed and epoch.
+        OptionsError: There is no such batch, the order of the training is none that follows from
+            seed and epoch, or the training had batches or a dataset of another size.
     """
     with kept_random_state(), torch.no_grad():
         twin = _apart(module, seed)
         loader = _training_loader(twin)
-        if epoch is None:
-            epoch, number = divmod(number, max(1, len(_order_of(loader, 0, rank, ranks))))
-        order = _order_of(loader, epoch, rank, ranks)
-        if number not in range(len(order)):
+        order = _order_of(loader, epoch or 0, rank, ranks)
+        _refuse_others(order, saved or {})
+        if epoch is None and number >= 0:
+            epoch, number = divmod(number, max(1, len(order)))
+            order = _order_of(loader, epoch, rank, ranks)
+        if epoch is None or epoch < 0 or number not in range(len(order)):
             raise OptionsError(
-                f"Rank {rank} of {ranks} got no batch {number} in epoch {epoch}, which has "
+                f"Rank {rank} of {ranks} got no batch {number} in epoch {epoch or 0}, which has "
                 f"{len(order)}."
             )
         indices: list[int] = order.batch(number).tolist()
@@ -113,6 +119,16 @@ def replayed(
         files=files_of(loader.dataset, indices),
         batch=batch,
     )
+
+
+def _refuse_others(order: EpochOrder, saved: Mapping[str, Any]) -> None:
+    for name, now in (("batch_size", order.batch_size), ("length", order.length)):
+        then = saved.get(name, now)
+        if then != now:
+            raise OptionsError(
+                f"The training of the checkpoint had {name} {then}, and the data module has {now}: "
+                "its batches would be others. Name a function that returns it as it was."
+            )
 
 
 def _apart(module: Any, seed: int | None) -> Any:
