@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from conformance.forked_ranks import on_ranks
 from conformance.pieces import Linear, make_trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, IterableDataset
@@ -57,6 +58,16 @@ class Paced(Linear):
         self.virtual.advance_to(int(latest_ns))
 
 
+class Turn(Callback):
+    """Ranks end an epoch one after the other: who hears of others does so when they have written.
+
+    Put before the callback that measures on the rank that is to be last, behind it on others.
+    """
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        dist.barrier()
+
+
 def train(
     ranks,
     folder,
@@ -67,6 +78,7 @@ def train(
     measured=True,
     ours=True,
     counted=False,
+    in_turns=False,
     **arguments,
 ):
     """Train once; ``batches`` and ``sleep_s`` (of one sample) have an entry for each rank."""
@@ -74,13 +86,16 @@ def train(
     dataset = Stream(2 * batches[rank], sleep_s[rank])
     loader = (FastDataLoader if ours else DataLoader)(dataset, batch_size=2, num_workers=0)
     callback = DataThroughputCallback(summary=False, report=False, scalars="all")
+    callbacks = [callback]
+    if in_turns:
+        callbacks.insert(int(rank > 0), Turn())
     logger = CSVLogger(folder)
     trainer = make_trainer(
         folder,
         strategy="ddp",
         devices=ranks,
         logger=logger,
-        callbacks=[callback] if measured else [],
+        callbacks=callbacks if measured else [],
         log_every_n_steps=1000,
         **{"limit_val_batches": 0, **arguments},
     )
