@@ -139,9 +139,10 @@ def plan_for(
     draws = bool(spec.pipelines) or facts.draws or (None if cost is None else False)
     plan = plan_loader(options, situation)
     only_here = facts.here is not None
-    standby = choice.standby and plan.executor == "workers" and options.num_workers == "auto"
-    about = {"draws": draws, "only_here": only_here, "standby": standby}
-    return replace(plan, warnings=facts.warnings, **about)
+    standby = choice.standby and options.num_workers == "auto" and plan.num_workers > 0
+    return replace(
+        plan, warnings=facts.warnings, draws=draws, only_here=only_here, standby=standby
+    )
 
 
 def choose_executor(
