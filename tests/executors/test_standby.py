@@ -41,7 +41,7 @@ class Cheap(Dataset):
     """Numbers that a function makes of an index."""
 
     def __init__(self, make=lambda data, index: index, length=LENGTH):
-        self.make, self.length, self.added = make, length, 0
+        self.make, self.length, self.added, self.reads = make, length, 0, 0
 
     def __len__(self):
         return self.length
@@ -51,7 +51,12 @@ class Cheap(Dataset):
 
 
 def standing_by(dataset, **given):
-    how = {"batch_size": 2, "num_workers": 1, "executor": "workers"}
+    how = {
+        "batch_size": 2,
+        "num_workers": 1,
+        "executor": "workers",
+        "persistent_workers": "unchanged",
+    }
     return FastDataLoader(dataset, **{**how, "chosen": True, "standby": True, **given})
 
 
@@ -198,7 +203,7 @@ def test_a_run_that_goes_on_gets_the_batches_that_are_left(stop, aside, untried)
 
 
 def count_reads(data, index):
-    data.reads = getattr(data, "reads", 0) + 1
+    data.reads += 1
     return index
 
 
@@ -267,14 +272,35 @@ def test_a_trial_loses_and_doubles_nothing(length, tried):
     assert set(readers) >= ({-1} if length == 8 else {-1, 0})
 
 
-def test_a_run_that_goes_on_within_a_trial_gets_the_batches_that_are_left(tried):
-    wanted = [batch.tolist() for batch in shuffled(length=400)]
-    loader = shuffled(length=400)
-    found = []
-    for number, batch in enumerate(loader):
-        found.append(batch.tolist())
-        if number % 37 == 5:
-            other = shuffled(length=400)
-            other.load_state_dict(loader.state_dict())
-            assert found + [batch.tolist() for batch in other] == wanted
-    assert found == wanted
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_run_that_goes_on_behind_a_trial_gets_the_batches_that_are_left(policy, tried):
+    data = Cheap(length=1000)
+    loader = standing_by(data, on_bad_sample=policy)
+    for _ in range(3):
+        found = []
+        for number, batch in enumerate(loader):
+            found += batch.tolist()
+            if number % 97 == 5:
+                other = standing_by(data, on_bad_sample=policy)
+                other.load_state_dict(loader.state_dict())
+                assert found + [index for batch in other for index in batch.tolist()] == [
+                    *range(1000)
+                ]
+
+
+def count_some(data, index):
+    data.reads += index >= LENGTH // 2
+    return data.reads
+
+
+def test_a_worker_that_has_changed_its_copy_reads_no_other_epoch(untried):
+    loader = standing_by(Cheap(count_some))
+    for _ in range(2):
+        found = []
+        for number, batch in enumerate(loader):
+            found += batch.tolist()
+            if number == 0:
+                LOSSES.append(0.0)
+            if number == LENGTH // 2 - 1:
+                LOSSES.pop()
+        assert found == [0] * (LENGTH // 2) + list(range(1, LENGTH // 2 + 1))
