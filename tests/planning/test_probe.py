@@ -584,9 +584,9 @@ LARGE = cost(wall_ms=0.001, cpu_ms=0.001, size_bytes=2**30)
     ("changes", "standby"),
     [
         ({}, True),
-        ({"cost": cost(wall_ms=0.2, cpu_ms=0.2)}, True),
+        ({"cost": cost(wall_ms=0.06, cpu_ms=0.06)}, True),
         ({"cost": cost(wall_ms=5, cpu_ms=5)}, False),
-        ({"cost": cost(wall_ms=3, cpu_ms=0.01), "batch_size": 2}, False),
+        ({"cost": cost(wall_ms=2.5, cpu_ms=0.01), "batch_size": 1}, False),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, False),
         ({"changes": True}, False),
         ({"collate_fn": list}, False),
