@@ -52,12 +52,6 @@ def ranks(*stalls, step_ms=30.0):
     )  # fmt: skip
 
 
-@given(TIMINGS)
-def test_a_rank_is_read_as_it_was_written(timing):
-    assert RankTiming.from_json(timing.as_json()) == timing
-    assert RankTiming.from_json(timing.as_json().encode()) == timing
-
-
 def test_the_means_of_a_rank_leave_out_first_steps_of_epochs_and_what_was_not_measured():
     steps = [step(0, cold=True, stall=500.0), step(1), step(2, stall=3.0), step(3, stall=None)]
     timing = rank_timing(columns_of(steps), rank=1, host="b", reason="files")

@@ -77,10 +77,7 @@ def host_evidence(
 ) -> dict[str, float]:
     """Return the fields of ``Evidence`` that the machine reports between two readings."""
     seconds = end.at_s - begin.at_s
-    found: dict[str, float | None] = {
-        "throttled_share": throttled_share(begin, end),
-        "pressure_percent": _pressure_percent(begin.cpu_pressure_us, end.cpu_pressure_us, seconds),
-    }
+    found: dict[str, float | None] = {"throttled_share": throttled_share(begin, end)}
     if begin.throttling is not None and end.throttling is not None and seconds > 0:
         held_us = max(0, end.throttling.throttled_us - begin.throttling.throttled_us)
         found["throttled_cpus"] = held_us / seconds / 1e6
@@ -271,7 +268,7 @@ def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
 
 
 def tune_scalars(tuner: Tuner, workers: int) -> dict[str, float]:
-    """Return what a tuner has done to a loader, as ``metric_names.TUNE`` has it."""
+    """Return what a tuner has done to a loader."""
     scalars = {"data_tune/workers": float(workers), "data_tune/spent_s": tuner.spent_s}
     if tuner.moves:
         move = tuner.moves[-1]

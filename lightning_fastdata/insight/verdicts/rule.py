@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple
 
-from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
+from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Finding, Gain, Kind, severity_of
 
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
@@ -22,28 +21,14 @@ OPTIMIZE: Final = Advice(text="optimize the model, which takes the time", for_sp
 """Only where compute was seen to be the model's."""
 
 
-class Unstamped(NamedTuple):
-    """What findings without stamps rest on."""
-
-    summary: StageSummary
-    """The measured stage."""
-    facts: LoaderFacts
-    """What its loader says about itself."""
-    seen: Evidence = Evidence()
-    """What is known besides of the stage."""
-
-
-Facts = TypeVar("Facts", "Evidence", Unstamped)
-
-
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[Facts]):
+class Rule:
     """One cause: how it is looked for, and how what was found goes with other findings."""
 
     code: str
     """Stable code; it keeps its meaning for ever. ``docs/verdicts`` has a page for it."""
     title: str
-    find: Callable[[Facts], Finding | None]
+    find: Callable[[Evidence], Finding | None]
     """None where the facts do not show the cause, or were not measured."""
     about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
     """What the cause belongs to. ``"loader"``: of several loaders, the one that is waited for most,
@@ -61,7 +46,7 @@ class Rule(Generic[Facts]):
 class Found(NamedTuple):
     """A finding, and the rule that made it."""
 
-    rule: Rule[Evidence] | Rule[Unstamped]
+    rule: Rule
     finding: Finding
 
 

@@ -82,23 +82,18 @@ class RunJudge:
         """Return what the loader says about itself: the costliest one, else the first."""
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
-        transform = loader.transform if isinstance(loader, FastDataLoader) else None
-        augment_on: Literal["cpu", "device"] | None = None
-        if self._recording.augments(stage):
-            augment_on = "device"
-        elif transform is not None:
-            augment_on = "cpu"
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
         known = read_loader(loader)
+        augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
         if self._changes and not known.persistent_workers:
             # Workers that are kept would read what was there in the first epoch: no advice.
             known = replace(known, persistent_workers=None)
         return replace(
             known,
             usable_cpus=self._usable_cpus,
-            augment_on=augment_on,
-            augment_settled=settled or (transform is not None and not transform.defers),
+            augment_on="device" if self._recording.augments(stage) else augment_on,
+            augment_settled=settled or known.augment_settled,
             loader=label,
         )
 
@@ -111,7 +106,6 @@ class RunJudge:
             train,
             facts,
             cpus=float(self._usable_cpus),
-            val_stall_share=None if val is None else val.stall_share,
             val_loader=None if slowest is None else slowest.label,
             wall=wall,
             transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
