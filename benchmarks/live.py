@@ -50,14 +50,9 @@ class Timed(Callback):
         live = ours._run.live
         path = self.folder / "status.json"
 
-        notes = live._watched.pace._notes
-        while len(notes) >= notes.maxlen:  # one more leaves the oldest where it is
-            notes.popleft()
-
         def noted():
             live._watched.pace._due_s = 0.0
             live.step_ended()
-            notes.pop()
 
         def not_due():
             live._watched.pace._due_s = float("inf")

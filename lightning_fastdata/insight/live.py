@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -50,8 +49,7 @@ _LONG_S: Final = 10.0
 _LONG_STEPS: Final = 10.0
 """No step for so long, and for so many times a usual one, is worth an alarm."""
 _MOST_WORKERS: Final = 24
-_RECENT: Final = 11
-"""Notes of the pace that are kept, one a second: the last ten seconds."""
+_RECENT_S: Final = 10.0
 _MOST_STEPS: Final = 256
 """Times of no more steps are averaged, as that is done where a step ends."""
 _LONG_INDEX: Final = 80
@@ -212,13 +210,12 @@ class PaceMeter:
         """When the last step ended, of whatever stage; before the first one, when this began."""
         self.steps = 0
         self.steps_per_s = 0.0
-        """Of the last ten seconds, as are the next ones; 0: none, or not known."""
+        """Of the last ten seconds, or 256 steps, as are the next ones; 0: none, or not known."""
         self.means: dict[str, float] = {}
         """Of the newest steps, by their names for loggers."""
         self._due_s = 0.0
-        self._meter: StageMeter | None = None
-        self._notes: deque[tuple[float, int]] = deque(maxlen=_RECENT)
-        """When each note was made, and the steps until then."""
+        self._newest = 1
+        """How many steps those were, at the pace of the note before."""
 
     def step_ended(self, meter: StageMeter) -> None:
         """Note that a step of a stage has ended; to be called by the thread that measures it."""
@@ -226,18 +223,17 @@ class PaceMeter:
         self.steps += 1
         if now_s < self._due_s:
             return
-        from lightning_fastdata.insight.measure.stage import window_means  # `fastdata top` is light
+        # `fastdata top` is light.
+        from lightning_fastdata.insight.measure.metrics import measured
+        from lightning_fastdata.insight.measure.stage import window_means
 
         self._due_s = now_s + _EVERY_S
-        if meter is not self._meter:
-            self._meter = meter
-            self._notes.clear()
-        history = meter.timeline.history
-        self._notes.append((now_s, history.steps))
-        began_s, before = self._notes[0]
-        steps, seconds = history.steps - before, now_s - began_s
-        self.steps_per_s = steps / seconds if seconds > 0 else 0.0
-        self.means = window_means(history.newest(min(_MOST_STEPS, steps or 1)))
+        columns = meter.timeline.history.newest(self._newest)
+        steps, gaps = measured(columns["step_ms"]), measured(columns["gap_ms"])
+        taken_s = float(steps.sum() + gaps.sum()) / 1e3
+        self.steps_per_s = steps.size / taken_s if taken_s > 0 else 0.0
+        self._newest = min(_MOST_STEPS, max(1, round(_RECENT_S * self.steps_per_s)))
+        self.means = window_means(columns)
 
     @property
     def quiet_s(self) -> float:

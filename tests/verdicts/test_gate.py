@@ -26,16 +26,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.host_metrics import Queued, queued_share
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, closed_options
 from lightning_fastdata.insight.model.finding import FAMILIES, Advice, Finding, Gain, family_of
 from lightning_fastdata.insight.model.loader_seen import model_computes
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts import gate
 from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
+from lightning_fastdata.insight.verdicts.rule import passed
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.tuning.tuner import Tuner
@@ -78,7 +77,7 @@ def test_what_is_given_gains_speaks_of_a_tenth_and_changes_nothing_that_is_close
     proposed = Finding(
         code="FD303", severity="high", cause="late", remedy="", gain=gain, advice=advice
     )
-    told = gate.passed(proposed, closed)
+    told = passed(proposed, closed)
 
     def allowed(each):
         if set(each.changes) & set(closed):

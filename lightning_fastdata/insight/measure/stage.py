@@ -12,12 +12,12 @@ from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
-from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
+    closed_options,
     read_loader,
     stage_evidence,
 )

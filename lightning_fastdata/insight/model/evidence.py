@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.caches.folders import caches_in
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.model import loader_seen
@@ -23,6 +24,15 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
 from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
+from lightning_fastdata.tuning.tuner import Tuner
+
+_DECIDED: Final = frozenset(
+    {"num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers", "split"}
+)
+"""What follows from dataset and machine; other options have one default for all."""
+_CHOSEN: Final = "which was chosen for this dataset and this machine"
+_TUNED: Final = "which is tuned while it trains"
+_DRAWN: Final = "its samples are drawn at random, or nobody has looked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +74,31 @@ def read_loader(loader: object) -> LoaderFacts:
         persistent_workers=kept if workers else None,
         streamed=isinstance(dataset, IterableDataset),
     )
+
+
+def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
+    """Return the options of a loader that are closed, each with the reason.
+
+    Args:
+        loader: Of any kind; it is not iterated.
+        prefix: Of the names of options, as ``"val."``.
+    """
+    ours = loader if isinstance(loader, FastDataLoader) else None
+    plan = None if ours is None else ours.plan
+    found = {}
+    if plan is not None:
+        chosen = {each.option for each in plan.choices if each.by == "auto"}
+        found = dict.fromkeys(sorted(chosen & _DECIDED), _CHOSEN)
+    if ours is not None and isinstance(ours.tune, Tuner):
+        back = [move for move in ours.tune.moves if move.outcome == "taken back"]
+        found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED
+    if ours is None or plan is None or plan.draws is not False:
+        found["cache"] = _DRAWN
+    elif isinstance(ours.dataset, IterableDataset):
+        found["cache"] = "a stream has no index to keep samples by"
+    elif caches_in(ours.dataset):
+        found["cache"] = "samples are kept already"
+    return {f"{prefix}{option}": why for option, why in found.items()}
 
 
 def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:

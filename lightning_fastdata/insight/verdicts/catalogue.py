@@ -25,14 +25,13 @@ from lightning_fastdata.insight.model.finding import (
     duration_text,
 )
 from lightning_fastdata.insight.verdicts import (
-    gate,
     late_batches,
     pauses,
     remote,
     step_costs,
     without_stamps,
 )
-from lightning_fastdata.insight.verdicts.rule import Found, Rule
+from lightning_fastdata.insight.verdicts.rule import Found, Rule, passed
 
 RULES: Final[tuple[Rule, ...]] = tuple(
     sorted(
@@ -99,7 +98,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
 def _passed(found: Found, e: Evidence) -> Found:
     """Return what the gate lets through of a finding, written for what holds the settings."""
     options, cache = f"{e.settings_in}(", "FastDataModule(cache='auto')"
-    finding = gate.passed(found.finding, e.closed)
+    finding = passed(found.finding, e.closed)
     remedy = finding.remedy.replace("LoaderOptions(", options)
     if e.settings_in == "FastDataLoader":
         remedy = remedy.replace(cache, "CachedDataset(dataset)")

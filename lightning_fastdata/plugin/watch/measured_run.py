@@ -12,9 +12,8 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
-from lightning_fastdata.insight.model.evidence import LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import rank_evidence, slowest
