@@ -29,6 +29,7 @@ from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranke
 from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
+from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.events import left_over
@@ -89,6 +90,12 @@ def run_of(**parts_s):
     )
 
 
+def stalling(*stalls_ms):
+    return tuple(
+        RankTiming(rank=rank, host="a", steps=20, stall_ms=ms) for rank, ms in enumerate(stalls_ms)
+    )
+
+
 SLOW = SlowSample(index=133, ms=400.0, typical_ms=2.0, path="/data/133.jpg")
 FINE = {"step_ms": 40.0, "wait_ms": 0.0, "stall_ms": 0.1}
 BLUR = OperationShare(name="Blur", calls=9, mean_ms=2.0, share=0.6)
@@ -136,7 +143,7 @@ TABLE = {
         late({"read_cpu_ms": 8.0, "read_runqueue_ms": 16.0}, runqueue_share=0.6, **CPU),
         "1.0 of 8 CPUs",
     ),
-    "FD316": (Evidence(**FINE, rank_stalls_ms=(0.1, 9.0, 0.2, 0.1)), "rank 1 stalls 9.0 ms"),
+    "FD316": (Evidence(**FINE, ranks=stalling(0.1, 9.0, 0.2, 0.1)), "rank 1 on a stalls 9.0 ms"),
     "FD317": (Evidence(**FINE, alloc_retries=12, device_headroom_share=0.01), "12 times"),
     "FD326": (Evidence(**FINE, device_full_in_s=3000.0), "in 50 min"),
     "FD318": (Evidence(**FINE, wall=run_of(validation=2.0, compute=8.0)), "0.8 s of its 2.0"),
@@ -198,7 +205,7 @@ def test_a_finding_goes_when_any_single_fact_of_it_was_not_measured(code):
 def test_findings_come_by_severity_then_by_clearly_larger_gains_then_by_the_table():
     everything = replace(
         TABLE["FD302"][0], transfer_ms=3.0, augment_ms=9.0, gap_ms=9.0, epochs=3,
-        wall=run_of(epoch_starts=75.0, validation=20.0, compute=5.0), rank_stalls_ms=(1.0, 20.0),
+        wall=run_of(epoch_starts=75.0, validation=20.0, compute=5.0), ranks=stalling(1.0, 20.0),
     )  # fmt: skip
     found = findings(everything)
     ranks = [("high", "moderate", "fine").index(each.severity) for each in found]

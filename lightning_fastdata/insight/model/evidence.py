@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -19,6 +18,7 @@ from lightning_fastdata.insight.model.loader_seen import RemoteSeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
+from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
@@ -207,10 +207,8 @@ class Evidence:
     """Of the device's memory, what was never used."""
     device_full_in_s: float | None = None
     """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
-    rank_stalls_ms: tuple[float, ...] = ()
-    rank_hosts: tuple[str, ...] = ()
-    rank_reasons: tuple[str, ...] = ()
-    """By rank: what its own stamps say of its late batches; empty text: nothing."""
+    ranks: tuple[RankTiming, ...] = ()
+    """What the steps of each rank took, by rank; empty where that of one is not known."""
     val_workers: int | None = None
     """Of the validation loader."""
     usable_cpus: int | None = None
@@ -244,21 +242,19 @@ class Evidence:
         return 0.0 if cpus is None else _taken_cpus(cpus, **measured)
 
     @property
-    def slow_rank(self) -> int | None:
+    def slow_rank(self) -> RankTiming | None:
         """The rank that stalls longest, if 3 % of the step longer than the mean of all."""
-        stalls = self.rank_stalls_ms
-        if len(stalls) < 2:
-            return None
-        share = self.of_step(max(stalls) - statistics.fmean(stalls)) or 0.0
-        return stalls.index(max(stalls)) if share >= STALL_LOW else None
+        worst, mean_ms = slowest(self.ranks), mean_stall_ms(self.ranks)
+        late_ms = ((worst and worst.stall_ms) or 0.0) - (mean_ms or 0.0)
+        return worst if (self.of_step(late_ms) or 0.0) >= STALL_LOW else None
 
     @property
     def held_up(self) -> bool:
         """Whether that rank stalls 3 % of the step longer than this one."""
-        rank = self.slow_rank
-        if rank is None or self.stall_ms is None:
+        worst = self.slow_rank
+        if worst is None or worst.stall_ms is None or self.stall_ms is None:
             return False
-        return (self.of_step(self.rank_stalls_ms[rank] - self.stall_ms) or 0.0) >= STALL_LOW
+        return (self.of_step(worst.stall_ms - self.stall_ms) or 0.0) >= STALL_LOW
 
     @property
     def wanted_cpus(self) -> float | None:

@@ -128,20 +128,10 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
     return f"{where} stall alike, {mean:.1f} ms a step, at most {stall:.1f}"
 
 
-def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[object, ...]]:
-    """Return the fields of :class:`Evidence` that are about ranks.
-
-    Empty if a stall is missing: a rank that is not known may be the one that is looked for.
-    """
-    if len(_with_stall(ranks)) < max(2, len(ranks)) or [r.rank for r in ranks] != [
-        *range(len(ranks))
-    ]:
-        return {}
-    return {
-        "rank_stalls_ms": tuple(each.stall_ms for each in ranks),
-        "rank_hosts": tuple(each.host for each in ranks),
-        "rank_reasons": tuple(each.reason for each in ranks),
-    }
+def all_known(ranks: Sequence[RankTiming]) -> tuple[RankTiming, ...]:
+    """Return the ranks; none if one, or its stall, is missing: it may be the one looked for."""
+    complete = [each.rank for each in _with_stall(ranks)] == [*range(len(ranks))]
+    return tuple(ranks) if complete else ()
 
 
 def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:

@@ -16,7 +16,7 @@ from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_s
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.ranks import rank_evidence, slowest
+from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.loggers import boards
@@ -115,7 +115,7 @@ class RunJudge:
             usable_cpus=self._usable_cpus,
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
-            **({} if ranks is None else rank_evidence(ranks.so_far)),
+            ranks=() if ranks is None else all_known(ranks.so_far),
         )
         return judge(train, facts, evidence)
 
