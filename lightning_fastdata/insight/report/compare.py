@@ -23,6 +23,10 @@ _MAX_BYTES: Final = 64 << 20
 _MAIN_STAGE: Final = "train"
 _PHASES: Final = ("step", "stall", "wait", "transfer", "augment", "compute", "gap")
 _STATISTICS: Final = {"": "mean_ms", "_p50": "p50_ms", "_p95": "p95_ms", "_max": "max_ms"}
+_OF_STAGE: Final = (
+    *("samples_per_s", "samples_per_s_if_data_were_free", "speedup_possible", "stall_share"),
+    *("cold_wait_ms", "duration_s", "steps", "samples", "dropped_steps"),
+)
 _SHOWN: Final = {
     *("samples_per_s", "samples_per_s_if_data_were_free", "stall_percent", "step_p95_ms"),
     *("stall_p95_ms", "cold_wait_ms", "run_samples_per_s", "run_s"),
@@ -88,33 +92,29 @@ def _is_whole(report: Mapping[str, Any]) -> bool:
     try:
         words = [word for line in report["summary"] for text, how in line for word in (text, how)]
         any(_other_differences(report, {}))
-        numbers = report_metrics(report).values()
+        numbers = [each for each in report_metrics(report).values() if each is not None]
         finite = all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
     except (LookupError, AttributeError, TypeError, ValueError, OverflowError):
         return False
     return finite and all(isinstance(word, str) for word in words)
 
 
-def report_metrics(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a report has measured, by name; of other stages than training with these before.
+def report_metrics(report: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return all metrics of a report by name, of other stages than training with these before it.
 
     ``PHASE_ms`` is a mean, ``PHASE_{p50,p95,max}_ms`` are what they say, ``wait_PART_ms`` is a part
     of the mean wait for a batch (`WaitParts`), ``run_PART_s`` a part of the wall time of the whole
-    run (`WallTime`). Other numbers of a stage are called as they are there.
+    run (`WallTime`). None: not measured.
     """
     metrics = {
         f"{'' if stage == _MAIN_STAGE else printable(stage, keep='') + '.'}{name}": value
         for stage, values in report["stages"].items()
         for name, value in _stage_metrics(values)
-        if value is not None
     }
-    if wall := report.get("wall"):
-        if wall["samples_per_s"] is not None:
-            metrics["run_samples_per_s"] = wall["samples_per_s"]
-        metrics["run_s"] = wall["total_s"]
-        # What is not in it took 0 s.
-        metrics |= {f"run_{part}_s": wall["parts_s"].get(part, 0.0) for part in PART_NAMES}
-    return metrics
+    wall = report.get("wall") or {}
+    parts, absent = wall.get("parts_s") or {}, 0.0 if wall else None
+    metrics |= {"run_samples_per_s": wall.get("samples_per_s"), "run_s": wall.get("total_s")}
+    return metrics | {f"run_{part}_s": parts.get(part, absent) for part in PART_NAMES}
 
 
 def _stage_metrics(stage: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
@@ -123,10 +123,11 @@ def _stage_metrics(stage: Mapping[str, Any]) -> Iterator[tuple[str, float | None
         yield from ((f"{phase}{end}_ms", summary.get(key)) for end, key in _STATISTICS.items())
     share = stage.get("stall_share")
     yield "stall_percent", None if share is None else 100.0 * share
-    yield from ((name, value) for name, value in stage.items() if type(value) in (int, float))
+    yield from ((name, stage.get(name)) for name in _OF_STAGE)
     causes = stage.get("causes") or {}
     yield "overtaken_share", causes.get("overtaken_share")
-    yield from ((f"wait_{part}", ms) for part, ms in (causes.get("wait") or {}).items())
+    wait = causes.get("wait") or {}
+    yield from ((f"wait_{part}", wait.get(part)) for part in PARTS)
 
 
 class Row(NamedTuple):
@@ -249,6 +250,7 @@ def compare_files(
     reports = read_report(Path(a)), read_report(Path(b))
     of_a, of_b = map(report_metrics, reports)
     rows = {name: Row.of(of_a.get(name), of_b.get(name)) for name in (*of_a, *of_b)}
+    rows = {name: row for name, row in rows.items() if row.a is not None or row.b is not None}
     return Comparison(
         a=str(a),
         b=str(b),
@@ -259,7 +261,7 @@ def compare_files(
 
 
 def _outcome(
-    text: str, rows: Mapping[str, Row], runs: Mapping[str, Mapping[str, float]]
+    text: str, rows: Mapping[str, Row], runs: Mapping[str, Mapping[str, float | None]]
 ) -> Outcome:
     """Return what a condition says of two runs, each with what it has measured."""
     read = _CONDITION.fullmatch(text)
@@ -270,7 +272,7 @@ def _outcome(
             "'stall_percent > 5' (value)."
         )
     metric = read["metric"].removeprefix(f"{_MAIN_STAGE}.")
-    missing = [run for run, measured in runs.items() if metric not in measured]
+    missing = [run for run, measured in runs.items() if measured.get(metric) is None]
     if missing:
         near = difflib.get_close_matches(metric, rows, n=3)
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
