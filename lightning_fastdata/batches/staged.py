@@ -193,7 +193,7 @@ def batch_samples(batch: Batch) -> int:
 
     Without any tensor it is the length of the batch, or 1 where it has none.
     """
-    first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch  # type: ignore[arg-type,index]
+    first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of such
         return len(first)
     for leaf in leaves(batch):
