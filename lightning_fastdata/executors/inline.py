@@ -241,7 +241,7 @@ _GROWN: Final = (
     "read as things are now, and the rest is read as things are by then, which a step may change. "
     'Make the loader anew, or set num_workers=1 and executor="workers".'
 )
-CHANGED_BY_READING: Final = (
+_CHANGED_BY_READING: Final = (
     "Reading an epoch has changed the dataset or its collate_fn: a counter, say, or samples that "
     "are kept. It was read in the training process, so that the next epoch goes on with that; "
     "workers, which may be chosen elsewhere, do so in copies that end with the epoch. Set "
@@ -257,6 +257,15 @@ class _Made(NamedTuple):
     """Raised in its place where it is asked for."""
     faults: tuple[Fault, ...]
     task: TaskStamps | None
+
+
+class NotTakenError(Exception):
+    """Batches were read, and are to be read by somebody else."""
+
+    def __init__(self, asked: list[Any]) -> None:
+        super().__init__()
+        self.asked = asked
+        """What they are made of."""
 
 
 class InlineExecutor:
@@ -331,9 +340,13 @@ class InlineExecutor:
     def __next__(self) -> Batch:
         return self.next_of(1)
 
-    def next_of(self, batches: int) -> Batch:
-        """Return the next batch; where none is left, so many are read before it is handed out."""
-        while (batch := self._next(batches)) is NO_SAMPLES:
+    def next_of(self, batches: int, holds: Callable[[], bool] = lambda: True) -> Batch:
+        """Return the next batch; where none is left, so many are read before it is handed out.
+
+        Raises:
+            NotTakenError: What was read does not hold. It is dropped, and nothing is handed out.
+        """
+        while (batch := self._next(batches, holds)) is NO_SAMPLES:
             pass
         return batch
 
@@ -342,13 +355,17 @@ class InlineExecutor:
         """Batches that were read and are not handed out yet."""
         return len(self._ready)
 
-    def _next(self, batches: int) -> Batch:
+    def _next(self, batches: int, holds: Callable[[], bool] = lambda: True) -> Batch:
         self._wait.requested(recorded=self._records is not None)
         tasks: tuple[TaskStamps, ...] | None = ()
         if self._plan.at_start and not self._begun and self._history is None:
             tasks = self._read_at_start()
         elif not self._ready:
-            read = self._read(batches)
+            asked = self._ask(batches)
+            read = self._read(asked)
+            if not holds():
+                self._ready.clear()
+                raise NotTakenError(asked)
             tasks = read if batches > 1 else None
         if not self._ready:
             raise StopIteration
@@ -376,7 +393,7 @@ class InlineExecutor:
         before = self._state() if looks else None
         size_bytes, seen = 0, 0
         while size_bytes < _MOST_BYTES:
-            self._read(max(1, min(seen, _AT_ONCE)))
+            self._read(self._ask(max(1, min(seen, _AT_ONCE))))
             if len(self._ready) == seen:
                 self.reads_later = False
                 break
@@ -385,38 +402,38 @@ class InlineExecutor:
         else:
             warnings.warn(_GROWN.format(size=size_bytes >> 20), FastDataWarning, stacklevel=2)
         if before is not None and self._state() not in (None, before):
-            warnings.warn(CHANGED_BY_READING, FastDataWarning, stacklevel=2)
+            warnings.warn(_CHANGED_BY_READING, FastDataWarning, stacklevel=2)
         return tuple(made.task for made in self._ready if made.task is not None)
 
     def _state(self) -> Fingerprint | None:
         return fingerprint(*self._plan.compared, within_s=_COMPARED_S)
 
-    def _read(self, batches: int) -> tuple[TaskStamps, ...]:
-        """Make so many batches, or those that are left of the epoch; return their stamps.
+    def _ask(self, batches: int) -> list[Any]:
+        """Return what the next batches are to be made of, as the sampler gives it.
 
-        They are drawn before anything is read, as the sampler may draw from what is watched.
+        Before anything is read, as the sampler may draw from the generators that are watched then.
         """
         asked = []
         for _ in range(batches):
             try:
-                asked.append(self._ask())
+                asked.append(self._wait.sampled(self._batches))
             except StopIteration:
                 break
-        fetcher = self._fetcher
-        made = fetcher.attempt(lambda: [self._make(*each) for each in asked]) if asked else []
+        return asked
+
+    def _read(self, asked: list[Any]) -> tuple[TaskStamps, ...]:
+        """Make batches, and return their stamps."""
+        made = self._fetcher.attempt(lambda: list(map(self._make, asked))) if asked else []
         self._ready.extend(made)
         return tuple(each.task for each in made if each.task is not None)
 
-    def _ask(self) -> tuple[Any, list[Fault]]:
-        """Return what the next batch is to be made of, and what is left out of it."""
-        indices, plan = self._wait.sampled(self._batches), self._plan
-        if plan.faults.quarantine:
-            return plan.faults.left_out(plan.guard, indices, self._epoch, batched=plan.batched)
-        return indices, []
-
-    def _make(self, indices: Any, left_out: list[Fault]) -> _Made:
+    def _make(self, indices: Any) -> _Made:
         """Make a batch, or the error that is raised in its place."""
-        fetcher = self._fetcher
+        fetcher, plan, left_out = self._fetcher, self._plan, list[Fault]()
+        if plan.faults.quarantine:
+            indices, left_out = plan.faults.left_out(
+                plan.guard, indices, self._epoch, batched=plan.batched
+            )
         stamps = fetcher.stamps
         if stamps is not None:
             stamps.begin()

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.executors.inline import CHANGED_BY_READING, InlineExecutor
+from lightning_fastdata.executors.inline import InlineExecutor, NotTakenError
 from lightning_fastdata.host import clock
 from lightning_fastdata.tree import bytes_in
 
@@ -44,6 +45,13 @@ _LEAST_S, _MOST_S = 0.002, 0.05
 """Bounds of that."""
 _MOST_BATCHES: Final = 512
 _MOST_BYTES: Final = 2**25
+_CHANGED_MEANWHILE: Final = (
+    "The dataset or its collate_fn has changed while a batch was read in the training process: by "
+    "reading it (a counter, say, or samples that are kept), or by another thread. Workers read "
+    "instead from now on, as it is when an epoch begins, with what that batch has changed. Set "
+    'num_workers=1 and executor="workers" to have nothing read in the training process, or '
+    "num_workers=0 to have all read there, as things are by then."
+)
 _GROUP: Final = 8
 """Batches of side processes that are timed together."""
 _TIMED: Final = 5
@@ -110,9 +118,11 @@ class StandbyExecutor:
         self._trial: list[float] | None = None
         """When each batch of a trial of the pool was asked for; None: there is none."""
         self._aside = self._tried = False
-        self._batches = self._most = 1
-        """Batches that are read at once: the last time, and at most."""
-        self._looked, self._begins, self._read_s = False, True, 0.0
+        self._batches = 1
+        """Batches that are read at once."""
+        self._most: int | None = None
+        """How many they may be; None: nothing was read yet."""
+        self._begins, self._read_s = True, 0.0
         self._idle = True
         """The side processes have read nothing since they were started, or told what they read."""
         self._since_s: float | None = None
@@ -138,7 +148,9 @@ class StandbyExecutor:
             if not self._aside and not self._here.left:
                 self._look()
             if not self._aside:
-                return self._read_here()
+                batch = self._read_here()
+                if batch is not None:
+                    return batch
             if self._trial is not None:
                 self._trial.append(clock.monotonic())
             try:
@@ -171,24 +183,33 @@ class StandbyExecutor:
                 self._ways.aside = True
         wanted_s = min(max(_LEAST_S, _TIMES * self._compared_s), _MOST_S)
         fitting = wanted_s / self._read_s if self._read_s else 1
-        self._batches = max(1, int(min(fitting, 2 * self._batches, self._most)))
+        self._batches = max(1, int(min(fitting, 2 * self._batches, self._most or 1)))
 
-    def _read_here(self) -> Batch:
-        reads, began_s = not self._here.left, clock.monotonic()
-        batch = self._here.next_of(self._batches)
-        if reads:
-            self._batches = 1 + self._here.left
-            self._read_s = (clock.monotonic() - began_s) / self._batches
-            if not self._looked:
-                self._look_at_first(batch)
+    def _read_here(self) -> Batch | None:
+        """Return the next batch; None: side processes are to read it."""
+        if self._here.left:
+            return self._here.next_of(1)
+        began_s = clock.monotonic()
+        try:
+            batch = self._here.next_of(self._batches, self._holds)
+        except NotTakenError as error:
+            self._turn_aside(chain(error.asked, self._source))
+            return None
+        self._batches = 1 + self._here.left
+        self._read_s = (clock.monotonic() - began_s) / self._batches
+        if self._most is None:
+            self._most = max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, bytes_in(batch))))
         return batch
 
-    def _look_at_first(self, batch: Batch) -> None:
-        self._looked = True
-        self._most = max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, bytes_in(batch))))
-        if self._ways.aside is None and self._plan.state(_WITHIN_S) != self._before:
+    def _holds(self) -> bool:
+        """Return whether nothing has changed while it was read: by that, or by another thread."""
+        if self._most is not None and threading.active_count() < 2:
+            return True
+        holds = self._plan.state(_WITHIN_S) == self._before
+        if not holds and self._most is None:
             self._ways.aside = True
-            warnings.warn(CHANGED_BY_READING, FastDataWarning, stacklevel=3)
+            warnings.warn(_CHANGED_MEANWHILE, FastDataWarning, stacklevel=5)
+        return holds
 
     def _turn_aside(self, batches: Iterator[Any]) -> None:
         self._aside, self._idle = True, False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import threading
 import warnings
 from collections import Counter, deque
 
@@ -209,7 +211,7 @@ def count_reads(data, index):
 
 def test_what_reading_changes_is_read_aside_after_a_warning():
     loader = standing_by(Cheap(count_reads))
-    with pytest.warns(FastDataWarning, match="Reading an epoch has changed the dataset"):
+    with pytest.warns(FastDataWarning, match="has changed while a batch was read"):
         assert readers_of(loader)[0] == [[2 * n, 2 * n + 1] for n in range(LENGTH // 2)]
     assert readers_of(loader)[1] == {0: LENGTH // 2}
 
@@ -304,3 +306,27 @@ def test_a_worker_that_has_changed_its_copy_reads_no_other_epoch(untried):
             if number == LENGTH // 2 - 1:
                 LOSSES.pop()
         assert found == [0] * (LENGTH // 2) + list(range(1, LENGTH // 2 + 1))
+
+
+def changed_by_a_thread(data, index):
+    if index == LENGTH // 2 and os.getpid() == TRAINING:
+        thread = threading.Thread(target=setattr, args=(data, "added", 1000))
+        thread.start()
+        thread.join()
+    return index
+
+
+TRAINING = os.getpid()
+
+
+def test_what_another_thread_changes_while_it_is_read_is_read_as_workers_have_it(untried):
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    try:
+        batches, readers = readers_of(standing_by(Cheap(changed_by_a_thread)))
+    finally:
+        stop.set()
+        other.join()
+    assert batches == [[2 * n, 2 * n + 1] for n in range(LENGTH // 2)]
+    assert set(readers) == {-1, 0}
