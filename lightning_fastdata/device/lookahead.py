@@ -15,14 +15,14 @@ from lightning_fastdata.batches.staged import (
     leaves,
     shows_its_memory,
 )
+from lightning_fastdata.device.backend import is_out_of_memory
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.host.memory import is_out_of_memory
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.torch_internals import next_has_arrived
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.device.streams import DeviceStreams
+    from lightning_fastdata.device.backend import DeviceStreams
 
 BATCHES_AHEAD: Final = 1
 """Batches that a lane holds on the device beside the one that is trained on, at most."""
@@ -50,7 +50,7 @@ class Crossing:
         self._lane = lane
         self.moved: tuple[Batch] | None = None
         """What a side stream makes of it; None: nothing, or it was handed out or dropped."""
-        self.done: torch.cuda.Event | None = None
+        self.done: torch.Event | None = None
         """Behind the work of the side stream."""
 
     def land(self) -> Batch:
@@ -84,18 +84,18 @@ class SideLane:
 
     def __init__(self, streams: DeviceStreams) -> None:
         self.streams = streams
-        self._landed: torch.cuda.Event | None = None
+        self._landed: torch.Event | None = None
         """Behind the steps before the batch that landed last."""
         self._ahead: weakref.ref[Crossing] | None = None
         """The batch that was sent last."""
         self._full = False
-        self._sources: deque[tuple[torch.cuda.Event, Batch]] = deque()
+        self._sources: deque[tuple[torch.Event, Batch]] = deque()
         weakref.finalize(self, _wait_for, self._sources)
 
     @property
     def has_room(self) -> bool:
         """Whether a batch can be sent now, before the step with the last one that landed."""
-        passed = self._landed is None or self._landed.query()  # type: ignore[no-untyped-call]
+        passed = self._landed is None or self._landed.query()
         return passed and not self._full
 
     def send(self, batch: Batch, work: Callable[[Batch], Batch]) -> Crossing:
@@ -114,7 +114,7 @@ class SideLane:
             # Memory that is not seen could be used again too early: the consumer's stream does it.
             return crossing
         self._make_room()
-        while self._sources and self._sources[0][0].query():  # type: ignore[no-untyped-call]
+        while self._sources and self._sources[0][0].query():
             self._sources.popleft()
         streams = self.streams
         on_host = all(isinstance(leaf, torch.Tensor | _KnowsHost) and leaf.is_cpu for leaf in given)
@@ -160,7 +160,7 @@ class SideLane:
             warnings.warn(_NO_ROOM, FastDataWarning, stacklevel=3)
 
 
-def _wait_for(sources: deque[tuple[torch.cuda.Event, Batch]]) -> None:
+def _wait_for(sources: deque[tuple[torch.Event, Batch]]) -> None:
     while sources:
         with suppress(RuntimeError):  # a device that has failed reads nothing
             sources[0][0].synchronize()

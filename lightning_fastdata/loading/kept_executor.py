@@ -26,6 +26,7 @@ import torch
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fault_log import FaultLog
@@ -522,9 +523,9 @@ class EpochIterator:
 
 
 def _pinning_device() -> str | None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None and device.type != "mps":
-        return str(device)
+    kind = default_type()
+    if reads_page_locked(kind):
+        return kind
     warnings.warn(
         "pin_memory=True, but there is no accelerator that copies from page-locked memory; "
         "batches come in ordinary memory. Set pin_memory=False.",

@@ -30,9 +30,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
+from lightning_fastdata.device.backend import DeviceStreams
 from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
-from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.device.streams import DeviceStreams
 from lightning_fastdata.errors import OptionsError, TransformError
 
 torch.set_num_threads(1)
@@ -313,34 +312,6 @@ def test_a_dataset_that_draws_beside_the_training_gives_the_same_either_way():
     for (ours, our_draw), (theirs, their_draw) in zip(*seen, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(our_draw, their_draw)
-
-
-def backend_with_generators(patch, generator):
-    patch.setattr(torch.xpu, "default_generators", (generator,))
-    return torch.device("xpu", 0)
-
-
-def backend_of_one_device(patch, generator):
-    for name, stand_in in (
-        ("get_rng_state", generator.get_state),
-        ("set_rng_state", generator.set_state),
-        ("manual_seed", generator.manual_seed),
-    ):
-        patch.setattr(torch.mps, name, stand_in)
-    return torch.device("mps")
-
-
-@pytest.mark.parametrize("backend", [backend_with_generators, backend_of_one_device])
-def test_draws_are_keyed_on_devices_of_every_kind_and_leave_the_trainings_alone(
-    monkeypatch, backend
-):
-    generator = torch.Generator().manual_seed(1)
-    device, before, seen = backend(monkeypatch, generator), generator.get_state(), []
-    for number in (5, 5, 6):
-        with drawn_under(0, 0, number, device):
-            seen.append(float(torch.rand(1, generator=generator)))
-        assert torch.equal(generator.get_state(), before)
-    assert seen[0] == seen[1] != seen[2]
 
 
 @pytest.mark.parametrize("ready", [True, False])

@@ -183,11 +183,22 @@ class Event:
         return float(other.mark.at - self.mark.at)
 
 
+class EventOfOthers(Event):
+    """Stands for ``torch.xpu.Event``, whose host does not sleep while it waits."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        super().__init__(enable_timing)
+
+
 class LateCuda:
     """Several CUDA devices of one process, and the host memory that they read."""
 
-    def __init__(self, schedule: str, seed: int = 0, *, devices: int = 2) -> None:
+    def __init__(
+        self, schedule: str, seed: int = 0, *, devices: int = 2, kind: str = "cuda"
+    ) -> None:
         self.schedule = schedule
+        self.kind = kind
+        """The type of the devices, as torch names it."""
         self.device_count = devices
         self.generators = tuple(torch.Generator().manual_seed(n) for n in range(devices))
         self.waits: list[HostWait] = []
@@ -229,9 +240,9 @@ class LateCuda:
     def device(self, device: Any = None) -> torch.device:
         """Return a device with its index, whichever way the caller named it."""
         if isinstance(device, int):
-            device = torch.device("cuda", device)
+            device = torch.device(self.kind, device)
         index = None if device is None else torch.device(device).index
-        return torch.device("cuda", self.current_device() if index is None else index)
+        return torch.device(self.kind, self.current_device() if index is None else index)
 
     def current_device(self) -> int:
         return getattr(self._here, "device", 0)
@@ -523,8 +534,10 @@ def _reader(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 @contextlib.contextmanager
-def late_cuda(schedule: str = "random", seed: int = 0, *, devices: int = 2) -> Iterator[LateCuda]:
-    """Put a pretended CUDA in the place of torch's while the block runs."""
+def late_cuda(
+    schedule: str = "random", seed: int = 0, *, devices: int = 2, kind: str = "cuda"
+) -> Iterator[LateCuda]:
+    """Put a pretended CUDA in the place of torch's while the block runs; of XPU all but tensors."""
     global _machine  # noqa: PLW0603 - torch.cuda is one for the whole process, too
     from rig.late_tensor import LateMode
 
@@ -534,7 +547,7 @@ def late_cuda(schedule: str = "random", seed: int = 0, *, devices: int = 2) -> I
     gc.disable()
     with contextlib.ExitStack() as stack:
         stack.callback(gc.enable if collects else gc.disable)
-        _machine = machine = LateCuda(schedule, seed, devices=devices)
+        _machine = machine = LateCuda(schedule, seed, devices=devices, kind=kind)
         stack.callback(_forget)
         stack.enter_context(mock.patch.dict(os.environ))  # Lightning names the devices there
         for owner, names in _stand_ins(machine):
@@ -575,7 +588,7 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     generators = machine.generators
 
     def generator(device: Any = None) -> torch.Generator:
-        return generators[machine.device("cuda" if device is None else device).index]
+        return generators[machine.device(device).index]
 
     def seed_all(seed: int) -> None:
         for each in generators:
@@ -588,48 +601,48 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     properties = SimpleNamespace(
         name="late", total_memory=80 * _GIB, major=9, minor=0, multi_processor_count=132
     )
-    yield (
-        torch.cuda,
-        {
-            "Stream": Stream,
-            "Event": Event,
-            "stream": machine.current,
-            "device": machine.on_device,
-            "current_stream": machine.current_stream,
-            "default_stream": machine.default_stream,
-            "current_device": machine.current_device,
-            "set_device": machine.set_device,
-            "device_count": lambda: machine.device_count,
-            "synchronize": machine.synchronize,
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "_lazy_init": lambda: None,
-            "default_generators": generators,
-            "get_rng_state": lambda device="cuda": generator(device).get_state(),
-            "set_rng_state": lambda state, device="cuda": generator(device).set_state(state),
-            "get_rng_state_all": lambda: [each.get_state() for each in generators],
-            "set_rng_state_all": set_all,
-            "manual_seed": lambda seed: generator().manual_seed(seed),
-            "manual_seed_all": seed_all,
-            "empty_cache": lambda: None,
-            "mem_get_info": lambda device=None: (60 * _GIB, 80 * _GIB),
-            "memory_allocated": lambda device=None: machine.live_bytes,
-            "max_memory_allocated": lambda device=None: machine.peak_bytes,
-            "memory_reserved": lambda device=None: machine.live_bytes,
-            "max_memory_reserved": lambda device=None: machine.peak_bytes,
-            "memory_stats": lambda device=None: {},
-            "reset_peak_memory_stats": lambda device=None: None,
-            "get_device_name": lambda device=None: "late",
-            "get_device_capability": lambda device=None: (9, 0),
-            "get_device_properties": lambda device=None: properties,
-            "power_draw": lambda device=None: 1,
-        },
-    )
+    owner = getattr(torch, machine.kind)
+    names = {
+        "Stream": Stream,
+        "Event": Event if machine.kind == "cuda" else EventOfOthers,
+        "stream": machine.current,
+        "device": machine.on_device,
+        "current_stream": machine.current_stream,
+        "default_stream": machine.default_stream,
+        "current_device": machine.current_device,
+        "set_device": machine.set_device,
+        "device_count": lambda: machine.device_count,
+        "synchronize": machine.synchronize,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "default_generators": generators,
+        "get_rng_state": lambda device=None: generator(device).get_state(),
+        "set_rng_state": lambda state, device=None: generator(device).set_state(state),
+        "get_rng_state_all": lambda: [each.get_state() for each in generators],
+        "set_rng_state_all": set_all,
+        "manual_seed": lambda seed: generator().manual_seed(seed),
+        "manual_seed_all": seed_all,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (60 * _GIB, 80 * _GIB),
+        "memory_allocated": lambda device=None: machine.live_bytes,
+        "max_memory_allocated": lambda device=None: machine.peak_bytes,
+        "memory_reserved": lambda device=None: machine.live_bytes,
+        "max_memory_reserved": lambda device=None: machine.peak_bytes,
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_name": lambda device=None: "late",
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: properties,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "power_draw": lambda device=None: 1,
+    }
+    yield owner, {name: each for name, each in names.items() if hasattr(owner, name)}
     yield (
         torch.accelerator,
         {
             "is_available": lambda: True,
-            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "current_accelerator": lambda check_available=False: torch.device(machine.kind),
             "current_device_index": machine.current_device,
             "set_device_index": machine.set_device,
             "device_count": lambda: machine.device_count,
