@@ -38,7 +38,8 @@ class Resources:
     workers: int
     """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
     pin_thread: PinThread | None
-    """Copies the batches of side processes into page-locked memory; None: they stay as they are."""
+    """Copies batches into page-locked memory, but for those that the training process reads; None:
+    they stay as they are."""
     trial: CrewTrial | None
     """Of side processes that read by index, what earlier ones have shown; None: nothing."""
     actor_options: Mapping[str, Any]
@@ -92,7 +93,7 @@ def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
 
     # The caller helps while it waits, and more threads than CPUs hinder each other.
     spare = max(1, read_cpu_limit().usable_cpus - 1)
-    return GatherExecutor(plan, threads=min(given.workers, spare))
+    return GatherExecutor(plan, threads=min(given.workers, spare), pin_thread=given.pin_thread)
 
 
 def _start_processes(plan: FetchPlan, given: Resources) -> Executor:

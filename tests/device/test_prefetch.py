@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
 from rig.late_cuda import late_cuda
-from rig.late_trainings import check_lane, consume, doubled, read, reused_batches
+from rig.late_trainings import Announced, check_lane, consume, doubled, read, reused_batches
 from thoroughness import max_examples
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -153,7 +153,7 @@ def test_what_is_dropped_early_leaves_no_source_and_no_work_behind():
                 sources.append(weakref.ref(batch[0]))
                 yield batch
 
-        batches = prefetch(watched(), "cuda")
+        batches = prefetch(Announced(watched()), "cuda")
         iterator = iter(batches)
         next(iterator)
         torch.cuda.synchronize()
@@ -277,22 +277,17 @@ class Counts:
         return self.is_there
 
 
-def test_batches_made_in_this_process_come_ahead_unless_they_draw():
-    made = []
+def test_what_nobody_says_is_ready_is_asked_for_behind_the_step_before_it():
+    seen = []
 
-    def source(draw):
-        torch.rand(1)  # the seed of an order
-        for number in range(6):
-            draw()
-            made.append(number)
+    def source():
+        for number in range(4):
+            seen.append(("made", number))
             yield torch.tensor(number)
 
-    for draw, ahead_of_step_4 in ((list, 5), (random.random, 4), (np.random.rand, 4)):
-        made.clear()
-        batches = iter(eager(source(draw)))
-        assert [int(next(batches)) for _ in range(5)] == list(range(5))
-        assert made[-1] == ahead_of_step_4
-        assert [int(batch) for batch in batches] == [5]
+    for batch in eager(source()):
+        seen.append(("step", int(batch)))
+    assert seen == [(what, number) for number in range(4) for what in ("made", "step")]
 
 
 class Drawing(Dataset):
