@@ -17,7 +17,9 @@ from rig.late_trainings import consume, read, reused_batches
 from thoroughness import max_examples
 
 from lightning_fastdata import prefetch
+from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device import backend
+from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.host.memory import read_device_memory
 from lightning_fastdata.insight.measure.timeline import EventClock
@@ -144,6 +146,23 @@ def test_who_waits_for_another_stream_finds_its_work_done(seed, kind):
         assert machine.side_streams == [streams.side]
 
 
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_the_device_never_holds_more_batches_than_is_said(look_ahead):
+    batch_bytes = 8000
+    for schedule in SCHEDULES:
+        with late_cuda(schedule, 1) as cuda:
+            sources = reused_batches(cuda, 12, rows=batch_bytes // 8)
+            batches = prefetch(sources, CUDA)
+            if not look_ahead:
+                lane = SideLane(backend.DeviceStreams(CUDA))
+                moved = partial(move, device=CUDA, non_blocking=True)
+                batches = (lane.send(batch, moved).land() for batch in sources)
+            for (tensor,) in batches:
+                tensor.sum()  # a step whose result takes next to nothing
+                del tensor
+            assert cuda.peak_bytes < (1 + BATCHES_AHEAD) * batch_bytes + batch_bytes // 2
+
+
 @each_streamed
 def test_the_memory_of_a_device_is_told(kind):
     with late_cuda("eager", kind=kind) as machine:
@@ -159,6 +178,7 @@ def test_the_memory_of_a_device_is_told(kind):
         assert reader.free_bytes() == 60 * gib + held.nbytes
         assert reader.peak_bytes() == usage.peak_bytes == held.nbytes
         del block
+        assert backend.read_device_usage(device).held_bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "meta"])

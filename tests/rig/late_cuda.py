@@ -41,6 +41,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -217,6 +218,7 @@ class LateCuda:
         self._pinned: dict[int, int] = {}
         self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
+        """What tensors take on all devices, and the most that they took, as torch counts them."""
         self.notes = self.noted = 0
         """Notes that the device has come to, and that it was given."""
         self.order: list[int] = []
@@ -418,25 +420,30 @@ class LateCuda:
     def let_go(
         self, storage: torch.UntypedStorage, stream: Stream, used_by: dict[Stream, None]
     ) -> None:
-        """Overwrite memory as soon as the allocator of torch may give it to somebody else."""
+        """Overwrite memory as soon as the allocator of torch may give it to somebody else.
 
-        def overwrite() -> None:
+        It counts as free when the other streams that use it have passed: what its own stream is
+        given next is behind all that it has to do, however late that is.
+        """
+
+        left = {stream: None, **used_by}
+
+        def give_back() -> None:
             self.live_bytes -= storage.nbytes()
-            _bytes_of(storage).fill_(POISON)
 
-        streams = {stream: None, **used_by}
-        left = len(streams)
-
-        def passed() -> None:
-            nonlocal left
-            left -= 1
+        def passed(each: Stream) -> None:
+            del left[each]
+            if each is not stream and left.keys() <= {stream}:
+                give_back()
             if not left:
-                overwrite()
+                _bytes_of(storage).fill_(POISON)
 
         # No stream waits for another: the allocator only keeps the memory back.
         with self._lock:
-            for each in streams:
-                each.queue.append(passed)
+            if left.keys() == {stream}:
+                give_back()
+            for each in list(left):
+                each.queue.append(partial(passed, each))
 
     # Memory of the host
 
