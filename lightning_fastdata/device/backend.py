@@ -12,7 +12,7 @@ import gc
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -43,14 +43,9 @@ def _module(device: torch.device) -> Any:
     return None if device.type == "cpu" else getattr(torch, device.type, None)
 
 
-def accelerator() -> torch.device | None:
-    """Return the type of device that computes here beside the CPU, without an index, or None."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
 def default_type() -> str:
     """Return the type of device that computes here: ``"cuda"``, ..., or else ``"cpu"``."""
-    found = accelerator()
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if found is None else found.type
 
 
@@ -69,8 +64,8 @@ def device_of(named: torch.device | str | int) -> torch.device:
     """
     if not isinstance(named, int):
         return torch.device(named)
-    found = accelerator()
-    return torch.device("cuda" if found is None else found.type, named)
+    kind = default_type()
+    return torch.device("cuda" if kind == "cpu" else kind, named)
 
 
 def name_of(device: torch.device) -> str:
@@ -268,9 +263,8 @@ def memory_reader(device: torch.device) -> MemoryReader | None:
 def free_memory() -> None:
     """Give back to the devices what nobody holds any more."""
     gc.collect()
-    found = accelerator()
-    if found is not None:
-        _module(found).empty_cache()
+    for device in devices()[:1]:
+        _module(device).empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -290,44 +284,37 @@ def is_out_of_memory(error: BaseException) -> bool:
 # Random numbers
 
 
-class DeviceGenerator(Protocol):
-    """The generator that operations of a device draw from, as ``torch.Generator``."""
-
-    def get_state(self) -> torch.Tensor:
-        """Return its state."""
-
-    def set_state(self, state: torch.Tensor, /) -> object:
-        """Put it into a state."""
-
-    def manual_seed(self, seed: int, /) -> object:
-        """Seed it."""
-
-
-class _Generator:
-    """The generator of a device, where a type has functions in its place, as Apple's."""
+class FunctionsOfGenerator:
+    """Stands for the generator of a device, where a type has functions in its place, as Apple's."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module, self._device = module, device
 
     def get_state(self) -> torch.Tensor:
+        """Return its state."""
         state: torch.Tensor = self._module.get_rng_state(self._device)
         return state
 
     def set_state(self, state: torch.Tensor) -> None:
+        """Put it into a state."""
         self._module.set_rng_state(state, self._device)
 
     def manual_seed(self, seed: int) -> None:
+        """Seed it."""
         with current(self._device):
             self._module.manual_seed(seed)
 
 
+DeviceGenerator: TypeAlias = torch.Generator | FunctionsOfGenerator
+
+
 def generator_of(device: torch.device) -> DeviceGenerator | None:
-    """Return the generator of a device; None: it has none beside that of the CPU."""
+    """Return the generator that operations of a device draw from; None: it is the CPU's."""
     module = _module(device)
-    generators: tuple[DeviceGenerator, ...] = getattr(module, "default_generators", ())
+    generators: tuple[torch.Generator, ...] = getattr(module, "default_generators", ())
     if generators:
         return generators[module.current_device() if device.index is None else device.index]
-    return _Generator(module, device) if hasattr(module, "get_rng_state") else None
+    return FunctionsOfGenerator(module, device) if hasattr(module, "get_rng_state") else None
 
 
 def generators_in_use() -> list[DeviceGenerator]:
