@@ -120,7 +120,7 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
         return pool
     from lightning_fastdata.executors.standby import StandbyExecutor
 
-    return StandbyExecutor(plan, pool, given.ways)
+    return StandbyExecutor(plan, pool, given.ways, given.pin_thread)
 
 
 def _start_ray(plan: FetchPlan, given: Resources) -> Executor:

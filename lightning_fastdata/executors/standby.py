@@ -26,6 +26,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
+    from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.scheduler import PoolExecutor
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
@@ -95,13 +96,21 @@ class StandbyExecutor:
             epoch begins.
         pool: Of the same plan.
         ways: What earlier executors of the loader have found.
+        pin_thread: Copies batches into page-locked memory, as those of the pool; None: nobody.
     """
 
-    def __init__(self, plan: FetchPlan, pool: PoolExecutor, ways: Ways) -> None:
+    def __init__(
+        self,
+        plan: FetchPlan,
+        pool: PoolExecutor,
+        ways: Ways,
+        pin_thread: PinThread | None = None,
+    ) -> None:
         self._plan = plan
         self._here = InlineExecutor(replace(plan, at_start=False))
         self._pool = pool
         self._ways = ways
+        self._pin_thread = pin_thread
         self._source: Iterator[Any] = iter(())
         self._epoch = 0
         self._before: Fingerprint | None = None
@@ -181,7 +190,9 @@ class StandbyExecutor:
             self._read_s = (clock.monotonic() - began_s) / self._batches
             if not self._looked:
                 self._look_at_first(batch)
-        return batch
+        if self._pin_thread is None:
+            return batch
+        return self._pin_thread.pin(lambda: batch).result().batch
 
     def _look_at_first(self, batch: Batch) -> None:
         self._looked = True
@@ -213,9 +224,13 @@ class StandbyExecutor:
         begun, waiting = self._pool.under_way()
         return before + begun, tuple(before + place for place in waiting)
 
-    def ready(self) -> bool:
-        """Return whether the next batch, or the end, can be had without waiting."""
-        return not self._aside or self._pool.ready()
+    def ready(self) -> bool | None:
+        """Return whether the next batch, or the end, can be had without waiting.
+
+        None: this process makes it when it is asked for.
+        """
+        over = self._trial is not None and not self._pool.under_way()[1]
+        return self._pool.ready() if self._aside and not over else None
 
     @property
     def respawned(self) -> int:

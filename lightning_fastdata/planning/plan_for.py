@@ -139,9 +139,7 @@ def plan_for(
     plan = plan_loader(options, situation)
     only_here = facts.here is not None
     standby = choice.standby and options.num_workers == "auto" and plan.num_workers > 0
-    return replace(
-        plan, warnings=facts.warnings, draws=draws, only_here=only_here, standby=standby
-    )
+    return replace(plan, warnings=facts.warnings, draws=draws, only_here=only_here, standby=standby)
 
 
 def choose_executor(

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.device.lookahead import is_ready
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors import standby
 
 torch.set_num_threads(1)
 BATCH, BATCHES = 2, 6
@@ -179,6 +180,20 @@ def test_a_batch_is_ready_when_it_is_pinned_and_not_before(dataset, executor):
             pass
         assert next(batches)[0, 0] == BATCH
         loader.close()
+
+
+@pytest.mark.parametrize("way", [in_loop, ahead])
+def test_what_is_read_while_workers_stand_by_is_pinned_when_it_is_its_turn(monkeypatch, way):
+    for bound in ("_WITHIN_S", "_CHEAP_S", "_TIMED_S"):  # workers have no reason to read
+        monkeypatch.setattr(standby, bound, LONG_S)
+    seen = []
+    with watched_pins(lambda batch: seen.append(("pinned", batch))):
+        loader = loader_of(Rows(), persistent_workers="unchanged", chosen=True, standby=True)
+        for number, batch in enumerate(way(loader)):
+            assert batch.is_cuda if way is ahead else batch.is_pinned()
+            seen.append(("step", number))
+        loader.close()
+    assert seen == [(what, number) for number in range(BATCHES) for what in ("pinned", "step")]
 
 
 def test_rows_that_are_gathered_are_pinned_before_they_are_asked_for():
