@@ -245,7 +245,8 @@ def _few_cpus(e: Evidence) -> Finding | None:
     wanted, now = remedies.best_workers(e), e.setup
     remedy = _transforms(e)
     if now is not None:
-        facts.append(f"{now.workers} workers and the training share {now.cpus:g} CPUs")
+        workers = "1 worker" if now.workers == 1 else f"{now.workers} workers"
+        facts.append(f"{workers} and the training share {now.cpus:g} CPUs")
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
