@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-# Asked for here, too: of a host's memory and of a device's it is the same question.
-from lightning_fastdata.device.backend import is_out_of_memory as is_out_of_memory
 from lightning_fastdata.host.cpu import counters, read_cgroup_folders, read_text
 
 if TYPE_CHECKING:
@@ -241,3 +239,10 @@ def reserve_bytes(total_bytes: int) -> int:
 def size_text(count: int) -> str:
     """Return bytes in words."""
     return f"{count / _GIB:.2f} GiB" if abs(count) >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or page-locked memory, has no more room."""
+    from lightning_fastdata.device import backend  # and torch, which nothing else here needs
+
+    return backend.is_out_of_memory(error)
