@@ -48,6 +48,10 @@ _VARYING: Final = (
 """Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
 where the numbers of a batch lie is another place in each batch."""
 
+_ANYWHERE: Final = ("source",)
+"""Where images lie changes nothing, as their bytes are read one by one. A batch that is a part of
+another begins at any address."""
+
 
 @triton.jit
 def trial_kernel(target):
@@ -55,7 +59,7 @@ def trial_kernel(target):
     tl.store(target, 1)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def across_kernel(
     source, target, ints, floats, rows_at, code_at, height, width, length, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +122,7 @@ def _fills(fill, count):
     return tl.load(fill), second, tl.load(fill + tl.where(many, 2, 0))
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def fused_kernel(
     source, target, bytes_, ints, floats, doubles, sums, middle,
     code_at, where_at, border, fill_at, mean_at, gain_at,
@@ -233,3 +237,8 @@ def fused_kernel(
         tl.store(first, red.to(kind_out), mask)
         tl.store(first + between, green.to(kind_out), mask)
         tl.store(first + 2 * between, blue.to(kind_out), mask)
+
+
+KERNELS: Final = {"fused": fused_kernel, "across": across_kernel, "trial": trial_kernel}
+OPTIONS: Final = {"enable_fp_fusion": False}
+"""How all of them are compiled."""
