@@ -145,14 +145,6 @@ def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
     )
 
 
-def read_device_memory(device: torch.device | str | int) -> DeviceMemory | None:
-    """Memory of a CUDA device, its name or its index; None for a device of another kind."""
-    import torch
-
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return DeviceMemory(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
-
-
 def read_open_file_limits() -> tuple[int | None, int | None]:
     """Return the soft and the hard limit of open files; None: there is none, or it is not known."""
     try:
