@@ -576,7 +576,6 @@ def _forget() -> None:
 
 def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what has names to be replaced, and what stands for them."""
-    import lightning_fastdata.augment.ops  # noqa: F401 - before those that it imports itself
     from lightning_fastdata.augment.replay import early, triton
     from lightning_fastdata.augment.replay import torch as replay
 

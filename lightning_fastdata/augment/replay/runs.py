@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import Encoded, Fused, Instruction, Instructions
+from lightning_fastdata.augment.ops.operation import Encoded, End, Fused, Instruction, Instructions
 from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
+_ENDS: Final[frozenset[object]] = frozenset(get_args(End))
+"""What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 REPLICATE: Final = 1
 _LINEAR: Final = 1
 
@@ -150,7 +152,7 @@ def fuse(
         ended, open_run = open_run.ends, _OpenRun(number, samples)
         if ended or not open_run.takes(step):
             open_run = _OpenRun(number + 1, samples)
-        if ended or step.fused in instructions.ENDS:
+        if ended or step.fused in _ENDS:
             # What follows are no bytes any more.
             break
     runs.append(open_run.close(len(steps) - 1, add))
