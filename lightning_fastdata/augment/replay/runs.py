@@ -64,6 +64,8 @@ class Reading(NamedTuple):
     """``window``: the border mode."""
     fill: ArrayAt | None = None
     """``window`` that reaches outside: float32 ``[samples, 3]``."""
+    step: ArrayAt | None = None
+    """``resize``: source pixels per output pixel, down and across, float64 ``[samples, 2]``."""
 
 
 class Ending(NamedTuple):
@@ -202,7 +204,7 @@ class _OpenRun:
             return False
         static, arrays = dict(step.groups[0].encoded[0].static), step.groups[0].arrays
         if step.fused == "resize" and static["interpolation"] == _LINEAR:
-            self.reading = Reading("resize", static["size"], arrays["box"])
+            self.reading = Reading("resize", static["size"], arrays["box"], step=arrays["step"])
             return True
         outside = arrays.get("fill")
         if step.fused != "window" or not _is_of_colours(outside):

@@ -196,8 +196,8 @@ def _pixel_launches(
     views = [blob.view(dtype) for dtype in (torch.int32, torch.float32, torch.float64)]
     sums = batch.new_zeros(samples, dtype=torch.int64) if run.contrasts else blob.view(torch.int64)
     # What is not there lies at any place.
-    where, fill = run.reading.where or run.code, run.reading.fill or run.code
-    at = run.code.offset // 4, where.offset // 4, run.reading.border, fill.offset // 4
+    where, numbers = run.reading.where or run.code, run.reading.fill or run.reading.step or run.code
+    at = run.code.offset // 4, where.offset // 4, run.reading.border, numbers.offset // 4
     before: tuple[torch.Tensor | int, ...]
     before = (blob, *views, sums, middle, *at, mean.offset // 4, gain.offset // 4)
     after = height, width, *size, run.code.shape[1], math.prod(size)
