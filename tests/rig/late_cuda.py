@@ -619,6 +619,7 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
             "manual_seed": lambda seed: generator().manual_seed(seed),
             "manual_seed_all": seed_all,
             "empty_cache": lambda: None,
+            "set_per_process_memory_fraction": lambda fraction, device=None: None,
             "mem_get_info": lambda device=None: (60 * _GIB, 80 * _GIB),
             "memory_allocated": lambda device=None: machine.live_bytes,
             "max_memory_allocated": lambda device=None: machine.peak_bytes,
