@@ -25,6 +25,7 @@ from virtual_time import virtual_time
 from lightning_fastdata.augment.replay import early
 from lightning_fastdata.augment.replay.early import compile_early, prepare_kernels
 from lightning_fastdata.augment.replay.triton import kernels_of, prepare
+from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.host import clock
 
@@ -128,6 +129,16 @@ def test_a_pipeline_that_runs_code_of_the_user_is_not_drawn_in_the_training_proc
 
     first = [A.Lambda(image=opens_files), A.Resize(32, 32), A.HorizontalFlip()]
     assert asked_of(A.Compose(first)) == []
+
+
+def test_a_pipeline_that_cannot_be_drawn_is_left_to_the_training_to_report():
+    class Broken(StageTransform):
+        def first_kernels(self, samples, key, rows):
+            raise KeyError("image")
+
+    with late_cuda("eager") as cuda:
+        prepare_kernels(Broken(), [{}], keys(1)[0], 8, CUDA, first_of_node=True)
+    assert cuda.compiled == []
 
 
 def test_no_random_state_of_the_training_is_touched():

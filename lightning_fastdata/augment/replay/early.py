@@ -80,9 +80,10 @@ def prepare_kernels(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             kernels = list(transform.first_kernels(samples, key, rows))
+        capability = torch.cuda.get_device_capability(device)
+        compile_early(kernels, capability, first_of_node=first_of_node)
     except Exception:
-        return  # Training meets it again, and reports it.
-    compile_early(kernels, torch.cuda.get_device_capability(device), first_of_node=first_of_node)
+        return  # Training goes on without, and reports what it meets itself.
 
 
 def compile_early(
