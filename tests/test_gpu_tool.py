@@ -16,11 +16,17 @@ _spec = importlib.util.spec_from_file_location("gpu_tool", ROOT / "tools" / "gpu
 tool = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tool)
 
-from gpu_run import Rehearsed, Run  # noqa: E402 - the tool knows where it is
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """Have the modules of the sections found, which have names that those of tests have, too."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 @each("name", tool.SECTIONS)
 def test_a_section_comes_as_far_as_the_device(name):
+    from gpu_run import Rehearsed, Run
+
     run = Run("cuda", quick=True, rehearsal=True)
     with late_cuda("eager"), pytest.raises(Rehearsed):
         tool.measure_of(name)(run)

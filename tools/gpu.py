@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 LIMIT_S = 470
 
@@ -207,4 +206,5 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
     sys.exit(main())
