@@ -9,6 +9,7 @@
 # make dist-check   sdist and wheel, built, installed in an environment of their own, and used
 # make check   everything CI runs: lint, types, layers, tests, mutants
 # make docs    the site of the documentation, in docs/_build/html
+# make gpu    on a machine with a GPU: all that needs one, into benchmarks/results; SECTION=name: one part
 # make measure  how large the package is, and how entangled
 PYTHON ?= python3
 VENV := .venv
@@ -24,7 +25,7 @@ export NO_ALBUMENTATIONS_UPDATE := 1
 
 LOWEST := .venv-lowest
 
-.PHONY: demo test test-remote test-long test-realtime test-mutants test-lowest dist-check check lint format docs measure clean
+.PHONY: demo test test-remote test-long test-realtime test-mutants test-lowest dist-check check lint format docs gpu measure clean
 
 demo: $(VENV)/.ready-demo
 	PYTHONPATH=examples $(PY) -m demo
@@ -71,6 +72,10 @@ lint: $(VENV)/.ready-test
 
 docs: $(VENV)/.ready-docs
 	$(PY) -m sphinx -q -E -a -W --keep-going -b html docs docs/_build/html
+
+# It installs nothing from a network: what is missing comes from wheels/, if that is there.
+gpu:
+	$(or $(wildcard $(PY)),$(PYTHON)) tools/gpu.py $(SECTION)
 
 measure:
 	$(PYTHON) benchmarks/code_size.py

@@ -1,4 +1,4 @@
-"""The GPU benchmark's augmentation: time beside what the memory allows, launches, and rivals.
+"""Augmentation on a GPU: time beside what the memory allows, launches, and rivals.
 
 Each recipe turns 256 uint8 images into 256 x 3 x 224 x 224 numbers. The least that can take is one
 read of the bytes and one write of float32, which a copy that does nothing else takes on the same

@@ -1,4 +1,4 @@
-"""The GPU benchmark's data movement: at its turn, beside the computing, and one ahead."""
+"""How batches come to the device: at their turn, beside the computing, and one ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measure_prefetch(run):
         for way in ("at its turn", "beside", "one ahead"):
             took = _steps_ms(run, batches, compute, way, waits=waits)
             run.add(name, f"a step, moved {way}", took, "ms", kind)
-    _measure_loaders(run, rows, side)
+    _measure_loaders(run, rows, side, compute)
 
 
 def _work_of(run, wanted_ms):
@@ -79,28 +79,33 @@ class Rows(torch.utils.data.Dataset):
         return self.sample
 
 
-def _measure_loaders(run, rows, side):
-    from lightning_fastdata import FastDataLoader
+def _measure_loaders(run, rows, side, compute):
+    from lightning_fastdata import FastDataLoader, prefetch
 
-    name = f"loader to device, {rows}x3x{side}x{side} uint8"
+    name = f"a step with pinned batches, {rows}x3x{side}x{side} uint8"
     count = rows * (4 if run.quick else 40)
-    for executor in ("torch", "workers"):
+    for way in ("torch", "workers", "workers, one ahead"):
         loader = FastDataLoader(
             Rows(count, side),
             rows,
             num_workers=2,
-            executor=executor,
+            executor=way.split(",")[0],
             pin_memory=run.cuda,
             persistent_workers=True,
             multiprocessing_context="forkserver",
         )
-        rate = 0.0
-        for _ in range(2):  # of two epochs the second is kept
-            run.settle()
-            at = time.perf_counter()
-            for batch in loader:
-                batch.to(run.device, non_blocking=True)
-            run.settle()
-            rate = count / (time.perf_counter() - at)
+        for waits in (False, True):
+            kind = "the host waits in each step" if waits else "the host runs ahead"
+            for _ in range(2):  # of two epochs the second is kept
+                moved = (batch.to(run.device, non_blocking=True) for batch in loader)
+                run.settle()
+                at = time.perf_counter()
+                for batch in prefetch(loader, run.device) if way.endswith("ahead") else moved:
+                    batch.sum()
+                    compute()
+                    if waits:
+                        run.settle()
+                run.settle()
+                took_ms = (time.perf_counter() - at) * 1e3 * rows / count
+            run.add(name, way, took_ms, "ms", f"2 workers, {kind}")
         loader.close()
-        run.add(name, executor, rate, "images/s", "2 workers")

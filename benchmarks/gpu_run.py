@@ -1,7 +1,8 @@
-"""Where the GPU benchmark measures, how, and what it has found."""
+"""Where a section of tools/gpu.py measures, how, and what it has found."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 
@@ -9,6 +10,10 @@ import torch
 
 _CYCLES_PER_MS = 2_000_000
 """Of a GPU at 2 GHz; a slower one is busy for longer."""
+
+
+class Rehearsed(BaseException):
+    """A rehearsal has come to the device, which there is none of."""
 
 
 class Skipped(Exception):  # noqa: N818 - it is no error
@@ -22,29 +27,44 @@ def failure(error):
 
 
 class Run:
-    """Where and how long to measure, and what was found."""
+    """Where and how long to measure, and what was found.
 
-    def __init__(self, device, *, quick, budget_s):
+    Rows go to ``rows_file`` as they are found, so that those of a section that is ended are kept.
+    A ``rehearsal`` ends where a section would first use the device.
+    """
+
+    def __init__(self, device, *, quick, budget_s=60, rows_file=None, rehearsal=False):
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self.quick = quick
         self.ends = time.monotonic() + budget_s
         self.rows = []
+        self._rows_file = rows_file
+        self._rehearsal = rehearsal
+
+    def begin(self):
+        """Say that the device is used from now on."""
+        if self._rehearsal:
+            raise Rehearsed
 
     def left_s(self):
         return self.ends - time.monotonic()
 
     def add(self, section, what, value, unit, note=""):
-        self.rows.append(
-            {"section": section, "what": what, "value": value, "unit": unit, "note": note}
-        )
+        row = {"section": section, "what": what, "value": value, "unit": unit, "note": note}
+        self.rows.append(row)
+        if self._rows_file is not None:
+            with self._rows_file.open("a") as out:
+                out.write(json.dumps(row) + "\n")
 
     def settle(self):
+        self.begin()
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
     def host_ms(self, function, *, repeats=20):
         """Return the median time in which the host has handed one call over, in milliseconds."""
+        self.begin()
         function()
         times = []
         for _ in range(3 if self.quick else repeats):
@@ -61,6 +81,7 @@ class Run:
         The device is kept busy until the call has been handed over, so a device that would wait
         for the host in between is not counted: that is :meth:`host_ms`.
         """
+        self.begin()
         for _ in range(warm):
             function()
         self.settle()
@@ -97,7 +118,7 @@ class Run:
 def new_trainer(run, folder, **arguments):
     import lightning.pytorch as pl
 
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator="gpu" if run.cuda else "cpu",
         devices=[run.device.index or 0] if run.cuda else 1,
         logger=False,
@@ -107,3 +128,5 @@ def new_trainer(run, folder, **arguments):
         default_root_dir=folder,
         **arguments,
     )
+    run.begin()
+    return trainer

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lightning_fastdata.augment.pipeline.tree import Node
+    from lightning_fastdata.augment.replay.early import Kernel
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
 _BOX_KEYS: Final = ("boxes", "bboxes")
@@ -585,6 +586,12 @@ class MixedTransform(StageTransform):
         """Return the part that runs on each sample in the side process."""
         inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
         return MixedWorker(inner, self._mixer)
+
+    def first_kernels(
+        self, samples: Sequence[Batch], key: SampleKey, rows: int
+    ) -> Iterable[Kernel]:
+        """Return what kernels the pipeline of the first batches needs."""
+        return () if self.pipeline is None else self.pipeline.first_kernels(samples, key, rows)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Run the pipeline, then the mixing; BatchError if a field has not the form it needs."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.dtypes import DType
     from lightning_fastdata.augment.pipeline.tree import Node
+    from lightning_fastdata.augment.replay.early import Kernel
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
@@ -268,6 +269,14 @@ class BatchTransform(StageTransform):
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.plan.defers else None
         return ComposeWorker(self.compose, self._fields, plan, self._ops, self._registered)
+
+    def first_kernels(
+        self, samples: Sequence[Batch], key: SampleKey, rows: int
+    ) -> Iterable[Kernel]:
+        """Return what kernels the first batches need, drawn for some samples of the dataset."""
+        return (
+            self.in_worker(on_device=True).first_kernels(samples, key, rows) if self.defers else ()
+        )
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Callable, Mapping
 
-    from lightning_fastdata.host.memory import DeviceMemory
-
 
 def doctor(*, ray: bool = False) -> None:
     """Print what this machine, or a Ray cluster, allows, and what of it limits data loading."""
@@ -22,11 +20,12 @@ def doctor(*, ray: bool = False) -> None:
         sys.stdout.write(f"{look_at_cluster().text()}\n")
         return
     from lightning_fastdata.host.cpu import read_cpu_limit
+    from lightning_fastdata.host.gpus import read_gpus
     from lightning_fastdata.host.machine import doctor_text, read_versions
     from lightning_fastdata.host.memory import read_host_memory
 
     cpu, memory, versions = read_cpu_limit(), read_host_memory(), read_versions()
-    text = doctor_text(cpu=cpu, memory=memory, gpus=_read_gpus(), versions=versions)
+    text = doctor_text(cpu=cpu, memory=memory, gpus=read_gpus(), versions=versions)
     sys.stdout.write(f"{text}\n")
 
 
@@ -38,14 +37,6 @@ def takes_doctor(parser: ArgumentParser) -> None:
         help="Look at the Ray cluster in the place of this machine: its nodes, and what a batch "
         "from each costs.",
     )
-
-
-def _read_gpus() -> list[tuple[str, DeviceMemory]]:
-    from lightning_fastdata.device.backend import devices, name_of
-    from lightning_fastdata.host.memory import read_device_memory
-
-    held = {device: read_device_memory(device) for device in devices()}
-    return [(name_of(device), one) for device, one in held.items() if one is not None]
 
 
 def replay(

@@ -77,6 +77,16 @@ def name_of(device: torch.device) -> str:
 # The current device, which each thread has its own of
 
 
+def gpu_count() -> int:
+    """Return how many CUDA devices there are; torch asks their driver, and opens none."""
+    return torch.cuda.device_count()
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the architecture of a CUDA device, such as ``(9, 0)``."""
+    return torch.cuda.get_device_capability(device)
+
+
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Return a block in which a device is the current one of its type."""
     enter = getattr(_module(device), "device", None)

@@ -90,7 +90,7 @@ def doctor_text(
     *,
     cpu: CpuLimit,
     memory: HostMemory,
-    gpus: Sequence[tuple[str, DeviceMemory]],
+    gpus: Sequence[tuple[str, DeviceMemory | None]],
     versions: Mapping[str, str],
 ) -> str:
     """Return the text that ``fastdata doctor`` prints."""
@@ -104,10 +104,7 @@ def doctor_text(
         ("memory", f"{_size(memory.available_bytes)} available{whole if contained else ''}"),
         ("/dev/shm", "none on this system" if shm is None else f"{_size(shm)} free"),
         ("open files", "no limit" if soft is None else f"{soft} ({upper})"),
-        *(
-            (f"GPU {index}", f"{name}, {_size(held.free_bytes)} of {_size(held.total_bytes)} free")
-            for index, (name, held) in enumerate(gpus)
-        ),
+        *((f"GPU {index}", _gpu_text(*gpu)) for index, gpu in enumerate(gpus)),
         *([] if gpus else [("GPU", "none that this torch can use; training runs on the CPU")]),
         *versions.items(),
     ]
@@ -116,6 +113,12 @@ def doctor_text(
     head = "What limits loading here:" if limits else "Nothing here limits loading."
     facts = [f"{name:<{width}}  {value}" for name, value in rows]
     return "\n".join([*facts, "", head, *(f"- {limit}" for limit in limits)])
+
+
+def _gpu_text(name: str, held: DeviceMemory | None) -> str:
+    if held is None:
+        return f"{name}, whose driver does not tell its memory"
+    return f"{name}, {_size(held.free_bytes)} of {_size(held.total_bytes)} free"
 
 
 def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Iterator[str]:

@@ -9,12 +9,9 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from lightning_fastdata.host.cpu import counters, read_cgroup_folders, read_text
-
-if TYPE_CHECKING:
-    import torch
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -128,14 +125,6 @@ def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
         open_files_soft=soft,
         open_files_hard=hard,
     )
-
-
-def read_device_memory(device: torch.device | str | int) -> DeviceMemory | None:
-    """Return the memory of a device, its name or its index; None where it does not tell."""
-    from lightning_fastdata.device.backend import device_of, free_and_total_bytes  # loads torch
-
-    found = free_and_total_bytes(device_of(device))
-    return None if found is None else DeviceMemory(*found)
 
 
 def read_open_file_limits() -> tuple[int | None, int | None]:

@@ -45,3 +45,15 @@ def test_a_machine_on_which_triton_fails_is_told_why_and_goes_on(tmp_path):
         )
         told = done.stdout.strip()
         assert (told == "None") if interpret == "1" else ("Error: " in told)
+
+
+@pytest.mark.slow
+def test_what_a_kernel_becomes_is_counted_for_an_architecture():
+    program = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_architectures.py"
+    command = [sys.executable, str(program), "--kernels", "as it is", "--architectures", "90"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    [head, _, row] = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    names, values = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (head, row))
+    counted = dict(zip(names, values, strict=True))
+    assert counted["sm"] == "90"
+    assert all(int(counted[name]) > 0 for name in ("registers", "byte loads", "instructions"))

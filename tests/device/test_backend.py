@@ -21,7 +21,6 @@ from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device import backend
 from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
 from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.host.memory import read_device_memory
 from lightning_fastdata.insight.measure.timeline import EventClock
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 
@@ -185,7 +184,6 @@ def test_the_memory_of_a_device_is_told(kind):
 def test_what_a_type_of_device_does_not_tell_is_none(kind):
     device = torch.device(kind)
     assert backend.free_and_total_bytes(device) is None
-    assert read_device_memory(kind) is None
     assert backend.read_device_usage(device) is None
     assert backend.memory_reader(device) is None
     assert backend.device_streams(device) is None

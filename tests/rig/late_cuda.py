@@ -219,6 +219,9 @@ class LateCuda:
         self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
         """What tensors take on all devices, and the most that they took, as torch counts them."""
+        self.compiled: list[tuple[dict[str, Any], int]] = []
+        """What kernels were to be compiled early, each time with the copies from the host by then;
+        only with `TRITON_INTERPRET=0`."""
         self.notes = self.noted = 0
         """Notes that the device has come to, and that it was given."""
         self.order: list[int] = []
@@ -309,6 +312,10 @@ class LateCuda:
         """Go on a little, since the host has looked whether something is done."""
         with self._lock:
             self._some_steps(1)
+
+    def compile_early(self, asked: dict[str, Any], lock: object) -> None:
+        """Stand for the process that compiles kernels."""
+        self.compiled.append((asked, self.copies.total()))
 
     def note(self, device: torch.device) -> None:
         """Queue a note on the current stream of a device, say at the end of a training step."""
@@ -589,8 +596,8 @@ def _forget() -> None:
 
 def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what has names to be replaced, and what stands for them."""
+    from lightning_fastdata.augment.replay import early, triton
     from lightning_fastdata.augment.replay import torch as replay
-    from lightning_fastdata.augment.replay import triton
 
     generators = machine.generators
 
@@ -631,6 +638,7 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
         "manual_seed": lambda seed: generator().manual_seed(seed),
         "manual_seed_all": seed_all,
         "empty_cache": lambda: None,
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "mem_get_info": lambda device=None: (60 * _GIB, 80 * _GIB),
         "memory_allocated": lambda device=None: machine.live_bytes,
         "max_memory_allocated": lambda device=None: machine.peak_bytes,
@@ -665,3 +673,4 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     for module in (triton, replay):
         yield module, {"has_kernels": lambda device: False}
+    yield early, {"_compile_apart": machine.compile_early}

@@ -35,11 +35,9 @@ A sample may begin with one way of reading of its own:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-
-from lightning_fastdata.augment.ops.operation import End
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,9 +50,6 @@ WIDTH: Final = 5
 """Numbers of an instruction."""
 CHANNELS: Final = 3
 """Of the images that are fused: others take one step after the other."""
-
-ENDS: Final[frozenset[object]] = frozenset(get_args(End))
-"""What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 
 _TRANSPOSED: Final = 4
 _MIRRORS: Final = {

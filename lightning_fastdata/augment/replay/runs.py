@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_fastdata.augment.ops.operation import Encoded, Fused, Instruction, Instructions
+from lightning_fastdata.augment.ops.operation import Encoded, End, Fused, Instruction, Instructions
 from lightning_fastdata.augment.replay import instructions
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 Geometry: TypeAlias = Literal["none", "window", "resize", "warp", "filter"]
+_ENDS: Final[frozenset[object]] = frozenset(get_args(End))
+"""What makes something else of bytes ``[n, H, W, C]``, so that no other run follows."""
 REPLICATE: Final = 1
 _LINEAR: Final = 1
 
@@ -62,6 +64,8 @@ class Reading(NamedTuple):
     """``window``: the border mode."""
     fill: ArrayAt | None = None
     """``window`` that reaches outside: float32 ``[samples, 3]``."""
+    step: ArrayAt | None = None
+    """``resize``: source pixels per output pixel, down and across, float64 ``[samples, 2]``."""
 
 
 class Ending(NamedTuple):
@@ -150,7 +154,7 @@ def fuse(
         ended, open_run = open_run.ends, _OpenRun(number, samples)
         if ended or not open_run.takes(step):
             open_run = _OpenRun(number + 1, samples)
-        if ended or step.fused in instructions.ENDS:
+        if ended or step.fused in _ENDS:
             # What follows are no bytes any more.
             break
     runs.append(open_run.close(len(steps) - 1, add))
@@ -200,7 +204,7 @@ class _OpenRun:
             return False
         static, arrays = dict(step.groups[0].encoded[0].static), step.groups[0].arrays
         if step.fused == "resize" and static["interpolation"] == _LINEAR:
-            self.reading = Reading("resize", static["size"], arrays["box"])
+            self.reading = Reading("resize", static["size"], arrays["box"], step=arrays["step"])
             return True
         outside = arrays.get("fill")
         if step.fused != "window" or not _is_of_colours(outside):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
 
+from lightning_fastdata.augment.replay import early
 from lightning_fastdata.augment.replay.instructions import CHANNELS
 from lightning_fastdata.device.backend import current
 from lightning_fastdata.errors import FastDataWarning
@@ -21,6 +22,7 @@ from lightning_fastdata.errors import FastDataWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.augment.replay.runs import FusedRun
 
 _BLOCK: Final = 512
@@ -56,6 +58,7 @@ def has_kernels(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
+    early.wait()
     error = kernel_fault(device)
     if error is not None:
         warnings.warn(_NO_KERNELS.format(device=device, error=error), FastDataWarning, stacklevel=2)
@@ -65,10 +68,10 @@ def has_kernels(device: torch.device) -> bool:
 def kernel_fault(device: torch.device) -> str | None:
     """Return why no kernel can be compiled and launched on a device, or None."""
     try:
-        from lightning_fastdata.augment.replay.kernels.fused import trial_kernel
+        from lightning_fastdata.augment.replay.kernels.fused import KERNELS, OPTIONS
 
         with current(device):
-            trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device))
+            KERNELS["trial"][(1,)](torch.empty(1, dtype=torch.int32, device=device), **OPTIONS)
     except Exception as error:
         # Compilers, drivers and file systems fail in their own ways, and training goes on without.
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -104,14 +107,47 @@ def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.T
         blob: The arrays of the program, on the device of ``batch``.
         batch: uint8 images ``[n, H, W, 3]``, which the run :func:`takes`; never written to.
     """
-    from lightning_fastdata.augment.replay.kernels import fused
+    from lightning_fastdata.augment.replay.kernels.fused import KERNELS, OPTIONS
 
-    known = {"fused": fused.fused_kernel, "across": fused.across_kernel}
     out, launches = prepare(run, blob, batch)
-    with current(batch.device):  # Triton launches on the current device
+    early.wait()
+    with current(batch.device):
         for kernel, grid, arguments, constants in launches:
-            known[kernel][grid](*arguments, **constants, enable_fp_fusion=False)
+            KERNELS[kernel][grid](*arguments, **constants, **OPTIONS)
     return out
+
+
+def kernels_of(draws: Draws, images: Mapping[str, torch.Tensor]) -> Iterator[early.Kernel]:
+    """Yield what the kernels of a batch are compiled for.
+
+    Args:
+        draws: what was drawn for the batch.
+        images: its images and masks by the pipeline's names for them, without values (`meta`).
+    """
+    blob = draws.blob.to("meta")
+    for name, program in draws.programs.items():
+        batch = images[name]
+        for run in program.runs:
+            # What torch does between two runs nearly always leaves the size as it was.
+            if not run.idle and takes(run, batch):
+                batch, made = prepare(run, blob, batch)
+                yield from map(_compiled_for, made)
+
+
+def _compiled_for(launch: Launch) -> early.Kernel:
+    """Return what of a launch Triton compiles a kernel for.
+
+    Of its numbers that is only how many pixels there are (`pixels` of the kernel), and of that
+    whether it is 1, or a multiple of 16.
+    """
+    arguments: list[str | int] = [
+        str(one.dtype).removeprefix("torch.") if isinstance(one, torch.Tensor) else 0
+        for one in launch.arguments
+    ]
+    pixels = launch.arguments[-1]
+    if launch.kernel == "fused" and isinstance(pixels, int):
+        arguments[-1] = 1 if pixels == 1 else 16 if pixels % 16 == 0 else 2
+    return {"name": launch.kernel, "arguments": arguments, "constants": dict(launch.constants)}
 
 
 def prepare(
@@ -155,8 +191,8 @@ def _pixel_launches(
     views = [blob.view(dtype) for dtype in (torch.int32, torch.float32, torch.float64)]
     sums = batch.new_zeros(samples, dtype=torch.int64) if run.contrasts else blob.view(torch.int64)
     # What is not there lies at any place.
-    where, fill = run.reading.where or run.code, run.reading.fill or run.code
-    at = run.code.offset // 4, where.offset // 4, run.reading.border, fill.offset // 4
+    where, numbers = run.reading.where or run.code, run.reading.fill or run.reading.step or run.code
+    at = run.code.offset // 4, where.offset // 4, run.reading.border, numbers.offset // 4
     before: tuple[torch.Tensor | int, ...]
     before = (blob, *views, sums, middle, *at, mean.offset // 4, gain.offset // 4)
     after = height, width, *size, run.code.shape[1], math.prod(size)
@@ -169,7 +205,7 @@ def _pixel_launches(
             "PLANES": run.ending.channels_first and not adds_up,
             "BLOCK": _BLOCK,
         }
-        arguments = (batch, batch if adds_up else out, *before, *after)
+        arguments = (batch, blob if adds_up else out, *before, *after)
         yield Launch("fused", _grid(samples, math.prod(size)), arguments, constants)
 
 

@@ -63,30 +63,25 @@ def _encode_resize(
         return None
     if transform.area_for_downscale == "image_mask" and "crop_coords" in params:
         return None  # Masks of a crop are always means of areas.
-    return Encoded(_static(size, *kinds), {"box": np.array(box, np.int32)})
+    # Source pixels per output pixel, to the last bit, which decides at whole steps: OpenCV takes
+    # the reciprocal of a quotient.
+    steps = 1.0 / (height / (bottom - top)), 1.0 / (width / (right - left))
+    arrays = {"box": np.array(box, np.int32), "step": np.array(steps)}
+    return Encoded(_static(size, *kinds), arrays)
 
 
-def _step(length: Tensor, out: int) -> Tensor:
-    """Return the source pixels per output pixel, to the last bit, which decides at whole steps.
-
-    OpenCV takes the reciprocal of a quotient. Both are divisions of tensors: torch computes a
-    number over a tensor as the tensor's reciprocal times the number, which rounds once more.
-    """
-    return 1.0 / (torch.full_like(length, out) / length)
-
-
-def _nearest(first: Tensor, last: Tensor, out: int) -> Tensor:
+def _nearest(first: Tensor, last: Tensor, step: Tensor, out: int) -> Tensor:
     length = (last - first).double()[:, None]
     grid = torch.arange(out, device=first.device, dtype=torch.float64)
-    index = (grid * _step(length, out)).floor().minimum(length - 1)
+    index = (grid * step[:, None]).floor().minimum(length - 1)
     return index.long() + first[:, None]
 
 
-def _linear(first: Tensor, last: Tensor, out: int) -> tuple[Tensor, Tensor, Tensor]:
+def _linear(first: Tensor, last: Tensor, step: Tensor, out: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the two source positions and the weight of the second, each ``[n, out]``."""
     length = (last - first).double()[:, None]
     grid = torch.arange(out, device=first.device, dtype=torch.float64)
-    position = ((grid + 0.5) * _step(length, out) - 0.5).float()
+    position = ((grid + 0.5) * step[:, None] - 0.5).float()
     low = position.floor()
     weight = position - low
     edge = length.long() - 1
@@ -124,13 +119,16 @@ def _resample(setting: str) -> Run:
         images = as_channels_last(batch)
         height, width = static["size"]
         left, top, right, bottom = arrays["box"].long().unbind(1)
+        down, across = arrays["step"].unbind(1)
         if static[setting] == NEAREST:
-            y, x = _nearest(top, bottom, height), _nearest(left, right, width)
+            y = _nearest(top, bottom, down, height)
+            x = _nearest(left, right, across, width)
             out = gather(images, y[:, :, None], x[:, None, :])
         else:
-            rows, columns = _linear(top, bottom, height), _linear(left, right, width)
-            corners, across, down = _corners(images, rows, columns)
-            out = _blend(corners, across, down)
+            rows = _linear(top, bottom, down, height)
+            columns = _linear(left, right, across, width)
+            corners, *weights = _corners(images, rows, columns)
+            out = _blend(corners, *weights)
             if images.dtype == torch.uint8 and images.shape[-1] == 2:
                 # Halved in another way than one, three or four channels are.
                 halved = (bottom - top == 2 * height) & (right - left == 2 * width)

@@ -26,6 +26,7 @@ from lightning_fastdata.augment.replay.kernels.pixels import (
     looked_up,
     luminance,
     part,
+    placed,
     read,
     read_anywhere,
     saturated,
@@ -48,6 +49,10 @@ _VARYING: Final = (
 """Of other integers Triton compiles a kernel again if they are 1 or become multiples of 16, and
 where the numbers of a batch lie is another place in each batch."""
 
+_ANYWHERE: Final = ("source",)
+"""Where images lie changes nothing, as their bytes are read one by one. A batch that is a part of
+another begins at any address."""
+
 
 @triton.jit
 def trial_kernel(target):
@@ -55,7 +60,7 @@ def trial_kernel(target):
     tl.store(target, 1)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def across_kernel(
     source, target, ints, floats, rows_at, code_at, height, width, length, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,8 +74,7 @@ def across_kernel(
     taps = floats + tl.load(code + 1) // 4
     size = tl.load(code + 2)
     mask = at < height * width
-    y = at // width
-    x = at % width
+    y, x = placed(at, width)
     image = source + sample.to(tl.int64) * height * width * 3
     red = tl.zeros([BLOCK], tl.float32)
     green = tl.zeros([BLOCK], tl.float32)
@@ -118,7 +122,7 @@ def _fills(fill, count):
     return tl.load(fill), second, tl.load(fill + tl.where(many, 2, 0))
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def fused_kernel(
     source, target, bytes_, ints, floats, doubles, sums, middle,
     code_at, where_at, border, fill_at, mean_at, gain_at,
@@ -134,6 +138,8 @@ def fused_kernel(
     ``ENDS`` says what is written: 0 bytes, 1 normalized, 2 divided by a limit, which lies where
     normalized samples have their mean.
 
+    What lies at ``fill_at`` is float32 for a window, and float64 for a resize: its steps.
+
     ``pixels`` is the height times the width of the result: where that is a multiple of 16, several
     values are written at once.
 
@@ -143,7 +149,8 @@ def fused_kernel(
     sample, at = part(pixels, BLOCK)
     mask = at < pixels
     code = ints + code_at + sample * length * 5
-    y, x = came_from(code, length, at // out_width, at % out_width, out_height, out_width)
+    row, column = placed(at, out_width)
+    y, x = came_from(code, length, row, column, out_height, out_width)
     image = source + sample.to(tl.int64) * height * width * 3
     if GEOMETRY == 0:
         red, green, blue = read(image, y, x, width, mask)
@@ -155,7 +162,8 @@ def fused_kernel(
         )  # fmt: skip
     elif GEOMETRY == 2:
         box = ints + where_at + sample * 4
-        red, green, blue = read_resized(image, box, y, x, width, out_height, out_width, mask)
+        steps = doubles + fill_at // 2 + sample * 2
+        red, green, blue = read_resized(image, box, steps, y, x, width, mask)
     elif GEOMETRY == 3:
         if tl.load(code) == 10:
             inverse = floats + tl.load(code + 1) // 4
@@ -233,3 +241,8 @@ def fused_kernel(
         tl.store(first, red.to(kind_out), mask)
         tl.store(first + between, green.to(kind_out), mask)
         tl.store(first + 2 * between, blue.to(kind_out), mask)
+
+
+KERNELS: Final = {"fused": fused_kernel, "across": across_kernel, "trial": trial_kernel}
+OPTIONS: Final = {"enable_fp_fusion": False}
+"""How all of them are compiled."""

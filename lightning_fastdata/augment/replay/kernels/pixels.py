@@ -24,6 +24,14 @@ def part(values, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def placed(at, width):
+    """Return row and column of pixels: divided without a sign, which takes fewer instructions."""
+    columns = width.to(tl.uint32)
+    row = at.to(tl.uint32) // columns
+    return row.to(tl.int32), (at.to(tl.uint32) - row * columns).to(tl.int32)
+
+
+@triton.jit
 def even(x):
     """Round float32 below 2**22 to whole numbers, halves to even."""
     return (x + _EVEN) - _EVEN
@@ -162,8 +170,8 @@ def to_rgb(hue, saturation, value, x, width, lanes):
     falling = v * (1.0 - s * part)
     rising = v * (1.0 - s * (1.0 - part))
     red = _by_sector(sector, v, falling, rising, low)
-    green = _by_sector((sector + 4) % 6, v, falling, rising, low)
-    blue = _by_sector((sector + 2) % 6, v, falling, rising, low)
+    green = _by_sector(tl.where(sector < 2, sector + 4, sector - 2), v, falling, rising, low)
+    blue = _by_sector(tl.where(sector < 4, sector + 2, sector - 4), v, falling, rising, low)
     # Whole groups of OpenCV's lanes are truncated, the rest of a row is rounded.
     rest = tl.where(lanes > 0, width % tl.maximum(lanes, 1), width)
     truncated = (x < width - rest) | (lanes == 1)

@@ -19,9 +19,8 @@ from lightning_fastdata.augment.replay.kernels.pixels import (
 
 
 @triton.jit
-def _taps(out, length, size):
+def _taps(out, step):
     """Return the lower position and the weight of the upper one, for output positions."""
-    step = 1.0 / (size.to(tl.float64) / length.to(tl.float64))
     position = ((out.to(tl.float64) + 0.5) * step - 0.5).to(tl.float32)
     low = tl.floor(position)
     return low.to(tl.int32), position - low
@@ -36,14 +35,17 @@ def _blend_bytes(c00, c01, c10, c11, left, right, above, below):
 
 
 @triton.jit
-def read_resized(image, box, y, x, width, out_height, out_width, mask):
-    """Return red, green and blue at ``y, x`` of a box (left, top, right, bottom), resized."""
+def read_resized(image, box, steps, y, x, width, mask):
+    """Return red, green and blue at ``y, x`` of a box (left, top, right, bottom), resized.
+
+    ``steps``: source pixels per output pixel, down and across, float64.
+    """
     left = tl.load(box)
     top = tl.load(box + 1)
     columns = tl.load(box + 2) - left
     rows = tl.load(box + 3) - top
-    y0, down = _taps(y, rows, out_height)
-    x0, across = _taps(x, columns, out_width)
+    y0, down = _taps(y, tl.load(steps))
+    x0, across = _taps(x, tl.load(steps + 1))
     y1 = tl.minimum(tl.maximum(y0 + 1, 0), rows - 1)
     x1 = tl.minimum(tl.maximum(x0 + 1, 0), columns - 1)
     y0 = tl.minimum(tl.maximum(y0, 0), rows - 1)
