@@ -31,7 +31,7 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImage
 from lightning_fastdata.errors import FastDataError, require
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import bar, percent
+from lightning_fastdata.insight.report.summary_text import bar
 
 if TYPE_CHECKING:
     from albumentations import Compose
@@ -233,7 +233,7 @@ def comparison_text(reports: Mapping[str, RunReport]) -> str:
     lines = ["the same training"]
     for (name, report), rate in zip(reports.items(), rates, strict=True):
         share = report.stages[0].stall_share if report.stages else None
-        stall = "" if share is None else f"wait {percent(share):>4}"
+        stall = "" if share is None else f"wait {share:>4.0%}"
         drawn = bar(rate / max(rates) if rate else 0.0, length)
         ratio = rate / rates[0] if rates[0] else 0.0
         lines.append(

@@ -193,6 +193,9 @@ def batch_samples(batch: Batch) -> int:
 
     Without any tensor it is the length of the batch, or 1 where it has none.
     """
+    first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
+    if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of such
+        return len(first)
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor | _Dimensioned) and leaf.ndim:
             return len(leaf)

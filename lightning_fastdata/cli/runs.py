@@ -76,7 +76,7 @@ def _become(program: list[str], environ: Mapping[str, str]) -> None:
     raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
 
 
-def top(run: str | None = None, *, once: bool = False) -> None:
+def top(*, once: bool = False) -> None:
     """Show how trainings of this user on this machine are going, and where they hang.
 
     Where the output is no terminal, one page is printed.
@@ -85,7 +85,7 @@ def top(run: str | None = None, *, once: bool = False) -> None:
 
     def page() -> str:
         now_s = clock.unix_s()
-        return page_text(read_all(live_folder(), now_s), run, now_s)
+        return page_text(read_all(live_folder(), now_s), now_s)
 
     if once or not sys.stdout.isatty():
         sys.stdout.write(f"{page()}\n")
@@ -138,11 +138,6 @@ def report_file(run: Path) -> Path:
 
 def takes_top(parser: ArgumentParser) -> None:
     """Add the arguments of ``top``."""
-    parser.add_argument(
-        "run",
-        nargs="?",
-        help="The process number of one, or a part of the name of its script or log folder.",
-    )
     parser.add_argument("--once", action="store_true", help="Print one page and end.")
 
 

@@ -89,6 +89,9 @@ class FetchPlan:
     at_start: bool = False
     """The training process reads in place of side processes: an epoch as things are when it begins,
     as far as that takes little time and memory."""
+    standby: bool = False
+    """The training process reads, too, as long as what is read is as it was when the epoch began,
+    and side processes stand by."""
     gathered: bool = False
     """Batches are rows of the dataset's columns; False: they are made sample by sample."""
     context: Any = None
@@ -257,9 +260,12 @@ class Fetcher:
 
     def _needs_nothing(self, epoch: int) -> bool:
         """Return whether samples of an epoch draw from no generator that is known."""
-        if not self._looked or self.drawn:
-            return False
-        return self._own is None or (not self._own_draws and epoch == self._epoch)
+        return not self.drawn and self._knows_draws(epoch)
+
+    def _knows_draws(self, epoch: int) -> bool:
+        """Return whether samples of an epoch draw from no generators but the global ones."""
+        own = self._own is not None and (self._own_draws or epoch != self._epoch)
+        return self._looked and not own
 
     def _read(
         self, read: Callable[[_Asked], _Fetched], asked: _Asked, index: object, epoch: int
@@ -292,12 +298,7 @@ class Fetcher:
         else:
             if self.reads_ahead:
                 read_ahead(self.dataset, [*indices, *self.coming])
-            samples = []
-            for position, index in enumerate(indices):
-                self.position = position
-                if mark is not None:
-                    mark(position)
-                samples.append(self.sample(index, epoch))
+            samples = self._one_by_one(indices, epoch, mark)
         if self._skips:
             samples = [sample for sample in samples if sample is not SKIPPED]
             if not samples and len(indices):
@@ -306,6 +307,35 @@ class Fetcher:
         if self.stamps is not None:
             self.stamps.all_read()
         return self.collate(samples, indices, epoch)
+
+    def _one_by_one(
+        self, indices: Any, epoch: int, mark: Callable[[int], None] | None
+    ) -> list[Batch]:
+        """Return the samples of a batch, read one after the other."""
+        samples: list[Batch] = []
+        plain = mark is None and self.stamps is None and not self._skips
+        if plain and self._knows_draws(epoch):
+            # As torch does it: what is asked of each sample costs as much as a cheap one.
+            dataset, drawn, failed = self.dataset, self.drawn, None
+            try:
+                for index in indices:
+                    if drawn:
+                        self._key(epoch, index)
+                    samples.append(dataset[index])
+            except Exception as error:
+                failed = error
+            if failed is None:
+                return samples
+            self.position = len(samples)
+            read = partial(self._watched, epoch=epoch)
+            samples.append(self.rescued(failed, read, index, epoch))
+        for position, index in enumerate(indices):
+            if position >= len(samples):
+                self.position = position
+                if mark is not None:
+                    mark(position)
+                samples.append(self.sample(index, epoch))
+        return samples
 
     def _gathered(self, indices: Any, epoch: int) -> Batch | None:
         """Return the rows of a batch; None: the dataset itself has to make it, or to refuse it."""

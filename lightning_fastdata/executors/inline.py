@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
@@ -234,6 +234,7 @@ def fetcher_of(plan: FetchPlan, *, guest: bool = False) -> Fetcher | StreamFetch
 
 
 _MOST_BYTES: Final = 8 * AT_START_BYTES
+_AT_ONCE: Final = 32
 _COMPARED_S: Final = 0.01
 _GROWN: Final = (
     "The epoch that begins is larger than was seen when the loader was made: {size} MiB of it were "
@@ -256,6 +257,15 @@ class _Made(NamedTuple):
     """Raised in its place where it is asked for."""
     faults: tuple[Fault, ...]
     task: TaskStamps | None
+
+
+class NotTakenError(Exception):
+    """Batches were read, and are to be read by somebody else."""
+
+    def __init__(self, asked: list[Any]) -> None:
+        super().__init__()
+        self.asked = asked
+        """What they are made of."""
 
 
 class InlineExecutor:
@@ -328,19 +338,38 @@ class InlineExecutor:
         return self
 
     def __next__(self) -> Batch:
-        while (batch := self._next()) is NO_SAMPLES:
+        return self.next_of(1)
+
+    def next_of(self, batches: int, holds: Callable[[], bool] = lambda: True) -> Batch:
+        """Return the next batch; where none is left, so many are read before it is handed out.
+
+        Raises:
+            NotTakenError: What was read does not hold. It is dropped, and nothing is handed out.
+        """
+        while (batch := self._next(batches, holds)) is NO_SAMPLES:
             pass
         return batch
 
-    def _next(self) -> Batch:
+    @property
+    def left(self) -> int:
+        """Batches that were read and are not handed out yet."""
+        return len(self._ready)
+
+    def _next(self, batches: int, holds: Callable[[], bool] = lambda: True) -> Batch:
         self._wait.requested(recorded=self._records is not None)
-        tasks: tuple[TaskStamps, ...] | None = None
+        tasks: tuple[TaskStamps, ...] | None = ()
         if self._plan.at_start and not self._begun and self._history is None:
             tasks = self._read_at_start()
-        if self._ready:
-            made, tasks = self._ready.popleft(), tasks or ()
-        else:
-            made = self._read()
+        elif not self._ready:
+            asked = self._ask(batches)
+            read = self._read(asked)
+            if not holds():
+                self._ready.clear()
+                raise NotTakenError(asked)
+            tasks = read if batches > 1 else None
+        if not self._ready:
+            raise StopIteration
+        made = self._ready.popleft()
         self._begun += 1
         if made.faults:
             self._plan.faults.take(list(made.faults))
@@ -362,15 +391,14 @@ class InlineExecutor:
         self._passes += 1
         looks = not self._passes & (self._passes - 1)
         before = self._state() if looks else None
-        size_bytes = 0
+        size_bytes, seen = 0, 0
         while size_bytes < _MOST_BYTES:
-            try:
-                made = self._read()
-            except StopIteration:
+            self._read(self._ask(max(1, min(seen, _AT_ONCE))))
+            if len(self._ready) == seen:
                 self.reads_later = False
                 break
-            self._ready.append(made)
-            size_bytes += bytes_in(made.batch)
+            new, seen = islice(self._ready, seen, None), len(self._ready)
+            size_bytes += sum(bytes_in(made.batch) for made in new)
         else:
             warnings.warn(_GROWN.format(size=size_bytes >> 20), FastDataWarning, stacklevel=2)
         if before is not None and self._state() not in (None, before):
@@ -380,26 +408,44 @@ class InlineExecutor:
     def _state(self) -> Fingerprint | None:
         return fingerprint(*self._plan.compared, within_s=_COMPARED_S)
 
-    def _read(self) -> _Made:
-        """Make the next batch; :exc:`StopIteration` where the epoch ends."""
-        indices = self._wait.sampled(self._batches)
-        plan, left_out = self._plan, list[Fault]()
+    def _ask(self, batches: int) -> list[Any]:
+        """Return what the next batches are to be made of, as the sampler gives it.
+
+        Before anything is read, as the sampler may draw from the generators that are watched then.
+        """
+        asked = []
+        for _ in range(batches):
+            try:
+                asked.append(self._wait.sampled(self._batches))
+            except StopIteration:
+                break
+        return asked
+
+    def _read(self, asked: list[Any]) -> tuple[TaskStamps, ...]:
+        """Make batches, and return their stamps."""
+        made = self._fetcher.attempt(lambda: list(map(self._make, asked))) if asked else []
+        self._ready.extend(made)
+        return tuple(each.task for each in made if each.task is not None)
+
+    def _make(self, indices: Any) -> _Made:
+        """Make a batch, or the error that is raised in its place."""
+        fetcher, plan, left_out = self._fetcher, self._plan, list[Fault]()
         if plan.faults.quarantine:
             indices, left_out = plan.faults.left_out(
                 plan.guard, indices, self._epoch, batched=plan.batched
             )
-        stamps = self._fetcher.stamps
+        stamps = fetcher.stamps
         if stamps is not None:
             stamps.begin()
         batch, failed = NO_SAMPLES, None
         try:
-            batch = self._fetcher.attempt(lambda: self._fetcher.batch(indices, self._epoch))
+            batch = fetcher.batch(indices, self._epoch)
         except Exception as error:
             failed = error
         task = None if stamps is None else stamps.end()
         if failed is not None:
             failed = self._noted(failed, indices)
-        return _Made(batch, failed, (*left_out, *self._fetcher.faults), task)
+        return _Made(batch, failed, (*left_out, *fetcher.faults), task)
 
     def _noted(self, error: Exception, indices: Any) -> Exception:
         """Return what is to be raised in the place of an error of the dataset."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
+    from lightning_fastdata.executors.standby import Ways
     from lightning_fastdata.executors.stream_position import StreamPosition
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Batch
@@ -41,6 +42,8 @@ class Resources:
     """Copies the batches of side processes into page-locked memory; None: they stay as they are."""
     trial: CrewTrial | None
     """Of side processes that read by index, what earlier ones have shown; None: nothing."""
+    ways: Ways | None
+    """What is known of reading in the training process beside them; None: they alone read."""
     actor_options: Mapping[str, Any]
     """Of actors, in place of our own."""
 
@@ -106,12 +109,17 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
         return StreamExecutor(plan, processes=given.workers, pin_thread=given.pin_thread)
     from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 
-    return PoolExecutor(
+    pool = PoolExecutor(
         plan,
         processes=given.workers,
         pin_thread=given.pin_thread,
         trial=given.trial,
     )
+    if given.ways is None or not plan.standby:
+        return pool
+    from lightning_fastdata.executors.standby import StandbyExecutor
+
+    return StandbyExecutor(plan, pool, given.ways)
 
 
 def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
@@ -216,6 +224,7 @@ def open_executor(
     workers: int = 1,
     pin_thread: PinThread | None = None,
     trial: CrewTrial | None = None,
+    ways: Ways | None = None,
     actor_options: Mapping[str, Any] | None = None,
 ) -> Executor:
     """Start an executor of :data:`KINDS`, not ``"torch"``, with the :class:`Resources` given.
@@ -240,6 +249,7 @@ def open_executor(
         workers=workers,
         pin_thread=pin_thread,
         trial=trial,
+        ways=ways,
         actor_options=actor_options or {},
     )
     return kind.start(plan, given)

@@ -14,10 +14,10 @@ import re
 import sys
 import tempfile
 import threading
-from collections import deque
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -25,7 +25,7 @@ import psutil
 
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.system_calls import private_folder
+from lightning_fastdata.host.system_calls import private_folder, write_atomically
 from lightning_fastdata.insight.model.finding import duration_text
 from lightning_fastdata.stamps.line_names import stack_lines
 
@@ -39,8 +39,8 @@ _EVERY_S: Final = 1.0
 _numbers: Final = itertools.count()
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _MOST_BYTES: Final = 1 << 20
-_SAME_START_S: Final = 2.0
-"""Two readings of when a process started differ by less, though the clock may be set between."""
+_SLACK_S: Final = 2.0
+"""When a process started is told to a hundredth of a second, by a clock that may be set."""
 _STALE_S: Final = 60.0
 """Files of dead processes are removed when they are so old. A process that is not seen from here,
 as in another container, writes its own again and again."""
@@ -49,8 +49,7 @@ _LONG_S: Final = 10.0
 _LONG_STEPS: Final = 10.0
 """No step for so long, and for so many times a usual one, is worth an alarm."""
 _MOST_WORKERS: Final = 24
-_RECENT: Final = 11
-"""Notes of the pace that are kept, one a second: the last ten seconds."""
+_RECENT_S: Final = 10.0
 _MOST_STEPS: Final = 256
 """Times of no more steps are averaged, as that is done where a step ends."""
 _LONG_INDEX: Final = 80
@@ -67,27 +66,36 @@ Start one with Trainer(callbacks=[DataThroughputCallback()]), and this in anothe
 # -- what is written, and read again --------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What whoever runs it knows of a run."""
+
+    rank: int
+    world_size: int
+    log_dir: str
+    method: str
+    """``fit``, ``validate``, ``test`` or ``predict``."""
+    activity: str
+    """What the process does now, in words."""
+    epoch: int
+    step: int
+    """The optimizer's steps so far; batches of a run that is no fit."""
+    found: str | None = None
+    """What limits the run, as judged last, and what to try; None: nothing yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(RunFacts):
     """What one process of a training tells."""
 
     pid: int
-    process_started_s: float
-    """When the process started, seconds since 1970: another process may get its number."""
     written_s: float
     """When this was written, seconds since 1970."""
     started_s: float
     """When the run began, likewise."""
     group: str
     """The same for all processes of one training."""
-    rank: int
-    world_size: int
     script: str
-    log_dir: str
-    method: str
-    """``fit``, ``validate``, ``test`` or ``predict``."""
-    activity: str
-    """What the process did then, in words."""
     lines: tuple[str, ...]
     """Its part of the page."""
 
@@ -120,22 +128,6 @@ def live_folder() -> Path:
     return root / f"lightning_fastdata-live-{os.getuid()}"
 
 
-def write_status(path: Path, status: Status) -> None:
-    """Write a status into a private folder; readers see the old one or the new one.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    temporary = path.with_suffix(".tmp")
-    how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    descriptor = os.open(temporary, how, 0o600)
-    try:
-        os.write(descriptor, json.dumps(asdict(status)).encode())
-    finally:
-        os.close(descriptor)
-    temporary.replace(path)
-
-
 def read_all(folder: Path, now_s: float) -> list[Status]:
     """Return the status of each process that runs now: the trainings, each with its ranks in order.
 
@@ -149,71 +141,39 @@ def read_all(folder: Path, now_s: float) -> list[Status]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            with path.open("rb") as file:
-                status = Status.from_json(file.read(_MOST_BYTES))
-            alive = _runs(int(path.name.partition("-")[0]), status)
-            if not alive and now_s - path.stat().st_mtime > _STALE_S:
+            written_s = path.stat().st_mtime
+            if _runs(int(path.name.partition("-")[0]), written_s):
+                with path.open("rb") as file:
+                    found.append(Status.from_json(file.read(_MOST_BYTES)))
+            elif now_s - written_s > _STALE_S:
                 path.unlink()
-                path.with_suffix(".tmp").unlink(missing_ok=True)
         except (OSError, ValueError):
             continue  # it has ended just now, or is no file of ours
-        if status is not None and alive:
-            found.append(status)
-    began_s = {each.group: each.started_s for each in found}  # of any of its ranks
-    return sorted(found, key=lambda each: (began_s[each.group], each.group, each.rank, each.pid))
+    told = [each for each in found if each is not None]
+    began_s = {each.group: each.started_s for each in told}  # of any of its ranks
+    return sorted(told, key=lambda each: (began_s[each.group], each.group, each.rank, each.pid))
 
 
-def process_started_s(pid: int) -> float | None:
-    """Return when a process started, seconds since 1970; None: there is none."""
+def _runs(pid: int, written_s: float) -> bool:
+    """Return whether a process runs that had this number when something was written."""
     try:
         process = psutil.Process(pid)
         gone = process.status() == psutil.STATUS_ZOMBIE
-        return None if gone else float(process.create_time())
+        return not gone and process.create_time() < written_s + _SLACK_S
     except psutil.Error:
-        return None
+        return False
 
 
-def _runs(pid: int, status: Status | None) -> bool:
-    started_s = process_started_s(pid)
-    if started_s is None or status is None:
-        return started_s is not None
-    return abs(started_s - status.process_started_s) < _SAME_START_S
-
-
-def chosen(statuses: Sequence[Status], run: str | None) -> list[Status]:
-    """Return all ranks of those trainings that a text means.
-
-    Args:
-        statuses: Of all processes.
-        run: The number of a process, or a part of a script or of a log folder; None: all.
-    """
-    if run is None:
-        return list(statuses)
-    meant = {each.group for each in statuses if run == str(each.pid)} or {
-        each.group for each in statuses if run in each.log_dir or run in each.script
-    }
-    return [each for each in statuses if each.group in meant]
-
-
-def page_text(statuses: Sequence[Status], run: str | None, now_s: float) -> str:
+def page_text(statuses: Sequence[Status], now_s: float) -> str:
     """Return trainings as text, one below the other; what files are called gives no orders in it.
 
-    Args:
-        statuses: Of all processes.
-        run: As of :func:`chosen`.
-        now_s: Seconds since 1970.
+    ``now_s``: seconds since 1970.
     """
     groups: dict[str, list[Status]] = {}
-    for each in chosen(statuses, run):
+    for each in statuses:
         groups.setdefault(each.group, []).append(each)
-    if groups:
-        lines = [line for ranks in groups.values() for line in (*_training(ranks, now_s), "")][:-1]
-    elif not statuses:
-        return NOTHING_RUNS
-    else:
-        names = {each.group: f"{each.pid}: {each.script}, {each.log_dir}" for each in statuses}
-        lines = [f"No training is {run!r}. There are:", *names.values()]
-    return "\n".join(printable(line, keep="") for line in lines)
+    lines = [line for ranks in groups.values() for line in (*_training(ranks, now_s), "")]
+    return "\n".join(printable(line, keep="") for line in lines[:-1]) or NOTHING_RUNS
 
 
 def _training(ranks: Sequence[Status], now_s: float) -> Iterator[str]:
@@ -238,24 +198,6 @@ def _who(rank: int, world_size: int, pid: int) -> str:
 # -- what a process knows of its run --------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What whoever runs it knows of a run."""
-
-    rank: int
-    world_size: int
-    log_dir: str
-    method: str
-    """As of `Status`."""
-    activity: str
-    """What the process does now, in words."""
-    epoch: int
-    step: int
-    """The optimizer's steps so far; batches of a run that is no fit."""
-    found: str | None = None
-    """What limits the run, as judged last, and what to try; None: nothing yet."""
-
-
 Told: TypeAlias = "tuple[RunFacts, Sequence[FastDataLoader]]"
 """What is known of a run, and the loaders that it reads now."""
 
@@ -268,13 +210,12 @@ class PaceMeter:
         """When the last step ended, of whatever stage; before the first one, when this began."""
         self.steps = 0
         self.steps_per_s = 0.0
-        """Of the last ten seconds, as are the next ones; 0: none, or not known."""
+        """Of the last ten seconds, or 256 steps, as are the next ones; 0: none, or not known."""
         self.means: dict[str, float] = {}
         """Of the newest steps, by their names for loggers."""
         self._due_s = 0.0
-        self._meter: StageMeter | None = None
-        self._notes: deque[tuple[float, int]] = deque(maxlen=_RECENT)
-        """When each note was made, and the steps until then."""
+        self._newest = 1
+        """How many steps those were, at the pace of the note before."""
 
     def step_ended(self, meter: StageMeter) -> None:
         """Note that a step of a stage has ended; to be called by the thread that measures it."""
@@ -282,18 +223,17 @@ class PaceMeter:
         self.steps += 1
         if now_s < self._due_s:
             return
-        from lightning_fastdata.insight.measure.stage import window_means  # `fastdata top` is light
+        # `fastdata top` is light.
+        from lightning_fastdata.insight.measure.metrics import measured
+        from lightning_fastdata.insight.measure.stage import window_means
 
         self._due_s = now_s + _EVERY_S
-        if meter is not self._meter:
-            self._meter = meter
-            self._notes.clear()
-        history = meter.timeline.history
-        self._notes.append((now_s, history.steps))
-        began_s, before = self._notes[0]
-        steps, seconds = history.steps - before, now_s - began_s
-        self.steps_per_s = steps / seconds if seconds > 0 else 0.0
-        self.means = window_means(history.newest(min(_MOST_STEPS, steps or 1)))
+        columns = meter.timeline.history.newest(self._newest)
+        steps, gaps = measured(columns["step_ms"]), measured(columns["gap_ms"])
+        taken_s = float(steps.sum() + gaps.sum()) / 1e3
+        self.steps_per_s = steps.size / taken_s if taken_s > 0 else 0.0
+        self._newest = min(_MOST_STEPS, max(1, round(_RECENT_S * self.steps_per_s)))
+        self.means = window_means(columns)
 
     @property
     def quiet_s(self) -> float:
@@ -323,52 +263,49 @@ class WorkerWatch:
     def __init__(self) -> None:
         self._since: dict[int, tuple[tuple[int, ...], float]] = {}
         self._stacks: dict[int, tuple[float, tuple[str, ...]]] = {}
+        self._stacks_asked = 0
 
     def look(self, loaders: Sequence[FastDataLoader], *, hangs: bool) -> tuple[str, list[str]]:
         """Return in words how many batches are made, and what each worker does, the longest first.
 
         ``hangs``: no step has ended for long, so that stacks are worth their price.
         """
-        from lightning_fastdata.insight.measure.stage_stamps import sample_path
-
-        now_s = clock.monotonic()
+        now_s, self._stacks_asked = clock.monotonic(), 0
         before, self._since = self._since, {}
-        found, batches = [], ""
         seen = [(loader, each) for loader in loaders for each in loader.now()]
-        if seen:
-            ready = sum(each.ready for _, each in seen)
-            made = sum(each.under_way for _, each in seen)
-            batches = f", {ready} batches ready, {made} being made"
-        for loader, executor in seen:
-            for worker in executor.workers:
-                pid = worker.child.pid
-                noted, since_s = before.get(pid, ((), now_s))
-                self._since[pid] = worker.noted, since_s if noted == worker.noted else now_s
-                for_s = now_s - self._since[pid][1]
-                found.append((worker.state == "idle", -for_s, loader, worker))
-        found.sort(key=lambda each: each[:2])
-        asked = itertools.count()
-        lines = []
-        for _, minus_s, loader, worker in found[:_MOST_WORKERS]:
-            index = worker.index if worker.state == "reading" else None
-            doing = worker.state if index is None else f"sample {index!r:.{_LONG_INDEX}}"
-            path = None if index is None else sample_path(loader.dataset, index)
-            doing += f" ({path})" if path else ""
-            stack: tuple[str, ...] = ()
-            if hangs and worker.state == "reading" and -minus_s >= _LONG_S:
-                stack = self._stack(worker, asked)
-            at = f", at {' < '.join(stack)}" if stack else ""
-            who = f"worker {worker.child.number} (pid {worker.child.pid})"
-            lines.append(f"   {who}: {doing} for {duration_text(-minus_s)}{at}")
+        found = [(loader, worker) for loader, each in seen for worker in each.workers]
+        for _, worker in found:
+            noted, since_s = before.get(worker.child.pid, ((), now_s))
+            since_s = since_s if noted == worker.noted else now_s
+            self._since[worker.child.pid] = worker.noted, since_s
+        found.sort(key=lambda each: (each[1].state == "idle", self._since[each[1].child.pid][1]))
+        lines = [self._line(*each, now_s, hangs=hangs) for each in found[:_MOST_WORKERS]]
         if len(found) > _MOST_WORKERS:
             lines.append(f"   and {len(found) - _MOST_WORKERS} workers that have less to do")
-        return batches, lines
+        if not seen:
+            return "", lines
+        ready, made = sum(each.ready for _, each in seen), sum(each.under_way for _, each in seen)
+        return f", {ready} batches ready, {made} being made", lines
 
-    def _stack(self, worker: WorkerNow, asked: Iterator[int]) -> tuple[str, ...]:
+    def _line(self, loader: FastDataLoader, worker: WorkerNow, now_s: float, *, hangs: bool) -> str:
+        from lightning_fastdata.insight.measure.stage_stamps import sample_path
+
+        for_s, doing, at = now_s - self._since[worker.child.pid][1], str(worker.state), ""
+        if worker.state == "reading" and hangs and for_s >= _LONG_S:
+            stack = " < ".join(self._stack(worker))
+            at = f", at {stack}" if stack else ""
+        if worker.state == "reading" and worker.index is not None:
+            path = sample_path(loader.dataset, worker.index)
+            doing = f"sample {worker.index!r:.{_LONG_INDEX}}" + (f" ({path})" if path else "")
+        who = f"worker {worker.child.number} (pid {worker.child.pid})"
+        return f"   {who}: {doing} for {duration_text(for_s)}{at}"
+
+    def _stack(self, worker: WorkerNow) -> tuple[str, ...]:
         """Return where a worker is, innermost first, as asked for in the last ten seconds."""
         pid = worker.child.pid
         taken_s, lines = self._stacks.get(pid, (-_LONG_S, ()))
-        if clock.monotonic() - taken_s >= _LONG_S and next(asked) < _STACKS_AT_ONCE:
+        if clock.monotonic() - taken_s >= _LONG_S and self._stacks_asked < _STACKS_AT_ONCE:
+            self._stacks_asked += 1
             lines = stack_lines(_frames_in(worker.child.stack(wait_s=0.5)))
             if lines:  # one that has no time to answer is asked again
                 self._stacks[pid] = clock.monotonic(), lines
@@ -394,12 +331,9 @@ def _frames_in(text: str) -> list[tuple[str, int, str]]:
 
 def _stack_of_thread(ident: int) -> tuple[str, ...]:
     """Return where in the code a thread of this process is, innermost function first."""
-    frame, frames = sys._current_frames().get(ident), []
-    while frame is not None:
-        code = frame.f_code
-        frames.append((code.co_filename, frame.f_lineno or 0, code.co_name))
-        frame = frame.f_back
-    return stack_lines(frames)
+    frame = sys._current_frames().get(ident)
+    walked = [] if frame is None else list(traceback.walk_stack(frame))
+    return stack_lines((f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked)
 
 
 class WatchedRun:
@@ -424,7 +358,6 @@ class WatchedRun:
         self._runs_in = threading.get_ident()
         self._started_s = clock.unix_s()
         self._owner = os.getpid()
-        self._process_started_s = process_started_s(self._owner) or 0.0
         folder = live_folder()
         private_folder(folder)
         read_all(folder, clock.unix_s())  # removes what killed processes have left
@@ -439,36 +372,29 @@ class WatchedRun:
         if os.getpid() != self._owner:  # a forked process has neither the thread nor the file
             return
         self._thread.join(2 * _EVERY_S)
-        for path in (self._path, self._path.with_suffix(".tmp")):
-            path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while not self._ended.is_set():
             with suppress(Exception):
-                write_status(self._path, self.status(*self._facts()))
+                write_atomically(self._path, json.dumps(asdict(self.status(*self._facts()))))
             self._ended.wait(_EVERY_S)
 
     def status(self, facts: RunFacts, loaders: Sequence[FastDataLoader]) -> Status:
         """Return what is told of the run as it is now."""
         log_dir = facts.log_dir if "://" in facts.log_dir else str(Path(facts.log_dir).absolute())
+        facts = replace(facts, log_dir=log_dir)
         return Status(
+            **asdict(facts),
             pid=self._owner,
-            process_started_s=self._process_started_s,
             written_s=clock.unix_s(),
             started_s=self._started_s,
             group=_group(facts.world_size),
-            rank=facts.rank,
-            world_size=facts.world_size,
             script=sys.argv[0] if sys.argv else "",
-            log_dir=log_dir,
-            method=facts.method,
-            activity=facts.activity,
-            lines=tuple(self._lines(facts, loaders, log_dir)),
+            lines=tuple(self._lines(facts, loaders)),
         )
 
-    def _lines(
-        self, facts: RunFacts, loaders: Sequence[FastDataLoader], log_dir: str
-    ) -> Iterator[str]:
+    def _lines(self, facts: RunFacts, loaders: Sequence[FastDataLoader]) -> Iterator[str]:
         who, hangs = _who(facts.rank, facts.world_size, self._owner), self.pace.hangs
         batches, workers = "", list[str]()
         with suppress(RuntimeError):  # what it goes through has changed meanwhile
@@ -482,7 +408,7 @@ class WatchedRun:
         if facts.rank == 0:
             yield from map(_reader_text, loaders)
             yield from [f" found  {facts.found}"] if facts.found else []
-            yield f" logs   {log_dir}"
+            yield f" logs   {facts.log_dir}"
 
 
 def _group(world_size: int) -> str:

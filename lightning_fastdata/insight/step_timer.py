@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -13,7 +14,6 @@ from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.stage import LoopStage
-from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.prove.settings import read_settings
 from lightning_fastdata.types import STAGES, Batch_co
@@ -48,10 +48,7 @@ class StepTimer:
         >>> print(timer.report())
     """
 
-    def __init__(
-        self,
-        device: torch.device | str | int | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
@@ -66,8 +63,6 @@ class StepTimer:
         self._readers = itertools.count()
         self._running: LoopStage | None = None
         self._open: _OpenStep | None = None
-        self._transfer = Phase(self, StepTimeline.transfer_began, StepTimeline.transfer_ended)
-        self._augment = Phase(self, StepTimeline.augment_began, StepTimeline.augment_ended)
 
     def batches(self, loader: Iterable[B], stage: Stage = "train") -> TimedBatches[B]:
         """Return the batches of a loader, each of which begins a step.
@@ -100,16 +95,28 @@ class StepTimer:
             )
         return TimedBatches(self, loader, stage)
 
-    def transfer(self) -> Phase:
+    def transfer(self) -> AbstractContextManager[None]:
         """Return a context in which the batch is moved to the device; without effect elsewhere."""
-        return self._transfer
+        return self._phase("transfer")
 
-    def augment(self) -> Phase:
+    def augment(self) -> AbstractContextManager[None]:
         """Return a context in which transforms run on the device.
 
         Within :meth:`transfer` its time is taken off the transfer.
         """
-        return self._augment
+        return self._phase("augment")
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of whichever step is open when it is entered; without effect if none is."""
+        timeline = None if self._open is None else self._open.stage.timeline
+        if timeline is not None:
+            getattr(timeline, f"{name}_began")()
+        try:
+            yield
+        finally:
+            if timeline is not None:
+                getattr(timeline, f"{name}_ended")()
 
     def step_ended(self) -> None:
         """End the step here. What the loop does until it asks for the next batch is a gap."""
@@ -125,40 +132,32 @@ class StepTimer:
             ``data/stall_percent``, ``data_wait/read_cpu_ms`` and so on, for other stages
             ``data_val/...``. Empty if no step has ended.
         """
-        return {name: v for stage in self._in_order() for name, v in stage.metrics().items()}
+        return {name: v for each in self._stages.values() for name, v in each.metrics().items()}
 
     def report(self) -> RunReport:
         """Return everything measured so far: stages, what limits the first of them, and why.
 
         On a GPU the newest steps, which it has not reached, are left out.
         """
-        measured = [(s, summary) for s in self._in_order() if (summary := s.summary()) is not None]
-        summaries = {stage.stage: summary for stage, summary in measured}
-        verdict = None
-        if measured:
-            first, summary = measured[0]
-            val = summaries.get("val") if first.stage == "train" else None
-            verdict = first.verdict(summary, val)
+        found = {name: self._stages[name].summary() for name in STAGES if name in self._stages}
+        measured = {name: summary for name, summary in found.items() if summary is not None}
+        stages = [self._stages[name] for name in measured]
+        verdict = waited = None
+        if stages:
+            first, val = stages[0], measured.get("val")
+            verdict = first.verdict(measured[first.stage], val if first.stage == "train" else None)
+        if "train" in measured:
+            trained = [each for each in stages if each.stage in ("train", "val")]
+            waited = sum(each.timeline.history.stalled_s() for each in trained) / 60
         return RunReport(
-            stages=tuple(summary for _, summary in measured),
+            stages=tuple(measured.values()),
             verdict=verdict,
-            device_minutes_waited=self._minutes_waited(),
-            recent={stage.stage: stage.timeline.history.newest() for stage, _ in measured},
-            notes=tuple(dict.fromkeys(n for stage, _ in measured for n in stage.not_known())),
+            device_minutes_waited=waited,
+            recent={each.stage: each.timeline.history.newest() for each in stages},
+            notes=tuple(dict.fromkeys(note for each in stages for note in each.not_known())),
             versions=read_versions(),
             machine=describe_machine(self.device),
         )
-
-    def _minutes_waited(self) -> float | None:
-        """Return how long the device of this process waited for data while it trained."""
-        train = self._stages.get("train")
-        if train is None or not train.timeline.history.steps:
-            return None
-        stages = [stage for stage in self._in_order() if stage.stage in ("train", "val")]
-        return sum(stage.timeline.history.stalled_s() for stage in stages) / 60
-
-    def _in_order(self) -> list[LoopStage]:
-        return [self._stages[name] for name in STAGES if name in self._stages]
 
     def _iterate(self, loader: Iterable[B], name: Stage) -> Generator[B, None, None]:
         stage = self._stages.get(name)
@@ -238,26 +237,6 @@ class TimedBatches(Generic[Batch_co]):
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-@dataclass(slots=True)
-class Phase:
-    """A part of whichever step is open when it is entered; without effect if none is."""
-
-    _timer: StepTimer
-    _began: Callable[[StepTimeline], None]
-    _ended: Callable[[StepTimeline], None]
-    _timeline: StepTimeline | None = None
-
-    def __enter__(self) -> None:
-        step = self._timer._open
-        self._timeline = None if step is None else step.stage.timeline
-        if self._timeline is not None:
-            self._began(self._timeline)
-
-    def __exit__(self, *error: object) -> None:
-        if self._timeline is not None:
-            self._ended(self._timeline)
 
 
 @dataclass(slots=True)

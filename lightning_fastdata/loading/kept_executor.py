@@ -39,6 +39,7 @@ from lightning_fastdata.executors.kinds import (
     WatchedExecutor,
     open_executor,
 )
+from lightning_fastdata.executors.standby import Ways
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
@@ -159,6 +160,7 @@ class SourceSettings(NamedTuple):
     faults: FaultLog
     actor_options: dict[str, Any] | None
     chosen: bool
+    standby: bool
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -185,7 +187,7 @@ class KeptExecutor:
 
     def __post_init__(self) -> None:
         self.workers = self.settings.num_workers
-        self.trial = CrewTrial(self.workers)
+        self.trial, self.ways = CrewTrial(self.workers), Ways()
         self.aside = KINDS[self.name].side_processes
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
@@ -194,6 +196,7 @@ class KeptExecutor:
         self.told = False
         """The dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
+        self._at_start: _ReadsAtStart | None = None
         self._mortal: _Respawns | None = None
         """The executor of the epoch that began last, if its processes may die."""
         self._respawned = 0
@@ -231,6 +234,7 @@ class KeptExecutor:
                 workers=self.workers,
                 pin_thread=self._pin_thread,
                 trial=self.trial,
+                ways=self.ways,
                 actor_options=self.settings.actor_options,
             )
             if self.records is not None:
@@ -242,6 +246,7 @@ class KeptExecutor:
             executor.close()  # which would otherwise live as long as the traceback
             raise
         self._last = executor
+        self._at_start = executor if isinstance(executor, _ReadsAtStart) else None
         if keep:
             self._iterator = executor
         self._mortal = executor if isinstance(executor, _Respawns) else None
@@ -368,7 +373,7 @@ class KeptExecutor:
     @property
     def reads_later(self) -> bool:
         """Whether what comes next of this epoch is read as things are by then."""
-        return not isinstance(self._last, _ReadsAtStart) or self._last.reads_later
+        return self._at_start is None or self._at_start.reads_later
 
     @property
     def draws_anew(self) -> bool:

@@ -128,6 +128,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them; see
             :class:`LoaderOptions`.
         chosen: ``num_workers`` is what somebody has chosen for ``"auto"``.
+        standby: The training process reads, too, where that is as the workers would and quicker.
 
     Raises:
         DatasetError: What was given is no dataset, or has neither length nor sampler.
@@ -173,6 +174,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         tune: Literal["auto", "off"] | Tuner = "auto",
         actor_options: dict[str, Any] | None = None,
         chosen: bool = False,
+        standby: bool = False,
     ) -> None:
         executor, num_workers = _asked(executor, num_workers)
         self.chosen = chosen or num_workers == "auto"
@@ -231,7 +233,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
                 actor_options=actor_options,
             )
             tune = tuner_for(plan, tune if isinstance(tune, Tuner) else None) or "off"
-            executor, num_workers = plan.executor, plan.num_workers
+            executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
             persistent_workers = plan.persistent_workers if num_workers else False
             if not num_workers:
                 self.chosen &= not plan.only_here
@@ -241,6 +243,7 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         self.asked_prefetch_factor = prefetch_factor
         """As it was given; None: the executor chooses how far it is ahead."""
         self.executor = executor
+        self.standby = standby
         self.keeps: Keeps = persistent_workers or False
         """Whether workers are kept between epochs, as it was asked for or chosen."""
         self._keep(None)

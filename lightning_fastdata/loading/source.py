@@ -209,6 +209,7 @@ def _open_executor(
         gathered=gathered,
         compared=() if streamed else (settings.dataset, settings.collate_fn),
         at_start=settings.chosen and is_drawn_at_start(order_of(settings)),
+        standby=_stands_by(settings),
         batched=makes_batches(settings),
         drop_last=streamed and settings.drop_last,
         # The state of a stream runs on from sample to sample, and so do its random numbers.
@@ -237,6 +238,16 @@ def _open_executor(
         staged=None if staged else settings.staged,
         reported_batches=partial(reported.get, "batches") if streamed else None,
     )
+
+
+def _stands_by(settings: SourceSettings) -> bool:
+    """Return whether the training process may read as well as workers, and as they would.
+
+    What only workers do, or are watched for, needs them.
+    """
+    works = settings.worker_init_fn or settings.timeout or settings.stall_timeout != "auto"
+    sure = is_drawn_at_start(order_of(settings)) and settings.in_order
+    return settings.standby and sure and not works and settings.transform is None
 
 
 def ahead_by_index(loader: LoaderFacts, workers: int, *, split: bool) -> int:

@@ -99,6 +99,8 @@ class ExecutorChoice(NamedTuple):
     """The training process had better read for itself, where the number of workers is open."""
     few: bool = False
     """One worker does, where their number is open: reading costs next to nothing."""
+    standby: bool = False
+    """The training process may read, too, while the workers stand by."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
@@ -179,6 +181,9 @@ class LoaderPlan:
     """What the user should know of the samples themselves; worth one each, too."""
     draws: bool | None = None
     """Whether reading a sample draws at random; None: not known."""
+    standby: bool = False
+    """The training process reads, too, as long as what is read is as it was when the epoch began.
+    Which is quicker is measured."""
     only_here: bool = False
     """No side process can read the dataset: the training process does, as with torch."""
 

@@ -59,6 +59,9 @@ _KEEP: Final = "kept while what they read stays as it is; else they start anew, 
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
 _AS_IT_IS: Final = (None, "left as Python has it")
+_UNSURE_MS: Final = 3  # that reading a batch here takes at most, where that may be quicker
+_SURE: Final = 0.35
+_BOTH: Final = "; the training process reads, too, as long as nothing changes what it reads"
 _AT_START_S: Final = 0.25  # that an epoch may take which is read at once when it begins
 _ROWS: Final = "its batches are rows of numbers, copied with one call per column"
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
@@ -136,7 +139,8 @@ def plan_for(
     draws = bool(spec.pipelines) or facts.draws or (None if cost is None else False)
     plan = plan_loader(options, situation)
     only_here = facts.here is not None
-    return replace(plan, warnings=facts.warnings, draws=draws, only_here=only_here)
+    standby = choice.standby and options.num_workers == "auto" and plan.num_workers > 0
+    return replace(plan, warnings=facts.warnings, draws=draws, only_here=only_here, standby=standby)
 
 
 def choose_executor(
@@ -200,8 +204,11 @@ def choose_executor(
         )
     if waits(facts.cost):
         said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
+    in_copies = _in_copies(spec, facts)
     if shared < _WORTH_IT * alone:
-        return ExecutorChoice(aside, said + lacks)
+        unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(facts.cost)
+        standby = unsure and forked and _may_stand_by(spec, in_copies)
+        return ExecutorChoice(aside, said + (_BOTH if standby else lacks), standby=standby)
     samples = math.inf if length is None else length
     return _cheap(
         spec,
@@ -210,7 +217,7 @@ def choose_executor(
         forked=forked,
         read_bytes=samples * (facts.cost.size_bytes or 0),
         read_s=samples / batch_size * alone / 1000,
-        in_copies=_in_copies(spec, facts),
+        in_copies=in_copies,
     )
 
 
@@ -240,9 +247,8 @@ def _cheap(
     changed what is read, which a forked process has as it was. Others take seconds to start.
     ``in_copies``: Why only processes of their own may read it.
     """
-    source = spec.sampler if spec.batch_sampler is None else spec.batch_sampler
     aside = in_copies
-    if source is not None and not is_drawn_at_start(source):
+    if not _drawn_at_start(spec):
         aside = "its sampler is asked while the training runs"
     elif copied_bytes > copy_limit_bytes():
         aside = f"a forked process has {copied_bytes / 2**20:,.0f} MiB as they are"
@@ -252,7 +258,19 @@ def _cheap(
         aside = f"a forked process reads {read_s:.2g} s of samples as they are"
     if aside is None or not forked:
         return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
-    return ExecutorChoice("workers", f"{why}; {aside}", few=True)
+    standby = _may_stand_by(spec, in_copies)
+    said = f"{why}; {aside}{_BOTH if standby else ''}"
+    return ExecutorChoice("workers", said, few=True, standby=standby)
+
+
+def _may_stand_by(spec: LoaderSpec, in_copies: str | None) -> bool:
+    """Return whether the training process may read what workers stand by for."""
+    return spec.options.executor == "auto" and in_copies is None and _drawn_at_start(spec)
+
+
+def _drawn_at_start(spec: LoaderSpec) -> bool:
+    source = spec.sampler if spec.batch_sampler is None else spec.batch_sampler
+    return source is None or is_drawn_at_start(source)
 
 
 def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
@@ -340,6 +358,8 @@ def _tuned(
         why = "it is read once, and tuned loaders learn from epoch to epoch"
     elif situation.iterable:
         why = "which worker reads what of a stream rests on how many there are"
+    elif situation.choice.standby:
+        why = "whether workers pay at all is measured as the training begins"
     elif not workers:
         why = "what the training process has opened by then, workers may not share"
     elif not KINDS[executor].resizes:

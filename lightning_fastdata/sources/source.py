@@ -109,6 +109,8 @@ def reads_ahead(dataset: object) -> bool:
 
 def read_ahead(dataset: object, indices: Sequence[object]) -> None:
     """Have a dataset begin to read samples; those with other keys than numbers are left out."""
+    if not reads_ahead(dataset):
+        return
     numbers = [as_index(index) for index in indices if isinstance(index, SupportsIndex)]
     while type(dataset) is Subset:
         inner = dataset.indices
@@ -118,7 +120,7 @@ def read_ahead(dataset: object, indices: Sequence[object]) -> None:
         starts = [0, *dataset.cumulative_sizes]
         for part, start, end in zip(dataset.datasets, starts, starts[1:], strict=False):
             read_ahead(part, [number - start for number in numbers if start <= number < end])
-    elif numbers and reads_ahead(dataset) and isinstance(dataset, ReadsAhead):
+    elif numbers and isinstance(dataset, ReadsAhead):
         dataset.read_ahead(numbers)
 
 

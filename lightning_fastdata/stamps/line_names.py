@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from sysconfig import get_path
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
@@ -15,13 +15,7 @@ _READS, _WRITES, _OWN, _LIBRARY, _USER = range(5)
 _PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
 _WRITERS: Final = ("batches/collate.py", "batches/layout.py", "batches/packed.py")
 """Modules that work on what was read already."""
-_STANDARD: Final = tuple(
-    {
-        str(Path(each)) + os.sep
-        for each in (get_path("stdlib"), get_path("platstdlib"), Path(os.__file__).parent)
-        if each
-    }
-)
+_STANDARD: Final = str(Path(os.__file__).parent) + os.sep
 _INSTALLED: Final = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 _CELL: Final = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d+[/\\]")
 _WRAPPERS: Final = (
@@ -32,25 +26,15 @@ _WRAPPERS: Final = (
 )
 """Modules whose functions only call what they were given."""
 
-_kinds: dict[str, int] = {}
-
 
 class Place(NamedTuple):
-    """Where a thread is. Compared by identity of its parts; see :func:`key_of`."""
-
-    code: CodeType
-    """Of the innermost function of the user, or else of the outermost one of a library."""
-    line: int
-    called: CodeType | None
-    """Of the function of a library that the line calls; None: there is none written in Python."""
-
-
-class PlaceName(NamedTuple):
-    """A place in words, without any values."""
+    """Where a thread is, in words, without any values."""
 
     file: str
-    """Relative to the working directory or to where packages are, or its last two parts."""
+    """Relative to the working directory or to where packages are, or its last two parts; empty: in
+    no line that can be named."""
     line: int
+    """Of the innermost function of the user, or else of the outermost one of a library."""
     function: str
     """Qualified name."""
     calls: str
@@ -58,13 +42,8 @@ class PlaceName(NamedTuple):
     Image.convert``."""
 
 
-ELSEWHERE: Final = Place(compile("", "<elsewhere>", "exec"), 0, None)
+ELSEWHERE: Final = Place("", 0, "", "")
 """In a dataset written in C, or in code of this package that is no dataset."""
-
-
-def key_of(place: Place) -> tuple[int, ...]:
-    """Return what distinguishes places, cheaply: code objects are long to hash."""
-    return id(place.code), place.line, id(place.called)
 
 
 def place_of(frame: FrameType | None) -> Place | None:
@@ -73,36 +52,27 @@ def place_of(frame: FrameType | None) -> Place | None:
     below: CodeType | None = None
     outermost: tuple[CodeType, int] | None = None
     while frame is not None:
-        code = frame.f_code
-        kind = _kinds.get(code.co_filename)
-        if kind is None:
-            kind = _kind_of(code.co_filename, frame.f_globals.get("__name__"))
+        code, line = frame.f_code, frame.f_lineno or 0
+        kind = _kind_of(code.co_filename, frame.f_globals.get("__name__") in _TYPED_IN)
         if kind == _USER:
-            return Place(code, frame.f_lineno or 0, called)
+            return _named(code, line, called)
         if kind == _WRITES:
             return None
         if kind == _READS:
-            if outermost is None:
-                return ELSEWHERE
             # Nothing but libraries: their dataset is named, and what it calls.
-            return Place(*outermost, below)
+            return ELSEWHERE if outermost is None else _named(*outermost, below)
         if kind == _LIBRARY and not code.co_filename.endswith(_WRAPPERS):
-            below, called = called, code
-            outermost = code, frame.f_lineno or 0
+            below, called, outermost = called, code, (code, line)
         frame = frame.f_back
     return None
 
 
-def name_of(place: Place) -> PlaceName:
-    """Return a place in words."""
+def _named(code: CodeType, line: int, called: CodeType | None) -> Place:
     calls = ""
-    if place.called is not None:
-        file = _in_library(place.called.co_filename) or place.called.co_filename
-        package = Path(file).parts[0].removesuffix(".py")
-        calls = f"{package} {_function_name(place.called)}"
-    return PlaceName(
-        short_file(place.code.co_filename), place.line, _function_name(place.code), calls
-    )
+    if called is not None:
+        file = _in_library(called.co_filename) or called.co_filename
+        calls = f"{Path(file).parts[0].removesuffix('.py')} {_function_name(called)}"
+    return Place(short_file(code.co_filename), line, _function_name(code), calls)
 
 
 def stack_lines(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[str, ...]:
@@ -120,6 +90,7 @@ def stack_lines(frames: Iterable[tuple[str, int, str]], most: int = 4) -> tuple[
     )
 
 
+@cache
 def short_file(filename: str) -> str:
     """Return the name of a file that is short and still says which one it is."""
     if _CELL.match(filename):
@@ -138,21 +109,22 @@ def short_file(filename: str) -> str:
     return str(path.relative_to(here) if inside else Path(*path.parts[-2:]))
 
 
-def _kind_of(filename: str, module: object) -> int:
+_TYPED_IN: Final = ("__main__", "__mp_main__")
+"""Modules whose functions may be named after no file, as the user has typed them in."""
+
+
+@cache
+def _kind_of(filename: str, typed_in: bool) -> int:
     if filename.startswith("<") and not _CELL.match(filename):
-        # Named after no file: typed in by the user, or made by a library.
-        return _USER if module in ("__main__", "__mp_main__") else _LIBRARY
-    kind = _USER if _in_library(filename) is None else _LIBRARY
-    if filename.startswith(_PACKAGE):
-        path = Path(filename[len(_PACKAGE) :])
-        if path.as_posix() in _WRITERS:
-            kind = _WRITES
-        elif path.parts[0] == "executors" or path.name == "stamped.py":
-            kind = _READS
-        elif path.parts[0] != "images":  # those are datasets
-            kind = _OWN
-    _kinds[filename] = kind
-    return kind
+        return _USER if typed_in else _LIBRARY
+    if not filename.startswith(_PACKAGE):
+        return _USER if _in_library(filename) is None else _LIBRARY
+    path = Path(filename[len(_PACKAGE) :])
+    if path.as_posix() in _WRITERS:
+        return _WRITES
+    if path.parts[0] == "executors" or path.name == "stamped.py":
+        return _READS
+    return _LIBRARY if path.parts[0] == "images" else _OWN  # those are datasets
 
 
 def _in_library(filename: str) -> str | None:
@@ -162,8 +134,7 @@ def _in_library(filename: str) -> str | None:
     installed = _INSTALLED.match(filename)
     if installed is not None:
         return filename[installed.end() :]
-    folder = next((each for each in _STANDARD if filename.startswith(each)), None)
-    return None if folder is None else filename[len(folder) :]
+    return filename.removeprefix(_STANDARD) if filename.startswith(_STANDARD) else None
 
 
 def _function_name(code: CodeType) -> str:

@@ -10,20 +10,15 @@ since the look before.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps.line_names import (
-    ELSEWHERE,
-    Place,
-    PlaceName,
-    key_of,
-    name_of,
-    place_of,
-)
+from lightning_fastdata.stamps.line_names import Place, place_of
 
 EVERY: Final = 32
 """Reading is looked at for one of so many parts of the time."""
@@ -37,8 +32,6 @@ _TICKS: Final = 128
 hangs costs nothing."""
 _SWITCH_S: Final = 0.0002
 """How long the looking thread lets others hold the interpreter's lock; 5 ms by default."""
-_LEFT_NS: Final = 200_000_000
-"""A thread that begins no task for so long is looked at no longer."""
 _GIVE_UP_S: Final = 60.0
 """Without a further task, the thread ends."""
 _MOST_LINES: Final = 20
@@ -48,7 +41,7 @@ class LineTime(NamedTuple):
     """The time that one line took in one task."""
 
     file: str
-    """See :class:`~lightning_fastdata.stamps.line_names.PlaceName`; empty: of all other lines."""
+    """See :class:`~lightning_fastdata.stamps.line_names.Place`; empty: of all other lines."""
     line: int
     function: str
     calls: str
@@ -59,61 +52,44 @@ class LineTime(NamedTuple):
 
 
 class LineWatch:
-    """Looks for one of so many parts of the time where threads are that read samples.
+    """Looks for one of so many parts of the time where the thread is that reads samples.
 
-    At one of them at a time. After an error in it, lines are not named.
+    Where no thread can be started to look, lines are not named.
     """
 
     def __init__(self, every: int = EVERY) -> None:
         self._every = every
         self._tasks = 0
-        self._next_ns = 0
+        self._next_ns: float = 0
         self._round: _Round | None = None
-        self._deciding = threading.Lock()
-        self._process = os.getpid()
-        self._works = hasattr(sys, "_current_frames")
 
     def begin(self) -> None:
         """Note that the calling thread starts to read for a task."""
         self._tasks += 1
-        if self._round is None and (
-            self._tasks <= _UNSEEN_TASKS or clock.monotonic_ns() < self._next_ns or not self._works
-        ):
-            return
-        try:
-            if os.getpid() != self._process:  # forked: threads are not
-                self._process, self._round, self._deciding = os.getpid(), None, threading.Lock()
-            with self._deciding:
-                current = self._round
-                if current is not None and current.left():
-                    self._close(current)
-                    current = None
-                if current is None:
-                    if clock.monotonic_ns() < self._next_ns:
-                        return
-                    self._round = current = _Round()
-                if current.thread == threading.get_native_id():
-                    current.resume()
-        except Exception:  # as when no thread can be started
-            self._works = False
+        if self._round is not None and not (self._round.of_caller and self._round.looks):
+            self._close(self._round)
+        if self._round is None:
+            if self._tasks <= _UNSEEN_TASKS or clock.monotonic_ns() < self._next_ns:
+                return
+            try:
+                self._round = _Round()
+            except RuntimeError:
+                self._next_ns = math.inf
+                return
+        self._round.resume()
 
-    def end(self) -> tuple[LineTime, ...] | None:
-        """Note that it has ended; return where it was, or None if it was not looked at."""
+    def end(self) -> tuple[LineTime, ...]:
+        """Note that it has ended; return where it was, longest first: empty if nobody looked."""
         current = self._round
-        if current is None or not current.reading or current.thread != threading.get_native_id():
-            return None
-        try:
-            seen = current.pause()
-            if current.over or current.read_ns >= _ROUND_NS:
-                self._close(current)
-            return _named(seen)
-        except Exception:
-            self._works = False
-            return None
+        if current is None or not current.reading or not current.of_caller:
+            return ()
+        seen = current.pause()
+        if current.read_ns >= _ROUND_NS:
+            self._close(current)
+        return _line_times(seen)
 
     def __del__(self) -> None:
-        # A forked process has no thread to end, and may have copied a lock that was taken.
-        if self._round is not None and os.getpid() == self._process:
+        if self._round is not None:
             self._round.close()
 
     def _close(self, current: _Round) -> None:
@@ -122,59 +98,46 @@ class LineWatch:
         current.close()
 
 
-def _named(seen: list[_Seen]) -> tuple[LineTime, ...] | None:
-    if not seen:
-        return None
-    seen.sort(key=lambda each: -each.total_ns)
-    times: dict[PlaceName, _Seen] = {}
-    for each in seen[:_MOST_LINES]:
-        if each.place is not ELSEWHERE:
-            known = times.setdefault(name_of(each.place), _Seen(each.place))
-            known.add(each.total_ns, each.blocked_ns)
-    lines = [LineTime(*name, each.total_ns, each.blocked_ns) for name, each in times.items()]
-    rest_ns = sum(each.total_ns for each in seen) - sum(line.total_ns for line in lines)
-    if rest_ns:
-        lines.append(LineTime("", 0, "", "", rest_ns, None))
-    return tuple(lines)
-
-
-class _Seen:
-    """The time in one place."""
-
-    __slots__ = ("blocked_ns", "place", "total_ns")
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.total_ns = 0
-        self.blocked_ns: int | None = 0
-
-    def add(self, total_ns: int, blocked_ns: int | None) -> None:
-        self.total_ns += total_ns
-        if blocked_ns is None or self.blocked_ns is None:
-            self.blocked_ns = None
-        else:
-            self.blocked_ns += blocked_ns
+def _line_times(seen: Mapping[Place, tuple[int, int | None]]) -> tuple[LineTime, ...]:
+    times = [LineTime(*place, *spent) for place, spent in seen.items() if place.file]
+    named = sorted(times, key=lambda each: -each.total_ns)[:_MOST_LINES]
+    rest_ns = sum(ns for ns, _ in seen.values()) - sum(each.total_ns for each in named)
+    rest = [LineTime("", 0, "", "", rest_ns, None)] if rest_ns else []
+    return (*named, *rest)
 
 
 class _Round:
-    """Looks at the thread that makes it, while that reads, until it is closed."""
+    """Looks at the thread that makes it, while that reads, until it is closed.
+
+    Raises:
+        RuntimeError: No thread can be started.
+    """
 
     def __init__(self) -> None:
-        # Not the interpreter's number of it, which a thread that starts later may get.
-        self.thread = threading.get_native_id()
         self.read_ns = 0
         """Of the tasks that have ended."""
         self.reading = False
-        self.over = False
-        self._ident = threading.get_ident()
+        self._process, self._ident = os.getpid(), threading.get_ident()
+        # Not the interpreter's number of it, which a thread that starts later may get.
+        self._of = threading.get_native_id()
         self._schedule = clock.ThreadSchedule()
-        self._going = threading.Event()
+        self._going, self._over = threading.Event(), False
         self._began_ns = self._looked_ns = self._seen_ns = 0
         self._runnable_ns: int | None = None
-        self._paused_ns = clock.monotonic_ns()
-        self._seen: dict[tuple[int, ...], _Seen] = {}
+        self._seen: dict[Place, tuple[int, int | None]] = {}
         self._switch_s = (0.0, 0.0)
-        threading.Thread(target=self._run, name="fastdata lines", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="fastdata lines", daemon=True)
+        self._thread.start()
+
+    @property
+    def of_caller(self) -> bool:
+        """Whether it looks at the calling thread; in a forked process none is the same."""
+        return self._of == threading.get_native_id()
+
+    @property
+    def looks(self) -> bool:
+        """Whether its own thread has not ended."""
+        return self._thread.is_alive()
 
     def resume(self) -> None:
         """Look from now on, and have the interpreter's lock handed over sooner."""
@@ -185,32 +148,30 @@ class _Round:
         self.reading = True
         self._going.set()
 
-    def pause(self) -> list[_Seen]:
-        """Look no more, and return what was seen since the last time."""
+    def pause(self) -> dict[Place, tuple[int, int | None]]:
+        """Look no more, and return what was seen since the last time, in all and blocked."""
         self.reading = False
         self._going.clear()
-        self._paused_ns = clock.monotonic_ns()
-        self.read_ns += self._paused_ns - self._began_ns
+        self.read_ns += clock.monotonic_ns() - self._began_ns
         usual_s, ours_s = self._switch_s
         if sys.getswitchinterval() == ours_s:
             sys.setswitchinterval(usual_s)
         seen, self._seen = self._seen, {}
-        return list(seen.values())
-
-    def left(self) -> bool:
-        """Tell whether its thread reads no longer, or may have ended."""
-        # A round that has ended by itself stays with its thread as long as that reads.
-        return not self.reading and (self.over or clock.monotonic_ns() - self._paused_ns > _LEFT_NS)
+        return seen
 
     def close(self) -> None:
         """Have the thread end."""
-        self.over = True
-        self._going.set()
+        # A forked process has none to end, and may have copied a lock that was taken.
+        if os.getpid() == self._process:
+            if self.reading:
+                self.pause()
+            self._over = True
+            self._going.set()
 
     def _run(self) -> None:
         # An error would only be printed into the training's output.
         with contextlib.suppress(Exception):
-            while self._going.wait(_GIVE_UP_S) and not self.over:
+            while self._going.wait(_GIVE_UP_S) and not self._over:
                 # Whoever had to wait for the lock looks at once: then the reading thread has just
                 # given it away, and is in the line in which it had it.
                 now_ns = clock.monotonic_ns()
@@ -220,7 +181,6 @@ class _Round:
                     clock.sleep(early_ns / 1e9)
                 if self.reading:
                     self._look()
-        self.over = True
 
     def _look(self) -> None:
         # A frame that is kept keeps the variables in it: it is let go of before anything is waited
@@ -233,8 +193,11 @@ class _Round:
         read_ns = self.read_ns + now_ns - self._began_ns
         spent_ns, self._seen_ns = max(0, read_ns - self._seen_ns), read_ns
         before_ns, self._runnable_ns = self._runnable_ns, runnable_ns
-        if place is not None:
+        if place is None:
+            return
+        total_ns, blocked_ns = self._seen.get(place, (0, 0))
+        if runnable_ns is None or before_ns is None or blocked_ns is None:
             blocked_ns = None
-            if runnable_ns is not None and before_ns is not None:
-                blocked_ns = max(0, spent_ns - (runnable_ns - before_ns))
-            self._seen.setdefault(key_of(place), _Seen(place)).add(spent_ns, blocked_ns)
+        else:
+            blocked_ns += max(0, spent_ns - (runnable_ns - before_ns))
+        self._seen[place] = total_ns + spent_ns, blocked_ns

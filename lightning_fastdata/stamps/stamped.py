@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
@@ -22,6 +23,8 @@ from lightning_fastdata.stamps.lines import LineWatch
 from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.torch_internals import early_batches, pinned, set_worker_info
 from lightning_fastdata.types import Batch
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +87,21 @@ class ReadingWatch:
         self.task = self._kept
         return self._kept
 
+    def timed(self, dataset: object, read: Callable[[], T], index: object, samples: int = 1) -> T:
+        """Return what is read of a dataset: so many samples, the first of them of that index."""
+        task = self.task or self.begin(dataset)
+        began_ns = clock.monotonic_ns()
+        try:
+            found = read()
+        except StopIteration:
+            task.all_read()  # what was read so far may still become a batch
+            raise
+        except BaseException:
+            self.end()
+            raise
+        task.read(index, began_ns, samples)
+        return found
+
     def end(self) -> TaskStamps | None:
         """End the task that is under way, if there is one, and return its stamps."""
         task, self.task = self.task, None
@@ -93,52 +111,29 @@ class ReadingWatch:
         return ReadingWatch, ()
 
 
-class _MapStyle(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: object) -> object: ...
-
-    def __getitems__(self, indices: Sequence[object]) -> object: ...
-
-
 class StampedDataset(Dataset[object]):
     """A map-style dataset, each of whose samples is timed."""
 
-    def __init__(self, dataset: Dataset[object], watch: ReadingWatch) -> None:
-        self.dataset = cast("_MapStyle", dataset)
+    def __init__(self, dataset: Dataset[Any], watch: ReadingWatch) -> None:
+        self.dataset: Any = dataset
         self.watch = watch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: object) -> object:
-        watch = self.watch
-        task = watch.task or watch.begin(self.dataset)
-        began_ns = clock.monotonic_ns()
-        try:
-            sample = self.dataset[index]
-        except BaseException:
-            watch.end()
-            raise
-        task.read(index, began_ns, len(index) if isinstance(index, list) else 1)
-        return sample
+        dataset, samples = self.dataset, len(index) if isinstance(index, list) else 1
+        return self.watch.timed(dataset, lambda: dataset[index], index, samples)
 
     @property
     def __getitems__(self) -> Callable[[Sequence[object]], object] | None:
         """Torch's fetcher asks for it and takes None for "one sample at a time"."""
-        return self._fetch if fetches_in_batches(cast("Dataset[object]", self.dataset)) else None
+        return self._fetch if fetches_in_batches(self.dataset) else None
 
     def _fetch(self, indices: Sequence[object]) -> object:
-        watch = self.watch
-        task = watch.task or watch.begin(self.dataset)
-        began_ns = clock.monotonic_ns()
-        try:
-            samples = self.dataset.__getitems__(indices)
-        except BaseException:
-            watch.end()
-            raise
-        task.read(indices[0] if len(indices) else None, began_ns, len(indices))
-        return samples
+        dataset, first = self.dataset, indices[0] if len(indices) else None
+        read = partial(dataset.__getitems__, indices)
+        return self.watch.timed(dataset, read, first, len(indices))
 
 
 class StampedStream(IterableDataset[object]):
@@ -156,20 +151,11 @@ class StampedStream(IterableDataset[object]):
         return self._timed(iter(self.dataset))
 
     def _timed(self, samples: Iterator[object]) -> Iterator[object]:
-        watch = self.watch
         for number in itertools.count():
-            task = watch.task or watch.begin(self.dataset)
-            began_ns = clock.monotonic_ns()
             try:
-                sample = next(samples)
+                sample = self.watch.timed(self.dataset, partial(next, samples), number)
             except StopIteration:
-                # What was read so far may still become a batch.
-                task.all_read()
                 return
-            except BaseException:
-                watch.end()
-                raise
-            task.read(number, began_ns)
             yield sample
 
 

@@ -243,15 +243,3 @@ def simulate(
         wait = statistics.fmean(each.cpu_ns + each.blocked_ns + each.collate_ns for each in costs)
         step = wait + statistics.fmean(each.step_ns for each in costs)
     return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)
-
-
-def least_step_ms(costs: Sequence[BatchCost], setup: LoaderSetup, *, less_ms: float) -> float:
-    """Return what a step takes at least because of a loader, if another one is waited for less.
-
-    ``less_ms`` is no longer waited for the other one in a step, the mean. Each recorded step loses
-    the same part of its length, as a few of them may have waited for all others.
-    """
-    step_ns = statistics.fmean(cost.step_ns for cost in costs)
-    left = max(0.0, 1 - less_ms * _NS_PER_MS / step_ns) if step_ns > 0 else 1.0
-    free = [replace(cost, step_ns=cost.step_ns * left) for cost in costs]
-    return simulate(free, setup).step_ms

@@ -57,7 +57,6 @@ def test_all_that_is_told_has_a_number_in_the_unit_of_its_name():
     assert host_evidence(before, after) == {
         "throttled_share": 0.25,
         "throttled_cpus": 1.5,
-        "pressure_percent": 25,
     }
 
 
@@ -100,8 +99,8 @@ def test_what_the_device_tells_is_since_the_begin():
 def test_evidence_has_a_field_for_each_fact():
     before, after = usage(0, periods=1, cpu_pressure_us=0), usage(1, periods=2, cpu_pressure_us=0)
     found = host_evidence(before, after, device(), device())
-    assert len(found) == 5
-    assert Evidence(**found).pressure_percent == pytest.approx(0)
+    assert len(found) == 4
+    assert Evidence(**found).throttled_share == pytest.approx(0)
 
 
 MIB = 2**20

@@ -25,6 +25,7 @@ from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
+from lightning_fastdata.insight.waits.ranks import RankTiming
 
 HOSTILE = """/data/<script>alert(1)</script>"'&.jpg"""
 
@@ -107,7 +108,7 @@ def report(steps=None, **facts):
 
 def test_the_page_holds_verdict_findings_phases_causes_notes_and_machine():
     run = report()
-    text = Page(report_html(run.as_dict())).text
+    text = Page(report_html(run)).text
     for said in (
         run.verdict.kind,
         run.verdict.sentence,
@@ -127,7 +128,7 @@ def test_the_page_holds_verdict_findings_phases_causes_notes_and_machine():
 
 
 def test_nothing_is_fetched_and_no_script_can_run():
-    elements = Page(report_html(report().as_dict())).elements
+    elements = Page(report_html(report())).elements
     assert not {tag for tag, _ in elements} & {"script", "link", "img", "iframe", "object", "base"}
     assert not [name for _, attrs in elements for name in attrs if name.startswith("on")]
     assert not [name for _, attrs in elements for name in attrs if name == "src"]
@@ -137,11 +138,11 @@ def test_nothing_is_fetched_and_no_script_can_run():
     assert set(links) <= places
     (policy,) = [a["content"] for _, a in elements if a.get("http-equiv")]
     assert policy.startswith("default-src 'none'")
-    assert "url(" not in report_html(report().as_dict())
+    assert "url(" not in report_html(report())
 
 
 def test_names_of_files_and_classes_are_shown_and_do_not_run():
-    page = Page(report_html(report(path=HOSTILE, name="</table><script>x</script>").as_dict()))
+    page = Page(report_html(report(path=HOSTILE, name="</table><script>x</script>")))
     assert "script" not in {tag for tag, _ in page.elements}
     assert HOSTILE in page.text
     assert "</table><script>x</script>" in page.text
@@ -173,14 +174,8 @@ def test_the_page_and_its_style_are_in_the_package():
     }
 
 
-def columns(steps):
-    return RunReport(
-        stages=(steps.summarize("train", duration_s=1.0),), recent={"train": steps.newest()}
-    ).as_dict()["stages"]["train"]["recent"]
-
-
 def test_the_chart_has_a_column_with_its_figures_for_each_step():
-    chart = ElementTree.fromstring(timeline_chart(columns(history())))
+    chart = ElementTree.fromstring(timeline_chart(history().newest()))
     titles = [title.text.splitlines() for title in chart.iter("title")]
     assert len(titles) == 20
     assert titles[1] == ["step 1", "75.1 ms in all", "wait 34.0 ms", "transfer 1.1 ms",
@@ -191,7 +186,7 @@ def test_the_chart_has_a_column_with_its_figures_for_each_step():
 
 
 def test_areas_lie_on_each_other_and_are_as_high_as_their_times():
-    chart = ElementTree.fromstring(timeline_chart(columns(history(stalls=[30.0] * 8))))
+    chart = ElementTree.fromstring(timeline_chart(history(stalls=[30.0] * 8).newest()))
     areas = {path.get("class"): path.get("d") for path in chart.iter("path")}
     assert list(areas) == ["fill-compute", "fill-transfer", "fill-wait"]
     top = max(float(s.text) for s in chart.iter("span") if "bottom" in (s.get("style") or ""))
@@ -212,26 +207,25 @@ def test_areas_lie_on_each_other_and_are_as_high_as_their_times():
     ids=["none", "one", "no waiting", "a spike"],
 )
 def test_any_run_can_be_shown(steps):
-    assert Page(report_html(report(steps).as_dict())).text
+    assert Page(report_html(report(steps))).text
 
 
 def test_steps_that_were_not_timed_leave_a_gap():
     steps = history()
     steps.append(StepTiming(step=20, samples=64, cold=False, wait_ms=3.0))
-    titles = [t.text for t in ElementTree.fromstring(timeline_chart(columns(steps))).iter("title")]
+    titles = [t.text for t in ElementTree.fromstring(timeline_chart(steps.newest())).iter("title")]
     assert titles[-1] == "step 20\nnot timed"
     only = StepHistory()
     only.append(StepTiming(step=0, samples=64, cold=True, wait_ms=3.0))
-    assert timeline_chart(columns(only)) is None
+    assert timeline_chart(only.newest()) is None
 
 
 def test_a_report_without_steps_or_with_ranks_can_be_shown():
-    assert "nothing was measured" in Page(report_html(RunReport(stages=()).as_dict())).text
-    told = report().as_dict()
-    told["ranks"] = [
-        {"rank": 0, "host": "a", "steps": 9, "step_ms": 70.0, "stall_ms": None, "wait_ms": 1.0,
-         "compute_ms": 60.0, "reason": "storage"},
-    ]  # fmt: skip
+    assert "nothing was measured" in Page(report_html(RunReport(stages=()))).text
+    rank = RankTiming(
+        rank=0, host="a", steps=9, step_ms=70.0, wait_ms=1.0, compute_ms=60.0, reason="storage"
+    )
+    told = dataclasses.replace(report(), ranks=(rank,))
     assert (
         "Ranks rank host step ms stall wait compute most of its waits 0 a 70.0 - 1.0 60.0 storage"
         in Page(report_html(told)).text
@@ -241,9 +235,9 @@ def test_a_report_without_steps_or_with_ranks_can_be_shown():
 def test_what_free_data_would_give_is_told_of_devices_that_do_not_load():
     run = report()
     free = f"{run.stages[0].samples_per_s_if_data_were_free:.0f} if data were free"
-    assert free not in Page(report_html(run.as_dict())).text  # a CPU may load, too
+    assert free not in Page(report_html(run)).text  # a CPU may load, too
     on_gpu = dataclasses.replace(run.stages[0], device="cuda"), run.stages[1]
-    page = report_html(dataclasses.replace(run, stages=on_gpu).as_dict())
+    page = report_html(dataclasses.replace(run, stages=on_gpu))
     assert free in Page(page).text
 
 

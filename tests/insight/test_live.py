@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 
+import psutil
 import pytest
 import torch
 from misses import each
@@ -23,11 +24,8 @@ from lightning_fastdata.insight.live import (
     Status,
     WatchedRun,
     WorkerWatch,
-    chosen,
     page_text,
-    process_started_s,
     read_all,
-    write_status,
 )
 from lightning_fastdata.insight.measure.stage import StageMeter
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
@@ -39,7 +37,6 @@ NOW_S = 1_000_000.0
 def status(**changes) -> Status:
     told = {
         "pid": 11,
-        "process_started_s": 1.0,
         "written_s": NOW_S,
         "group": "a",
         "rank": 0,
@@ -49,6 +46,8 @@ def status(**changes) -> Status:
         "started_s": NOW_S - 60,
         "method": "fit",
         "activity": "computing a step",
+        "epoch": 2,
+        "step": 300,
         "lines": (" computing a step; epoch 2, step 300",),
     }
     return Status(**{**told, **changes})
@@ -66,22 +65,16 @@ def test_what_another_version_has_written_is_passed_over(text):
 def test_what_a_dead_process_has_left_is_not_shown_and_removed_when_it_is_old(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    own_s = process_started_s(os.getpid())
-    told = {
-        gone.pid: status(pid=gone.pid),
-        os.getpid(): status(pid=os.getpid(), process_started_s=own_s),
-    }
-    # The same number, of a process that is not this one.
-    earlier = status(pid=os.getpid(), process_started_s=own_s - 100)
-    paths = [tmp_path / f"{pid}-0.json" for pid in told] + [tmp_path / f"{os.getpid()}-1.json"]
-    for path, one in zip(paths, [*told.values(), earlier], strict=True):
-        write_status(path, one)
-    now_s = time.time()
-    assert [each.pid for each in read_all(tmp_path, now_s)] == [os.getpid()]
-    assert all(path.exists() for path in paths)
+    own_s = psutil.Process().create_time()
+    own = os.getpid()
+    paths = [tmp_path / f"{name}.json" for name in (f"{gone.pid}-0", f"{own}-0", f"{own}-1")]
     for path in paths:
-        os.utime(path, (now_s - 100, now_s - 100))
-    read_all(tmp_path, now_s)
+        path.write_text(json.dumps(asdict(status(pid=own))))
+    os.utime(paths[2], (own_s - 10, own_s - 10))  # the same number, of a process before this one
+    now_s = time.time()
+    assert [each.pid for each in read_all(tmp_path, now_s)] == [own]
+    assert paths[0].exists()
+    read_all(tmp_path, now_s + 100)
     assert [path.exists() for path in paths] == [False, True, False]
 
 
@@ -120,9 +113,9 @@ def test_a_run_that_hangs_tells_for_how_long_and_where(virtual, tmp_path, monkey
     found = RunFacts(**FACTS, found="data-bound, slow storage")
     run = WatchedRun(lambda: (found, []))
     try:
-        calm = page_text([run.status(found, [])], None, NOW_S)
+        calm = page_text([run.status(found, [])], NOW_S)
         virtual.sleep(35)
-        hung = page_text([run.status(found, [])], None, NOW_S)
+        hung = page_text([run.status(found, [])], NOW_S)
         second = run.status(RunFacts(**{**FACTS, "rank": 1, "world_size": 2}), [])
     finally:
         run.close()
@@ -137,39 +130,26 @@ def test_a_run_that_hangs_tells_for_how_long_and_where(virtual, tmp_path, monkey
 
 def test_a_process_that_tells_nothing_is_said_to_be_silent():
     silent = "nothing heard for 7.0 s, last it was computing a step"
-    assert silent in page_text([status()], None, NOW_S + 7)
-    assert silent not in page_text([status()], None, NOW_S + 4)
+    assert silent in page_text([status()], NOW_S + 7)
+    assert silent not in page_text([status()], NOW_S + 4)
 
 
 def test_trainings_are_listed_with_all_their_ranks():
     two = {"world_size": 2, "group": "b"}
     ranks = [status(rank=n, pid=20 + n, lines=(f" of rank {n}",), **two) for n in range(2)]
-    text = page_text([status(), *ranks], None, NOW_S)
+    text = page_text([status(), *ranks], NOW_S)
     assert "pid 20 · 2 of 2 ranks" in text
     assert "pid 11" in text
     assert " of rank 0\n of rank 1" in text
-    late = page_text([*ranks, status(rank=2, pid=22, **two, written_s=NOW_S - 9)], None, NOW_S)
+    late = page_text([*ranks, status(rank=2, pid=22, **two, written_s=NOW_S - 9)], NOW_S)
     assert "rank 2 (pid 22): nothing heard for 9.0 s" in late
-    other = page_text([status(), *ranks], "no such run", NOW_S)
-    assert "No training is 'no such run'" in other
-    assert other.count("train.py") == 2
-
-
-def test_a_run_is_meant_by_a_process_of_any_rank_or_a_part_of_a_name():
-    ranks = [status(), status(pid=12, rank=1)]
-    other = status(pid=13, group="b", log_dir="/logs/version_4", script="tune.py")
-    everything = [*ranks, other]
-    assert chosen(everything, None) == everything
-    assert chosen(everything, "12") == ranks
-    assert chosen(everything, "version_4") == chosen(everything, "tune") == [other]
-    assert chosen(everything, "none such") == []
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_names_of_files_give_no_orders_to_terminals(several):
     evil = "[bold]\x1b[31m\u202e"
     told = status(**dict.fromkeys(("script", "log_dir", "activity"), evil), lines=(evil,))
-    text = page_text([told, *([status(pid=12, group=evil)] if several else [])], None, NOW_S + 9)
+    text = page_text([told, *([status(pid=12, group=evil)] if several else [])], NOW_S + 9)
     assert "\x1b[31m" not in text
     assert "\u202e" not in text
     assert "[bold]" in text

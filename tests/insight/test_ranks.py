@@ -18,8 +18,8 @@ from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import findings, judge
 from lightning_fastdata.insight.waits.ranks import (
     RankTiming,
+    all_known,
     mean_stall_ms,
-    rank_evidence,
     rank_metrics,
     rank_timing,
     ranks_line,
@@ -50,12 +50,6 @@ def ranks(*stalls, step_ms=30.0):
         )
         for number, stall in enumerate(stalls)
     )  # fmt: skip
-
-
-@given(TIMINGS)
-def test_a_rank_is_read_as_it_was_written(timing):
-    assert RankTiming.from_json(timing.as_json()) == timing
-    assert RankTiming.from_json(timing.as_json().encode()) == timing
 
 
 def test_the_means_of_a_rank_leave_out_first_steps_of_epochs_and_what_was_not_measured():
@@ -141,16 +135,16 @@ def test_ranks_that_stall_alike_are_told_so():
 
 
 def test_evidence_is_complete_or_not_there():
-    assert rank_evidence(ranks(1.0, 2.0))["rank_stalls_ms"] == (1.0, 2.0)
-    assert rank_evidence(ranks(1.0, 2.0))["rank_hosts"] == ("host-a", "host-b")
-    for some in (ranks(1.0), ranks(1.0, None), ranks(1.0, 2.0, 3.0)[1:], ()):
-        assert rank_evidence(some) == {}
+    assert all_known(ranks(1.0, 2.0)) == ranks(1.0, 2.0)
+    for some in (ranks(1.0, None), ranks(1.0, 2.0, 3.0)[1:], ()):
+        assert all_known(some) == ()
+    assert "FD316" not in {each.code for each in findings(evidence(1.0))}
 
 
 def evidence(*stalls, own=None, **arguments):
-    told = rank_evidence(ranks(*stalls))
+    told = all_known(ranks(*stalls))
     own = stalls[0] if own is None else own
-    return Evidence(step_ms=30.0, wait_ms=own, stall_ms=own, **told, **arguments)
+    return Evidence(step_ms=30.0, wait_ms=own, stall_ms=own, ranks=told, **arguments)
 
 
 def test_a_slower_rank_is_the_first_finding_and_data_is_not_called_free():
@@ -174,8 +168,8 @@ def test_ranks_that_stall_alike_give_no_finding():
 
 
 def test_the_reason_is_that_of_the_slow_rank():
-    told = (replace(each, reason=f"reason {each.rank}") for each in ranks(0.1, 21.0))
-    found = findings(Evidence(step_ms=30.0, stall_ms=0.1, **rank_evidence([*told])))
+    told = [replace(each, reason=f"reason {each.rank}") for each in ranks(0.1, 21.0)]
+    found = findings(Evidence(step_ms=30.0, stall_ms=0.1, ranks=all_known(told)))
     assert found[0].cause.endswith("; there, reason 1")
 
 

@@ -304,8 +304,8 @@ def test_a_report_of_a_run_that_goes_on_says_so_everywhere():
     assert report.as_dict()["ended"] is False
     assert " so far" in report.text().splitlines()[0]
     assert " so far" in repr(report)
-    assert " so far" in report_html(report.as_dict())
-    assert " so far" not in run_report().text() + report_html(run_report().as_dict())
+    assert " so far" in report_html(report)
+    assert " so far" not in run_report().text() + report_html(run_report())
 
 
 def test_a_terminal_gets_colours_and_a_pipe_plain_text(monkeypatch, capsys):

@@ -321,13 +321,49 @@ def test_a_foreign_loader_is_judged_from_outside_and_that_is_said_once():
     timer, rows = StepTimer("cpu"), Slow(10, slow=range(10), ms=4)
     for _ in timer.batches(DataLoader(rows)):
         pass
-    for _ in timer.batches(DataLoader(rows), stage="val"):
+    for _ in timer.batches(DataLoader(Slow(5)), stage="val"):
         pass
     report = timer.report()
     assert report.verdict.code == "FD101"
     assert report.notes == (
         "Why batches were late is not known: a DataLoader does not tell, FastDataLoader does.",
     )
+
+
+class Begins:
+    """Batches whose passes take long to begin."""
+
+    def __init__(self, begin_ms, wait_ms=0):
+        self.begin_ms, self.wait_ms = begin_ms, wait_ms
+
+    def __iter__(self):
+        pass_ms(self.begin_ms)
+        for i in range(10):
+            pass_ms(self.wait_ms)
+            yield i
+
+
+@pytest.mark.parametrize(
+    ("begin_ms", "val_wait_ms", "kind", "said"),
+    [
+        (0, 0, "compute-bound", "FD319"),
+        (100, 0, "paused between epochs", "0.2 s of 0.6 s, 0.1 s each"),
+        (0, 6, "starved in validation", "waited 0.2 s of its 0.2 s"),
+    ],
+)
+def test_a_loop_is_judged_by_what_starts_of_epochs_and_validation_take_of_it(
+    begin_ms, val_wait_ms, kind, said
+):
+    timer = StepTimer("cpu")
+    for _ in range(3):
+        for _ in timer.batches(Begins(begin_ms)):
+            pass_ms(10)
+        for _ in timer.batches(Begins(0, val_wait_ms), stage="val"):
+            pass_ms(0.1)
+    verdict = timer.report().verdict
+    assert verdict.kind == kind
+    assert said in f"{verdict.findings[0].cause} {verdict.code}"
+    assert timer.report().wall is None
 
 
 def test_a_report_can_be_written_read_and_told_in_colours(tmp_path):

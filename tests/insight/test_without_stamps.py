@@ -7,7 +7,6 @@ import pytest
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.verdicts.rule import Unstamped
 from lightning_fastdata.insight.verdicts.without_stamps import largest_cost
 from lightning_fastdata.insight.waits.attribution import WaitParts
 
@@ -38,7 +37,7 @@ def waiting(stall_ms, step_ms=60.0):
 )
 def test_a_gain_is_no_larger_than_that_many_workers_can_make_it(workers, cpus, code, after_ms):
     facts = LoaderFacts(num_workers=workers, usable_cpus=cpus)
-    found = largest_cost(Unstamped(waiting(50.0), facts)).finding
+    found = largest_cost(Evidence(summary=waiting(50.0), loader=facts)).finding
     assert found.code == code
     assert found.gain.before_ms == pytest.approx(60.0)
     assert found.gain.after_ms == pytest.approx(after_ms)

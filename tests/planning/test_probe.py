@@ -120,9 +120,13 @@ def draw():
     random.random(), np.random.rand(), torch.rand(1)
 
 
-def cost(*, wall_ms, cpu_ms, collate_ms=0.0):
+def cost(*, wall_ms, cpu_ms, collate_ms=0.0, size_bytes=100):
     return SampleCost(
-        wall_ms=wall_ms, cpu_ms=cpu_ms, size_bytes=100, samples=8, collate_ms=collate_ms
+        wall_ms=wall_ms,
+        cpu_ms=cpu_ms,
+        size_bytes=size_bytes,
+        samples=8,
+        collate_ms=collate_ms,
     )
 
 
@@ -532,7 +536,8 @@ class Stream(IterableDataset):
 
 def chosen(*, workers="auto", batch_size=32, cpus=2, shared_memory=True, **found):
     """The executor for a dataset of which this was found out."""
-    about = {name: found.pop(name) for name in ("pipelines", "transformed") if name in found}
+    of_spec = ("pipelines", "transformed", "collate_fn", "sampler")
+    about = {name: found.pop(name) for name in of_spec if name in found}
     spec = LoaderSpec(
         dataset=Stream() if found.pop("stream", False) else Planted(nothing),
         name="planted",
@@ -570,6 +575,31 @@ def test_the_executor_follows_from_the_look(changes, workers, name):
     choice = chosen(**changes, workers=workers, batch_size=16)
     assert choice.executor == name
     assert choice.why
+
+
+LARGE = cost(wall_ms=0.001, cpu_ms=0.001, size_bytes=2**30)
+
+
+@each(
+    ("changes", "standby"),
+    [
+        ({}, True),
+        ({"cost": cost(wall_ms=0.06, cpu_ms=0.06)}, True),
+        ({"cost": cost(wall_ms=5, cpu_ms=5)}, False),
+        ({"cost": cost(wall_ms=2.5, cpu_ms=0.01), "batch_size": 1}, False),
+        ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, False),
+        ({"changes": True}, False),
+        ({"collate_fn": list}, False),
+        ({"sampler": iter(())}, False),
+        ({"transformed": True}, False),
+        ({"shared_memory": False}, False),
+        ({"workers": 1}, False),
+    ],
+)
+def test_the_training_process_reads_beside_workers_what_is_cheap_and_as_they_would(
+    changes, standby
+):
+    assert chosen(**{"cost": LARGE, **changes}).standby == standby
 
 
 @given(

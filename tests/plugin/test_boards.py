@@ -239,8 +239,9 @@ def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
             assert {tag.removesuffix("$") for tag in tags} <= scalars
     folder = Path(logger.log_dir)
     told = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert told == json.loads(json.dumps(watch.report.as_dict()))
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page == report_html(told)
+    assert page == report_html(watch.report)
     # The last text is the summary of the whole run, as it is printed.
     last = events.Tensors("data/verdict/text_summary")[-1]
     printed = watch.report.text(WIDTH)

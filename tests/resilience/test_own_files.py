@@ -60,7 +60,7 @@ def test_whatever_a_report_holds_it_is_compared_or_refused(data, folder):
         said = str(error)
     else:
         said = comparison.text() + json.dumps(comparison.as_dict(), allow_nan=False)
-        assert all(row.b is None or math.isfinite(row.b) for row in comparison.rows)
+        assert all(row.b is None or math.isfinite(row.b) for row in comparison.rows.values())
     assert said
 
 

@@ -214,9 +214,7 @@ def _validation(blocked_s: float) -> Evidence:
         for _ in range(3):
             fed.epoch()
             starved.epoch()
-        val = starved.summary("val")
-        val_ms = val.steps * val.step.mean_ms / fed.summary().steps
-        return fed.evidence(val_stall_share=val.stall_share, val_ms=val_ms)
+        return fed.evidence(val=starved.summary("val"))
     finally:
         fed.loader.close()
         starved.loader.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rig.machine import VirtualBarrier, machine, sleep, work
 
 from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.waits.ranks import RankTiming
 from verdicts.planted import BATCH, Plant, of_training
 from verdicts.virtual_stream import VirtualStream
 from verdicts.workloads import Samples, Stage, Training, sleep_for, train
@@ -166,8 +167,11 @@ def _straggling_rank(magnitude: tuple[int, float]) -> Evidence:
     train_rank(0)
     while len(found) < ranks:
         sleep(0.001)
-    stalls = tuple(found[rank].stall_ms for rank in range(ranks))
-    return replace(found[0], rank_stalls_ms=stalls)
+    timings = tuple(
+        RankTiming(rank=rank, host="a", steps=_STEPS, stall_ms=found[rank].stall_ms)
+        for rank in range(ranks)
+    )
+    return replace(found[0], ranks=timings)
 
 
 # FD317: memory runs short.

@@ -26,16 +26,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.closed import closed_options
-from lightning_fastdata.insight.measure.host_metrics import Queued, queued_share
+from lightning_fastdata.insight.measure.host_metrics import queued_share
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, closed_options
 from lightning_fastdata.insight.model.finding import FAMILIES, Advice, Finding, Gain, family_of
 from lightning_fastdata.insight.model.loader_seen import model_computes
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.verdicts import gate
 from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
+from lightning_fastdata.insight.verdicts.rule import passed
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.tuning.tuner import Tuner
@@ -78,7 +77,7 @@ def test_what_is_given_gains_speaks_of_a_tenth_and_changes_nothing_that_is_close
     proposed = Finding(
         code="FD303", severity="high", cause="late", remedy="", gain=gain, advice=advice
     )
-    told = gate.passed(proposed, closed)
+    told = passed(proposed, closed)
 
     def allowed(each):
         if set(each.changes) & set(closed):
@@ -404,25 +403,21 @@ def test_workers_are_not_told_to_take_the_cpus_of_others():
 
 @given(
     st.lists(
-        st.tuples(st.floats(0, 9), st.sampled_from([0.0, 0.25, 4.0]), st.floats(0, 1)),
+        st.tuples(st.sampled_from([0.0, 0.25, 4.0]), st.floats(0, 1)),
         min_size=1,
         max_size=5,
     )
 )
 def test_the_queue_is_that_of_the_training_and_of_a_worker(times):
-    seen = {
-        number: Queued(first, queued, first + lasted, queued + share * lasted)
-        for number, (first, lasted, share) in enumerate(times)
-        for queued in (2.0,)
-    }
+    seen = {n: (lasted, share * lasted) for n, (lasted, share) in enumerate(times)}
     found = queued_share(seen, 0)
-    assert (found is None) == (not any(lasted for _, lasted, _ in times))
+    assert (found is None) == (not any(lasted for lasted, _ in times))
     if found is None:
         return
     shares = []
     for those in (times[:1], times[1:]):
-        lasted = sum(each[1] for each in those)
-        shares.append(sum(e[1] * e[2] for e in those) / lasted if lasted else 0.0)
+        lasted = sum(each[0] for each in those)
+        shares.append(sum(e[0] * e[1] for e in those) / lasted if lasted else 0.0)
     assert found == pytest.approx(min(1.0, sum(shares)), abs=1e-6)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import (
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.tuning.tuner import Tuner
 
 
-_FAULT_WORDS: Final = {
-    "data_faults/samples": "bad samples were replaced or left out {} times",
-    "data_faults/retries": "reads were repeated {} times",
-    "data_faults/deaths": "{} workers died and were replaced",
+_FAULTS: Final = {
+    "samples": "bad samples were replaced or left out {} times",
+    "retries": "reads were repeated {} times",
+    "deaths": "{} workers died and were replaced",
 }
 
 
@@ -77,10 +77,7 @@ def host_evidence(
 ) -> dict[str, float]:
     """Return the fields of ``Evidence`` that the machine reports between two readings."""
     seconds = end.at_s - begin.at_s
-    found: dict[str, float | None] = {
-        "throttled_share": throttled_share(begin, end),
-        "pressure_percent": _pressure_percent(begin.cpu_pressure_us, end.cpu_pressure_us, seconds),
-    }
+    found: dict[str, float | None] = {"throttled_share": throttled_share(begin, end)}
     if begin.throttling is not None and end.throttling is not None and seconds > 0:
         held_us = max(0, end.throttling.throttled_us - begin.throttling.throttled_us)
         found["throttled_cpus"] = held_us / seconds / 1e6
@@ -94,32 +91,24 @@ def host_evidence(
     return _known(found)
 
 
-class Queued(NamedTuple):
-    """When a process was seen for the first and for the last time, and how it had queued by then.
-
-    Times in seconds; it queued while it was ready to run and had no CPU.
-    """
-
-    first_s: float
-    first_queued_s: float
-    last_s: float
-    last_queued_s: float
-
-
-def queued_share(seen: Mapping[int, Queued], own: int) -> float | None:
+def queued_share(seen: Mapping[int, tuple[float, float]], own: int) -> float | None:
     """Return the part of its time in which what a step goes through had no CPU; None: not seen.
 
     That is the training process, ``own``, and a worker, where there are any: their mean.
+
+    Args:
+        seen: Process -> the seconds for which it was seen, and of these, those in which it was
+            ready to run and had no CPU.
+        own: The training process.
     """
 
-    def share(those: Sequence[Queued]) -> float:
-        lasted_s = sum(each.last_s - each.first_s for each in those)
-        queued_s = sum(each.last_queued_s - each.first_queued_s for each in those)
-        return queued_s / lasted_s if lasted_s > 0 else 0.0
+    def share(those: Sequence[tuple[float, float]]) -> float:
+        lasted_s = sum(lasted_s for lasted_s, _ in those)
+        return sum(queued_s for _, queued_s in those) / lasted_s if lasted_s > 0 else 0.0
 
-    workers = [each for process, each in seen.items() if process != own]
-    if not any(each.last_s > each.first_s for each in seen.values()):
+    if not any(lasted_s > 0 for lasted_s, _ in seen.values()):
         return None
+    workers = [each for process, each in seen.items() if process != own]
     return min(1.0, share(workers) + share([seen[own]] if own in seen else []))
 
 
@@ -197,8 +186,10 @@ class HostMeter:
         """Seconds, and bytes that tensors took on the device then, at each so many readings."""
         self._readings, self._each = 0, 1
         self._due_s = self._memory_due_s = self._look_due_s = clock_s()
-        self._queued: dict[int, Queued] = {}
-        """By process; also of workers that have ended."""
+        self._first: dict[int, tuple[float, int]] = {}
+        """Of each process, when it was seen first, and for how many ns it had queued by then."""
+        self._queued: dict[int, tuple[float, float]] = {}
+        """As of :func:`queued_share`; also of workers that have ended."""
 
     def metrics(self, *, memory: bool = True) -> dict[str, float]:
         """Return the scalars since the last call that returned some; empty if it is too early."""
@@ -240,8 +231,8 @@ class HostMeter:
     def _look(self, workers: list[int]) -> None:
         now_s = self._clock_s()
         for process, queued_ns in read_queued([os.getpid(), *workers]).items():
-            first = self._queued.get(process, Queued(now_s, queued_ns / 1e9, 0.0, 0.0))
-            self._queued[process] = first._replace(last_s=now_s, last_queued_s=queued_ns / 1e9)
+            first_s, first_ns = self._first.setdefault(process, (now_s, queued_ns))
+            self._queued[process] = now_s - first_s, (queued_ns - first_ns) / 1e9
         self._look_due_s = now_s + _LOOK_EACH_S
 
     def _read(self) -> None:
@@ -261,17 +252,17 @@ class HostMeter:
 
 def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:
     """Return what went wrong in reading so far, in all loaders; without what has not."""
+    return {f"data_faults/{name}": float(count) for name, count in _faults(logs).items()}
+
+
+def _faults(logs: Iterable[FaultLog]) -> dict[str, int]:
     logs = list(logs)
-    found = {
-        "data_faults/samples": sum(log.samples for log in logs),
-        "data_faults/retries": sum(log.retries for log in logs),
-        "data_faults/deaths": sum(log.deaths for log in logs),
-    }
-    return {name: float(count) for name, count in found.items() if count}
+    counts = {name: sum(getattr(log, name) for log in logs) for name in _FAULTS}
+    return {name: count for name, count in counts.items() if count}
 
 
 def tune_scalars(tuner: Tuner, workers: int) -> dict[str, float]:
-    """Return what a tuner has done to a loader, as ``metric_names.TUNE`` has it."""
+    """Return what a tuner has done to a loader."""
     scalars = {"data_tune/workers": float(workers), "data_tune/spent_s": tuner.spent_s}
     if tuner.moves:
         move = tuner.moves[-1]
@@ -286,10 +277,7 @@ def tune_scalars(tuner: Tuner, workers: int) -> dict[str, float]:
 def fault_notes(logs: Iterable[FaultLog]) -> tuple[str, ...]:
     """Return in one sentence what went wrong in reading; empty: nothing has."""
     logs = list(logs)
-    counts = fault_scalars(logs)
-    said = [
-        words.format(int(counts[name])) for name, words in _FAULT_WORDS.items() if name in counts
-    ]
+    said = [_FAULTS[name].format(count) for name, count in _faults(logs).items()]
     if not said:
         return ()
     files = sorted({str(log.rule.quarantine_file) for log in logs if log.samples} - {"None"})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,16 @@ class StepTiming(NamedTuple):
     """``stall + transfer + augment + compute``: the step as the device saw it."""
 
 
+PHASES: Final = {
+    "wait": "stall",
+    "transfer": "transfer",
+    "augment": "augment",
+    "compute": "compute",
+}
+"""Phases of a step, in their order, each with the field of `StageSummary` that holds it (with
+``_ms``, that of `StepTiming`): of the wait, the exposed part, so that all add up to the step."""
+MOST_RECENT: Final = 512
+"""Steps whose single values are reported."""
 _COLUMNS = StepTiming._fields
 _FIRST_TIMED = _COLUMNS.index("wait_ms")
 TIMED = _COLUMNS[_FIRST_TIMED:]
@@ -152,12 +162,28 @@ class StageSummary:
     """What each of several loaders costs, in their order; empty where there is one."""
 
     def __repr__(self) -> str:
-        parts = [f"{self.stage} {self.steps} steps in {duration_text(self.duration_s)}"]
+        return f"<StageSummary: {self.stage} {', '.join(self.words)}>"
+
+    @property
+    def title(self) -> str:
+        """The stage, and how long it took, e.g. ``train · 1200 steps in 1 min 34 s``."""
+        return f"{self.stage} · {self.words[0]}"
+
+    @property
+    def words(self) -> list[str]:
+        """How long it took, how much of it was waiting, and how fast it was, if that is known."""
+        found = [f"{self.steps} steps in {duration_text(self.duration_s)}"]
         if self.stall_share is not None:
-            parts.append(f"wait {self.stall_share:.0%}")
+            found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:
-            parts.append(f"{self.samples_per_s:.0f} samples/s")
-        return f"<StageSummary: {', '.join(parts)}>"
+            found.append(f"{self.samples_per_s:.0f} samples/s")
+        return found
+
+    @property
+    def phases(self) -> dict[str, PhaseSummary]:
+        """The measured phases of a step, as `PHASES` has them: they add up to it."""
+        phases = {name: getattr(self, key) for name, key in PHASES.items()}
+        return {name: phase for name, phase in phases.items() if phase is not None}
 
     @property
     def stall_share(self) -> float | None:

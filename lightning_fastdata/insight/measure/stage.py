@@ -12,32 +12,25 @@ from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
-from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
+    closed_options,
     read_loader,
-    recorded_costs,
     stage_evidence,
 )
 from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
-from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.tuned import setup_of
 from lightning_fastdata.tree import held
-from lightning_fastdata.tuning.simulate import least_step_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
 
@@ -138,7 +131,9 @@ class StageMeter:
         if loader is not None and stamps:
             setup = setup_of(loader, cpus=left, step_cpus=times.step_cpus)
             measured["stream_samples"] = self.stamps.stream_samples()
-            measured["one_of"] = self._one_of(others, cpus, times.step_cpus)
+            phases = filter(None, (summary.step, summary.gap))
+            step_ms = sum(phase.mean_ms for phase in phases)
+            measured["one_of"] = self.stamps.one_of(step_ms)
         return stage_evidence(
             summary,
             stamps,
@@ -148,23 +143,6 @@ class StageMeter:
             read_rates=None if totals is None else totals.rates,
             **measured,
         )
-
-    def _one_of(
-        self,
-        others: Sequence[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]],
-        cpus: float,
-        step_cpus: float,
-    ) -> OneOfSeveral | None:
-        """Return which of several loaders it is, and what the others allow."""
-        found, limits = self.stamps.one_of(), []
-        if found is None:
-            return None
-        for key, loader, stamps in others:
-            setup = setup_of(loader, cpus=cpus, step_cpus=step_cpus)
-            costs = recorded_costs(stamps)
-            if setup is not None and costs:
-                limits.append((key.label, least_step_ms(costs, setup, less_ms=found.wait_ms)))
-        return dataclasses.replace(found, limits=tuple(limits))
 
 
 class LoopStage(StageMeter):
@@ -183,7 +161,7 @@ class LoopStage(StageMeter):
         loader, moves = _unwrapped(loader)
         if moves:
             self._moved_by[moves] = None
-        self._facts, self._closed = _facts(loader), closed_options(loader)
+        self._facts, self._closed = read_loader(loader), closed_options(loader)
         self._drop_foreign()
         self.stamps.watch([loader])
 
@@ -208,8 +186,7 @@ class LoopStage(StageMeter):
             summary,
             facts,
             cpus=float(cpus),
-            val_stall_share=None if val is None else val.stall_share,
-            val_ms=None if val is None else 1000 * val.duration_s / summary.steps,
+            val=val,
             closed=self._closed,
         )
         return judge(summary, facts, evidence)
@@ -226,18 +203,6 @@ class LoopStage(StageMeter):
     def _drop_foreign(self) -> None:
         if self._last is None:
             self.stamps.drop_uncut()
-
-
-def _facts(loader: object) -> LoaderFacts:
-    """Return what a loader says about itself, which may be nothing."""
-    facts = read_loader(loader)
-    if not isinstance(loader, FastDataLoader) or loader.transform is None:
-        return facts
-    return dataclasses.replace(
-        facts,
-        augment_on="device" if loader.on_device else "cpu",
-        augment_settled=not loader.transform.defers,
-    )
 
 
 def _unwrapped(loader: object) -> tuple[object, str]:
@@ -268,7 +233,7 @@ _MEANS: Final = {
 
 
 def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
-    """Return the scalars of a window of steps, as ``metric_names.STEPS`` has them.
+    """Return the scalars of a window of steps.
 
     Cold steps are left out, unless there are no others; what was not measured has no key.
     """

@@ -14,7 +14,8 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.insight.model.loader_seen import busy_share
-from lightning_fastdata.insight.waits.several_loaders import LoaderTotals, LoaderWait, OneOfSeveral
+from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.waits.several_loaders import LoaderWait, OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.tree import held
 
@@ -69,7 +70,7 @@ class StageStamps:
         self.prefix = prefix
         self.step_wait_ms: float | None = None
         self._lendable = lendable
-        self._sources: dict[LoaderKey | None, LoaderTotals] = {}
+        self._sources: dict[LoaderKey | None, CauseTotals] = {}
         self._watched: list[_Watched] = []
         self._numbers = itertools.count()
         self._keys: dict[LoaderKey, str] = {}
@@ -214,7 +215,7 @@ class StageStamps:
             found |= {key: stamped[key] + left_ms * o.begins / begins for key, o in mine.items()}
         return found
 
-    def slowest(self) -> LoaderTotals | None:
+    def slowest(self) -> CauseTotals | None:
         """Return what is known of the loader that was waited for most; None without stamps."""
         self.cut()
         waits = self._waits_ms()
@@ -233,8 +234,11 @@ class StageStamps:
         slowest = max(mine, key=lambda each: each.waited_ns, default=None)
         return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
 
-    def one_of(self) -> OneOfSeveral | None:
-        """Return which of several loaders is waited for most; None where there is one."""
+    def one_of(self, step_ms: float) -> OneOfSeveral | None:
+        """Return which of several loaders is waited for most, in steps that take so long.
+
+        No step takes less than the other loaders are busy in it. None where there is one loader.
+        """
         source = self.slowest()
         if source is None or source.key is None or not self._steps:
             return None
@@ -247,6 +251,10 @@ class StageStamps:
             wait_share=mine_ms / all_ms if all_ms else 0.0,
             batches_per_step=source.batches / self._steps,
             begins_ms=mine_ms - within_ms if source.begins else 0.0,
+            limits=tuple(
+                (key.label, step_ms * (busy_share(stamps, loader.num_workers) or 0.0))
+                for key, loader, stamps in self.other_loaders()
+            ),
         )
 
     def other_loaders(self) -> list[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]]:
@@ -300,7 +308,7 @@ class StageStamps:
                 batch = watched.records.popleft()
                 source = self._sources.get(watched.key)
                 if source is None:
-                    source = self._sources[watched.key] = LoaderTotals(watched.key, self.prefix)
+                    source = self._sources[watched.key] = CauseTotals(self.prefix, watched.key)
                 source.add(batch, watched.number, opening=self._opening)
                 watched.newest.append(batch)
 

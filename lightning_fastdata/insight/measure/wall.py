@@ -12,6 +12,8 @@ from lightning_fastdata.types import STAGE_WORDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from lightning_fastdata.insight.measure.metrics import StageSummary
+
 STEP_PARTS: Final = ("wait", "transfer", "augment", "compute")
 PART_NAMES: Final = {
     "wait": "wait",
@@ -162,6 +164,31 @@ class WallClock:
         self._spent_s[self._now] += now_s - self._since_s
         self._since_s = now_s
         self._now = activity
+
+
+def loop_time(train: StageSummary, val: StageSummary | None = None) -> WallTime:
+    """Return where the time of a loop went that is not measured as a whole, by its stages.
+
+    An epoch takes as long to start as its first batch is waited for longer than the others are.
+    """
+    wait_ms, stall_ms = (
+        0.0 if phase is None else phase.mean_ms for phase in (train.wait, train.stall)
+    )
+    start_ms = max(0.0, (train.cold_wait_ms or 0.0) - wait_ms)
+    starts_s = start_ms * max(0, train.cold_steps - 1) / 1e3
+    named, parts = {Activity("epoch_starts", "later epochs"): starts_s}, {"epoch_starts": starts_s}
+    parts["wait"] = stall_ms * train.steps / 1e3
+    if val is not None:
+        parts["validation"] = val.duration_s
+        waited_s = (val.stall_share or 0.0) * val.duration_s
+        named[Activity("validation", "waiting for batches")] = waited_s
+    return WallTime(
+        total_s=train.duration_s + parts.get("validation", 0.0),
+        parts_s=parts,
+        named_s=named,
+        steps=train.steps,
+        samples=train.samples,
+    )
 
 
 def wall_text(wall: WallTime, stage: str = "train") -> str:

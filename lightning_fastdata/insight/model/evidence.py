@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset
 
+from lightning_fastdata.caches.folders import caches_in
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
-from lightning_fastdata.insight.measure.wall import WallTime
+from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.model import loader_seen
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.insight.model.loader_seen import RemoteSeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
+from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
 from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
+from lightning_fastdata.tuning.tuner import Tuner
+
+_DECIDED: Final = frozenset(
+    {"num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers", "split"}
+)
+"""What follows from dataset and machine; other options have one default for all."""
+_CHOSEN: Final = "which was chosen for this dataset and this machine"
+_TUNED: Final = "which is tuned while it trains"
+_DRAWN: Final = "its samples are drawn at random, or nobody has looked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +61,44 @@ def read_loader(loader: object) -> LoaderFacts:
     """Return what a loader of any kind says about itself, which may be nothing."""
     names = ("num_workers", "pin_memory", "persistent_workers", "dataset")
     workers, pinned, kept, dataset = (getattr(loader, name, None) for name in names)
+    augment_on: Literal["cpu", "device"] | None = None
+    settled = False
+    if isinstance(loader, FastDataLoader) and loader.transform is not None:
+        augment_on = "device" if loader.on_device else "cpu"
+        settled = not loader.transform.defers
     return LoaderFacts(
+        augment_on=augment_on,
+        augment_settled=settled,
         num_workers=workers,
         pinned=pinned,
         persistent_workers=kept if workers else None,
         streamed=isinstance(dataset, IterableDataset),
     )
+
+
+def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
+    """Return the options of a loader that are closed, each with the reason.
+
+    Args:
+        loader: Of any kind; it is not iterated.
+        prefix: Of the names of options, as ``"val."``.
+    """
+    ours = loader if isinstance(loader, FastDataLoader) else None
+    plan = None if ours is None else ours.plan
+    found = {}
+    if plan is not None:
+        chosen = {each.option for each in plan.choices if each.by == "auto"}
+        found = dict.fromkeys(sorted(chosen & _DECIDED), _CHOSEN)
+    if ours is not None and isinstance(ours.tune, Tuner):
+        back = [move for move in ours.tune.moves if move.outcome == "taken back"]
+        found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED
+    if ours is None or plan is None or plan.draws is not False:
+        found["cache"] = _DRAWN
+    elif isinstance(ours.dataset, IterableDataset):
+        found["cache"] = "a stream has no index to keep samples by"
+    elif caches_in(ours.dataset):
+        found["cache"] = "samples are kept already"
+    return {f"{prefix}{option}": why for option, why in found.items()}
 
 
 def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False) -> bool:
@@ -67,9 +110,13 @@ def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False)
     return device != "cpu" and in_workers and not facts.augment_settled
 
 
+_NO_STEPS: Final = StageSummary(stage="train", steps=0, samples=0, duration_s=0.0)
+_NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
 _NEARLY: Final = 0.9
 _MOST_COSTS: Final = 400
 """The model replays no more of the newest batches: more make it slower, hardly better."""
+_PHASES: Final = ("step", "wait", "stall", "transfer", "augment", "gap")
+_OF_CAUSES: Final = ("overtaken_share", "slow_samples", "operations", "lines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +126,10 @@ class Evidence:
     Findings that rest on a fact which is None are not made. Shares are from 0 to 1.
     """
 
+    summary: StageSummary = _NO_STEPS
+    """The measured stage."""
+    loader: LoaderFacts = LoaderFacts()
+    """What its loader says about itself."""
     step_ms: float | None = None
     """From the begin of one step to the begin of the next."""
     wait_ms: float | None = None
@@ -98,8 +149,6 @@ class Evidence:
     setup: LoaderSetup | None = None
     costs: tuple[BatchCost, ...] = ()
     """Of recorded batches, for predictions; none are made without."""
-    most_workers: int = 32
-    """No more workers are recommended, as memory or open files would not suffice."""
     stream_samples: tuple[int, ...] = ()
     """Samples of a stream that each of its workers made; empty: no stream, or not several."""
     busy_share: float | None = None
@@ -113,21 +162,15 @@ class Evidence:
     """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
     throttled_cpus: float | None = None
     """CPUs, the mean over time, that had threads to run and were held back by the quota."""
-    pressure_percent: float | None = None
-    """PSI of the CPUs, ``some avg10``: of the last 10 s, when something runnable had no CPU."""
     other_cpus: float | None = None
     """CPUs of the machine that other programs used, the mean over time."""
     machine_cpus: float | None = None
     """CPUs of the machine; more than there are for this training, maybe."""
-    compute_slowdown: float | None = None
-    """Compute time of a step over that of the same step while workers were idle; 1: no effect."""
     read_rates: ReadRates | None = None
     """What few of the workers read together, and what all do, while batches were waited for."""
     remote: RemoteSeen | None = None
     """What its batches tell of the cluster whose actors make them."""
     epochs: int | None = None
-    epoch_wait_ms: float | None = None
-    steps_per_epoch: float | None = None
     persistent_workers: bool | None = None
     device_could_augment: bool | None = None
     """Workers transform samples beside a device that could, and that is not known to be slower."""
@@ -156,7 +199,6 @@ class Evidence:
     augment_ms: float | None = None
     augment_hook: str = ""
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
-    compute_ms: float | None = None
     gap_ms: float | None = None
     """The device had nothing to do, although no batch was waited for."""
     alloc_retries: int | None = None
@@ -165,24 +207,19 @@ class Evidence:
     """Of the device's memory, what was never used."""
     device_full_in_s: float | None = None
     """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
-    rank_stalls_ms: tuple[float, ...] = ()
-    rank_hosts: tuple[str, ...] = ()
-    rank_reasons: tuple[str, ...] = ()
-    """By rank: what its own stamps say of its late batches; empty text: nothing."""
-    val_stall_share: float | None = None
+    ranks: tuple[RankTiming, ...] = ()
+    """What the steps of each rank took, by rank; empty where that of one is not known."""
     val_workers: int | None = None
     """Of the validation loader."""
     usable_cpus: int | None = None
     """That this process may use."""
-    val_ms: float | None = None
-    """What validation takes for each step of training; None: the wall time tells."""
     val_loader: str | None = None
     """Of several validation loaders, the one that is waited for most."""
     one_of: OneOfSeveral | None = None
     """Of several loaders, the one that the parts of the wait, the setup, the costs and what is
     derived from them are about; None: there is one."""
-    wall: WallTime | None = None
-    """Where the wall time of the whole run went."""
+    wall: WallTime = _NO_TIME
+    """Where the wall time of the whole run went; of a loop, as its stages tell."""
 
     def of_step(self, ms: float | None) -> float | None:
         """Return a time as a share of the step; None if either was not measured."""
@@ -205,29 +242,19 @@ class Evidence:
         return 0.0 if cpus is None else _taken_cpus(cpus, **measured)
 
     @property
-    def slow_rank(self) -> int | None:
+    def slow_rank(self) -> RankTiming | None:
         """The rank that stalls longest, if 3 % of the step longer than the mean of all."""
-        stalls = self.rank_stalls_ms
-        if len(stalls) < 2:
-            return None
-        share = self.of_step(max(stalls) - statistics.fmean(stalls)) or 0.0
-        return stalls.index(max(stalls)) if share >= STALL_LOW else None
+        worst, mean_ms = slowest(self.ranks), mean_stall_ms(self.ranks)
+        late_ms = ((worst and worst.stall_ms) or 0.0) - (mean_ms or 0.0)
+        return worst if (self.of_step(late_ms) or 0.0) >= STALL_LOW else None
 
     @property
     def held_up(self) -> bool:
         """Whether that rank stalls 3 % of the step longer than this one."""
-        rank = self.slow_rank
-        if rank is None or self.stall_ms is None:
+        worst = self.slow_rank
+        if worst is None or worst.stall_ms is None or self.stall_ms is None:
             return False
-        return (self.of_step(self.rank_stalls_ms[rank] - self.stall_ms) or 0.0) >= STALL_LOW
-
-    @property
-    def epoch_start_share(self) -> float | None:
-        """Part of an epoch that the wait for its first batch took."""
-        if self.epoch_wait_ms is None or not self.steps_per_epoch or not self.step_ms:
-            return None
-        rest_ms = self.step_ms * max(0.0, self.steps_per_epoch - 1)
-        return self.epoch_wait_ms / max(1e-9, self.epoch_wait_ms + rest_ms)
+        return (self.of_step(worst.stall_ms - self.stall_ms) or 0.0) >= STALL_LOW
 
     @property
     def wanted_cpus(self) -> float | None:
@@ -250,6 +277,7 @@ def stage_evidence(
     facts: LoaderFacts | None = None,
     *,
     step_queued: float = 0.0,
+    val: StageSummary | None = None,
     **measured: Any,
 ) -> Evidence:
     """Return what is known of a stage that was measured.
@@ -261,7 +289,8 @@ def stage_evidence(
         setup: That loader as it was; None: no predictions are made.
         facts: What it says about itself; None: nothing.
         step_queued: Part of the steps in which the training was ready but had no CPU.
-        measured: Further fields of :class:`Evidence`.
+        val: Its validation, in a loop whose wall time is not measured.
+        measured: Further fields of :class:`Evidence`, such as the wall time.
     """
     if setup is not None:
         setup = replace(
@@ -270,20 +299,15 @@ def stage_evidence(
             other_cpus=_taken_cpus(setup.cpus, **measured),
             worker_threads=loader_seen.worker_threads(stamps),
         )
-    step_ms, gap_ms = _mean(summary.step), _mean(summary.gap)
+    means = {name: _mean(getattr(summary, name)) for name in _PHASES}
+    step_ms, gap_ms = means["step"], means["gap"]
     spike_s = min((spike.seconds for spike in summary.spikes), default=math.inf)
     known: dict[str, Any] = {
+        **{f"{name}_ms": ms for name, ms in means.items()},
         "device": summary.device,
         "step_ms": None if step_ms is None else step_ms + (gap_ms or 0.0),
-        "wait_ms": _mean(summary.wait),
-        "stall_ms": _mean(summary.stall),
-        "transfer_ms": _mean(summary.transfer),
-        "augment_ms": _mean(summary.augment),
-        "compute_ms": _mean(summary.compute),
-        "gap_ms": gap_ms,
+        "wall": loop_time(summary, val),
         "epochs": summary.cold_steps,
-        "epoch_wait_ms": summary.cold_wait_ms,
-        "steps_per_epoch": summary.steps / summary.cold_steps if summary.cold_steps else None,
         "setup": setup,
         "costs": recorded_costs(stamps, step_queued=step_queued, spike_s=spike_s),
         "busy_share": None if setup is None else loader_seen.busy_share(stamps, setup.workers),
@@ -293,20 +317,15 @@ def stage_evidence(
     causes = summary.causes
     if causes is not None:
         known |= {
+            **{name: getattr(causes, name) for name in _OF_CAUSES},
             "parts": causes.wait,
             "first_parts": causes.first_wait,
-            "overtaken_share": causes.overtaken_share,
-            "slow_samples": causes.slow_samples,
-            "operations": causes.operations,
-            "lines": causes.lines,
         }
     if facts is not None:
         timed = causes is not None and bool(causes.operations)
         known |= {
+            **{name: getattr(facts, name) for name in ("pinned", "streamed", "persistent_workers")},
             "workers": facts.num_workers,
-            "pinned": facts.pinned,
-            "streamed": facts.streamed,
-            "persistent_workers": facts.persistent_workers,
             "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
         }
     return Evidence(**{**known, **measured})

@@ -31,7 +31,6 @@ _MOSTLY_WAITING: Final = 0.3
 """Of a step: from here on another way to load is worth a try, however short the wait is."""
 _BASIS = {"independent": "if the workers share nothing"}
 TRANSFER_HIGH, AUGMENT_HIGH = 0.05, 0.10
-EPOCH_START_HIGH = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +41,10 @@ class Gain:
     """Measured."""
     after_ms: float
     """Expected."""
-    basis: Literal["simulated", "independent", "measured", "floor"]
+    basis: Literal["simulated", "independent", "floor"]
     """``"simulated"``: the recorded batches in the other setup. ``"independent"``: the same, if the
-    workers share nothing that they wait for, as a lock or a full line would be. ``"measured"``: a
-    measured cost, taken away. ``"floor"``: no less is possible, as the cost cannot vanish as a
-    whole."""
+    workers share nothing that they wait for, as a lock or a full line would be.
+    ``"floor"``: no less is possible, as the cost cannot vanish as a whole."""
 
     @property
     def factor(self) -> float:

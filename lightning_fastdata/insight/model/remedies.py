@@ -13,6 +13,7 @@ from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import WORKERS, choose
 from lightning_fastdata.tuning.simulate import simulate
 
+_MOST_WORKERS: Final = 32
 _BATCHES_AHEAD: Final = 2
 _LEAST_AHEAD: Final = 8
 """The loader is so many batches ahead even if a worker would be fewer."""
@@ -84,7 +85,7 @@ def best_workers(evidence: Evidence, *, computing: bool = False) -> LoaderSetup 
     now = evidence.setup
     if now is None or not evidence.costs:
         return None
-    most = evidence.most_workers
+    most = _MOST_WORKERS
     if evidence.remote is not None:
         most = now.workers + int(evidence.remote.free_cpus or 0.0)
     elif computing:
@@ -108,7 +109,7 @@ def best_against_slow_samples(evidence: Evidence) -> LoaderSetup | None:
     ahead = (now.look_ahead, 2 * now.look_ahead, 4 * now.look_ahead)
     orders = (True, False) if now.in_order else (False,)
     candidates = [replace(now, look_ahead=n, in_order=order) for order in orders for n in ahead]
-    most = max(evidence.most_workers, now.workers)
+    most = max(_MOST_WORKERS, now.workers)
     more = [with_workers(now, n) for n in (2 * now.workers, 4 * now.workers) if n <= most]
     return choose(evidence.costs, [*candidates, *more])[0]
 

@@ -8,30 +8,26 @@ classes hold, texts are escaped, and the page's policy lets nothing be fetched o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from lightning_fastdata.errors import printable
+from lightning_fastdata.insight.measure.metrics import MOST_RECENT, PHASES, Columns, Values
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
-from lightning_fastdata.insight.model.finding import Gain, duration_text, family_of, gain_text
+from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
+from lightning_fastdata.insight.report.summary_text import figures, written
 from lightning_fastdata.insight.verdicts.catalogue import TITLES
-from lightning_fastdata.insight.waits.attribution import PART_WORDS
-from lightning_fastdata.tuning.moves import Move
-from lightning_fastdata.types import STAGE_WORDS
+from lightning_fastdata.insight.waits.attribution import PART_WORDS, WaitParts
 
-PHASES: Final = {
-    "wait": "stall",
-    "transfer": "transfer",
-    "augment": "augment",
-    "compute": "compute",
-}
-"""Phases from the top of a column to its bottom, each with the key of the report that holds it;
-with ``_ms``, the column of `StepTiming`."""
+if TYPE_CHECKING:
+    from lightning_fastdata.insight.report.run_report import RunReport
+
 _COLD_WORDS: Final = {1: ", first of its epoch", 2: ", first after a validation"}
 _HEIGHT: Final = 1000
 _TICKS: Final = 4
@@ -40,99 +36,47 @@ _QUANTILE: Final = 0.95
 """The axis ends a little above this part of the steps: a few spikes must not press all others
 flat."""
 
-Recent: TypeAlias = Mapping[str, Sequence[float | None]]
-"""Column of `StepTiming` -> one value per step, oldest first; None: not measured."""
-Phases: TypeAlias = dict[str, Sequence[float | None]]
-"""Measured phase, the top one first -> its time in each step."""
 
-
-def report_html(report: Mapping[str, Any]) -> str:
-    """Return the page.
-
-    Args:
-        report: As from `RunReport.as_dict`, or read from the JSON file; the first of its stages is
-            shown in full.
-    """
-    stages = list(report["stages"].values())
-    first = stages[0] if stages else None
-    wall = report.get("wall") or {}
-    recent = {} if first is None else first.get("recent") or {}
+def report_html(report: RunReport) -> str:
+    """Return the page; the first of the report's stages is shown in full."""
+    first = report.stages[0] if report.stages else None
+    steps = {} if first is None else report.recent.get(first.stage, {})
     return TEMPLATES.get_template("page.html").render(
+        report=report,
         first=first,
-        stages=stages,
-        steps=first
-        and f"{first['stage']} · {first['steps']} steps in {duration_text(first['duration_s'])}",
-        so_far="" if report.get("ended", True) else " so far",
-        verdict=report.get("verdict"),
-        figures=first and _headline(first, wall, report.get("device_minutes_waited")),
-        wall=wall,
-        measured=[name for name, key in PHASES.items() if first and first.get(key)],
-        chart=timeline_chart(recent),
-        chart_phases=measured_phases(recent),
-        meanings=_meanings(report.get("verdict") or {}),
-        ranks=report.get("ranks"),
-        notes=[
-            *(f"Done: {Move(**move)}." for move in report.get("moves", ())),
-            *report.get("notes", ()),
-        ],
-        facts={**report.get("machine", {}), **report.get("versions", {})},
+        figures=figures(report) if report.stages else (),
+        chart=timeline_chart(steps),
+        chart_steps=min(MOST_RECENT, len(steps.get("step", ()))),
+        chart_phases=_phases(steps),
+        facts={**report.machine, **report.versions},
     )
 
 
-def _meanings(verdict: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return what each code of a verdict stands for: its family, and its title."""
-    codes = dict.fromkeys(found["code"] for found in verdict.get("findings", ()))
-    return {code: (family_of(code), TITLES[code]) for code in codes if code in TITLES}
-
-
-def _headline(
-    first: Mapping[str, Any], wall: Mapping[str, Any], device_minutes_waited: float | None
-) -> list[tuple[str | None, str]]:
-    """Return the figures at the top of the page with their labels."""
-    now, rate = first.get("samples_per_s"), first.get("samples_per_s_if_data_were_free")
-    stage, waited = STAGE_WORDS.get(first["stage"], first["stage"]), device_minutes_waited or None
-    if first.get("device", "cpu") == "cpu":
-        # What the model would do with the CPUs that load is not known.
-        rate = waited = None
-    return [
-        (_whole(wall.get("samples_per_s")), f"samples/s in the whole {stage}"),
-        (_whole(now), "samples/s in a step"),
-        (_whole(rate), "if data were free"),
-        (f"{rate / now:.2f}x" if rate and now else None, "to gain, at most"),
-        (_ms((first.get("step") or {}).get("mean_ms")), "ms a step"),
-        (_percent(first.get("stall_share")), "of it waiting for data"),
-        (_number("{:.1f}", waited), "GPU minutes waited"),
-    ]
-
-
-def timeline_chart(recent: Recent) -> Markup | None:
-    """Return the steps as stacked columns with axes, or None if no step was timed.
+def timeline_chart(steps: Columns) -> Markup | None:
+    """Return the newest steps as stacked columns with axes, or None if none of them was timed.
 
     Each column shows its figures when the mouse rests on it.
-
-    Args:
-        recent: Columns of the newest steps.
     """
-    totals = [value for value in recent.get("step_ms", ()) if value is not None]
-    if not totals:
+    steps = {name: values[-MOST_RECENT:] for name, values in steps.items()}
+    total = steps.get("step_ms", np.array([]))
+    timed = ~np.isnan(total)
+    if not timed.any():
         return None
-    pairs = zip(recent["step_ms"], recent["cold"], strict=True)
-    warm = [value for value, cold in pairs if value is not None and not cold]
-    top, ticks = axis(float(np.quantile(warm or totals, _QUANTILE)) * 1.1)
-    phases = measured_phases(recent)
-    pairs = zip(recent["step_ms"], recent["stall_ms"], strict=True)
-    without_stalls = [total - (stall or 0.0) for total, stall in pairs if total is not None]
+    warm = timed & (steps["cold"] == 0)
+    top, ticks = axis(float(np.quantile(total[warm if warm.any() else timed], _QUANTILE)) * 1.1)
+    phases = _phases(steps)
+    without_stalls = (total - np.nan_to_num(steps["stall_ms"]))[timed]
     chart = TEMPLATES.get_template("chart.html").render(
-        steps=[round(value or 0) for value in recent["step"]],
+        steps=steps["step"].astype(int).tolist(),
         height=_HEIGHT,
         top=top,
         ticks=ticks,
         areas=_areas(phases, top),
         floor=_y(float(np.median(without_stalls)), top) if "wait" in phases else None,
-        epochs=[i for i, cold in enumerate(recent["cold"]) if cold == 1 and i],
-        figures=list(_figures(recent, phases)),
-        above=sum(value > top for value in totals),
-        highest=max(totals),
+        epochs=[i for i, cold in enumerate(steps["cold"]) if cold == 1 and i],
+        figures=list(_figures(steps, phases)),
+        above=int((total[timed] > top).sum()),
+        highest=total[timed].max(),
     )
     return Markup(chart)
 
@@ -146,70 +90,64 @@ def axis(largest: float) -> tuple[float, list[float]]:
     return count * step, [i * step for i in range(count + 1)]
 
 
-def measured_phases(recent: Recent) -> Phases:
-    """Return the times of each phase that was measured, the top one first."""
-    columns = {name: recent.get(f"{key}_ms", ()) for name, key in PHASES.items()}
-    return {
-        name: column
-        for name, column in columns.items()
-        if any(value is not None for value in column)
-    }
+def _phases(steps: Columns) -> dict[str, Values]:
+    """Return the times of each phase that was measured, the top one of a column first."""
+    columns = {name: steps.get(f"{key}_ms", np.array([])) for name, key in PHASES.items()}
+    return {name: column for name, column in columns.items() if not np.isnan(column).all()}
 
 
-def _areas(phases: Phases, top: float) -> dict[str, str]:
+def _areas(phases: dict[str, Values], top: float) -> dict[str, str]:
     """Return the outline of each phase, stepwise, on top of those below it."""
-    areas, base = {}, [0.0] * max(map(len, phases.values()), default=0)
+    areas: dict[str, str] = {}
+    base: Values | float = 0.0
     for name, values in reversed(phases.items()):
-        upper = [low + (value or 0.0) for low, value in zip(base, values, strict=True)]
+        upper = base + np.nan_to_num(values)
+        spans = np.broadcast_arrays(base, upper)
         areas[name] = "".join(
             f"M{i} {_y(low, top)}V{_y(high, top)}H{i + 1}V{_y(low, top)}Z"
-            for i, (low, high) in enumerate(zip(base, upper, strict=True))
+            for i, (low, high) in enumerate(zip(*spans, strict=True))
             if high > low
         )
         base = upper
     return areas
 
 
-def _figures(recent: Recent, phases: Phases) -> Iterator[str]:
+def _figures(steps: Columns, phases: dict[str, Values]) -> Iterator[str]:
     """Yield the figures of each step, one in a line."""
-    for i, total in enumerate(recent["step_ms"]):
-        cold = _COLD_WORDS.get(round(recent["cold"][i] or 0), "")
-        lines = [f"step {round(recent['step'][i] or 0)}{cold}"]
-        lines.append("not timed" if total is None else f"{total:.1f} ms in all")
+    for i, (step, cold, total) in enumerate(
+        zip(steps["step"], steps["cold"], steps["step_ms"], strict=True)
+    ):
+        lines = [f"step {step:.0f}{_COLD_WORDS.get(int(cold), '')}"]
+        lines.append("not timed" if np.isnan(total) else f"{total:.1f} ms in all")
         times = {name: column[i] for name, column in phases.items()}
-        lines += [f"{name} {value:.1f} ms" for name, value in times.items() if value is not None]
+        lines += [f"{name} {ms:.1f} ms" for name, ms in times.items() if not np.isnan(ms)]
         yield "\n".join(lines)
 
 
 def _y(value_ms: float, top: float) -> int:
-    return round(_HEIGHT * (1 - min(1.0, value_ms / top)))
+    return round(_HEIGHT * (1 - min(1.0, float(value_ms) / top)))
 
 
-def _number(form: str, value: object) -> str | None:
-    """Return a number in a form; None for what was not measured, or is not in an older report."""
-    return form.format(value) if isinstance(value, int | float) else None
+def _ms(value: float | None) -> str | None:
+    return written(value, "{:.2g}" if value is not None and value < 0.1 else "{:.1f}")
 
 
-def _ms(value: object) -> str | None:
-    small = isinstance(value, int | float) and value < 0.1
-    return _number("{:.2g}" if small else "{:.1f}", value)
-
-
-_percent = partial(_number, "{:.0%}")
-_whole = partial(_number, "{:.0f}")
-
-
-def _longest(named_s: Mapping[str, float]) -> str:
+def _longest(named_s: list[tuple[str, float]]) -> str:
     """Return the first three names, which took longest, with their times."""
-    return ", ".join(f"{name} {duration_text(taken)}" for name, taken in list(named_s.items())[:3])
+    return ", ".join(f"{name} {duration_text(taken)}" for name, taken in named_s[:3])
 
 
-def _gain_with_shares(gain: Mapping[str, Any]) -> tuple[str, float, float]:
+def _gain_with_shares(gain: Gain) -> tuple[str, float, float]:
     """Return a gain in words, and the step before and after as shares of the longer one."""
-    known = Gain(before_ms=gain["before_ms"], after_ms=gain["after_ms"], basis=gain["basis"])
-    part = known.after_ms / known.before_ms if known.before_ms > 0 else 1.0
-    words = gain_text(known) if known.after_ms > 0 else "most of the step"
+    part = gain.after_ms / gain.before_ms if gain.before_ms > 0 else 1.0
+    words = gain_text(gain) if gain.after_ms > 0 else "most of the step"
     return words, min(1.0, 1 / part) if part > 0 else 1.0, min(1.0, part)
+
+
+def _parts(wait: WaitParts) -> list[tuple[str, float]]:
+    """Return the parts of a wait that took any time, in words, the longest first."""
+    parts = sorted(asdict(wait).items(), key=lambda part: -part[1])
+    return [(PART_WORDS[name], ms) for name, ms in parts if ms > 0]
 
 
 def _is_numeric(cell: object) -> bool:
@@ -235,17 +173,17 @@ TEMPLATES: Final = Environment(
 )
 TEMPLATES.filters |= {
     "ms": _ms,
-    "percent": _percent,
-    "whole": _whole,
+    "number": written,
+    "percent": partial(written, form="{:.0%}"),
     "duration": duration_text,
     "longest": _longest,
     "gain": gain_text,
     "gain_with_shares": _gain_with_shares,
+    "parts": _parts,
 }
 TEMPLATES.tests["numeric"] = _is_numeric
 TEMPLATES.globals |= {
-    "phases": PHASES,
+    "titles": TITLES,
     "part_names": PART_NAMES,
-    "part_words": PART_WORDS,
     "step_parts": STEP_PARTS,
 }

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.host.system_calls import write_atomically
-from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
+from lightning_fastdata.insight.measure.metrics import MOST_RECENT, Columns, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.report.summary_text import (
     WIDTH,
     Line,
     as_ascii,
+    plain,
     summary_lines,
     text_html,
 )
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 9
 """Raised when the form of the JSON report changes."""
-_MOST_RECENT = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -99,7 +99,7 @@ class RunReport:
         from lightning_fastdata.insight.report.html import report_html
 
         # In a frame of its own: the page's style is not the notebook's.
-        page = html.escape(report_html(self.as_dict()), quote=True)
+        page = html.escape(report_html(self), quote=True)
         style = "width:100%;height:40em;border:0"
         frame = f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
         folded = f"<details><summary>the whole report</summary>{frame}</details>"
@@ -119,7 +119,7 @@ class RunReport:
         """
         from lightning_fastdata.insight.report.html import report_html
 
-        return write_atomically(Path(path), report_html(self.as_dict()))
+        return write_atomically(Path(path), report_html(self))
 
     def text(self, width: int = 80, *, ascii: bool = False) -> str:  # noqa: A002
         """Return the summary as plain text.
@@ -128,8 +128,7 @@ class RunReport:
             width: Columns; the text is laid out for 60 at least and for 120 at most.
             ascii: Draw with ASCII signs, for terminals that are not UTF-8.
         """
-        lines = ("".join(piece for piece, _ in line) for line in self.lines(width))
-        return "\n".join((as_ascii(line) if ascii else line).rstrip() for line in lines)
+        return plain(self.lines(width), ascii_only=ascii)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
@@ -149,7 +148,7 @@ def _stage_as_dict(stage: StageSummary, recent: Columns | None) -> dict[str, Any
     values["speedup_possible_is_least"] = stage.device == "cpu"
     if recent is not None:
         values["recent"] = {
-            name: [None if math.isnan(each) else each for each in column[-_MOST_RECENT:].tolist()]
+            name: [None if math.isnan(each) else each for each in column[-MOST_RECENT:].tolist()]
             for name, column in recent.items()
         }
     return values

@@ -7,16 +7,16 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import has_package, printable
-from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
-from lightning_fastdata.insight.measure.wall import WallTime, wall_text
+from lightning_fastdata.insight.measure.metrics import StageSummary
+from lightning_fastdata.insight.measure.wall import wall_text
 from lightning_fastdata.insight.model.finding import (
     STALL_LOW,
     costs_much,
-    duration_text,
     gain_text,
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
@@ -60,29 +60,23 @@ def summary_lines(report: RunReport, width: int) -> list[Line]:
     """Return the summary of a run, laid out for so many columns, from 60 to 120."""
     width = min(_WIDEST, max(_NARROWEST, width))
     lines: list[Line] = []
-    verdict, wall = report.verdict, report.wall
+    verdict = report.verdict
     if not report.stages:
         lines += [rule("fastdata ", width), [(" nothing was measured", "")]]
     else:
         first = report.stages[0]
         so_far = "" if report.ended else "so far "
-        title = f"{first.stage} · {first.steps} steps in {duration_text(first.duration_s)}"
-        lines.append(rule(f"fastdata · {title} {so_far}", width))
+        lines.append(rule(f"fastdata · {first.title} {so_far}", width))
         lines += _verdict_lines(verdict, width)
         lines += [[], *_phase_rows(first, width), []]
         lines += _words("", waits_line(first.loaders), width, "")
-        lines += _throughput_lines(first, wall, width)
-        if wall is not None:
-            lines += _words("", wall_text(wall, first.stage), width, "dim")
-        if first.device != "cpu" and report.device_minutes_waited:
-            waited = f"{report.device_minutes_waited:.1f} GPU minutes waited"
-            lines += _words("", waited, width, "dim")
+        lines += _figure_lines(report, width)
     if verdict is not None:
         lines += _finding_lines(verdict, report.stages, width)
     for label, move in _labelled("done", report.moves[-_MOST_MOVES:]):
         lines += _words(label, str(move), width, "")
     for stage in report.stages[1:]:
-        lines += _words(stage.stage, _stage_line(stage), width, "")
+        lines += _words(stage.stage, "  ·  ".join(stage.words), width, "")
         lines += _words("", waits_line(stage.loaders), width, "")
     lines += _words("ranks", ranks_line(report.ranks) or "", width, "")
     for note in report.notes:
@@ -106,12 +100,17 @@ def page_line(page: Path) -> str:
     return f" page  {printable(str(page), keep='')}"
 
 
+def plain(lines: Iterable[Line], *, ascii_only: bool = False) -> str:
+    """Return lines as text without their styles."""
+    texts = ("".join(piece for piece, _ in line) for line in lines)
+    return "\n".join((as_ascii(text) if ascii_only else text).rstrip() for text in texts)
+
+
 def print_lines(lines: Iterable[Line]) -> None:
     """Print lines: in colours on a terminal where there is rich, and plain elsewhere."""
     if not (sys.stdout.isatty() and has_package("rich")):
-        text = "\n".join("".join(piece for piece, _ in line).rstrip() for line in lines)
         utf = (sys.stdout.encoding or "ascii").lower().startswith("utf")
-        sys.stdout.write(f"{text if utf else as_ascii(text)}\n")
+        sys.stdout.write(f"{plain(lines, ascii_only=not utf)}\n")
         return
     from rich.console import Console
     from rich.text import Text
@@ -139,7 +138,7 @@ def _verdict_lines(verdict: Verdict | None, width: int) -> Iterable[Line]:
 def _phase_rows(stage: StageSummary, width: int) -> Iterable[Line]:
     """Return a row for each measured phase."""
     length = min(40, width - _BAR_SPACE)
-    for name, phase in measured_phases(stage).items():
+    for name, phase in stage.phases.items():
         yield [
             (f" {name:<9} ", "bold" if name == "wait" else ""),
             (f"{bar(phase.share, length):<{length}}", _PHASE_COLORS[name]),
@@ -148,35 +147,50 @@ def _phase_rows(stage: StageSummary, width: int) -> Iterable[Line]:
         ]
 
 
-def measured_phases(stage: StageSummary) -> dict[str, PhaseSummary]:
-    """Return the measured phases of a step; ``wait`` is the exposed part, so that all add up."""
-    phases = {
-        "wait": stage.stall,
-        "transfer": stage.transfer,
-        "augment": stage.augment,
-        "compute": stage.compute,
-    }
-    return {name: phase for name, phase in phases.items() if phase is not None}
-
-
-def _throughput_lines(stage: StageSummary, wall: WallTime | None, width: int) -> Iterable[Line]:
-    if stage.samples_per_s is None:
-        return
-    line = [(f" {stage.samples_per_s:.0f} samples/s in a step", "")]
-    if wall is not None and wall.samples_per_s is not None:
-        whole = STAGE_WORDS.get(stage.stage, stage.stage)
-        yield [(f" {wall.samples_per_s:.0f} samples/s in the whole {whole}", "")]
-    free = stage.samples_per_s_if_data_were_free
+def figures(report: RunReport) -> list[tuple[str | None, str]]:
+    """Return the figures at the top of a report, each with what it is; None: not known."""
+    first, wall = report.stages[0], report.wall
+    on_device = first.device != "cpu"
     # What the model would do with the CPUs that load, if it computes on them, is not known.
-    if free is not None and stage.device != "cpu":
-        gain = f"{free / stage.samples_per_s:.2f}x to gain"
-        line += [("  ·  ", "dim"), (f"{free:.0f} if data were free", "")]
-        if sum(len(piece) for piece, _ in line) + len(gain) + 5 > width:
+    gain = first.speedup_possible if on_device else None
+    free = None if gain is None else first.samples_per_s_if_data_were_free
+    waited = report.device_minutes_waited if on_device else None
+    whole = STAGE_WORDS.get(first.stage, first.stage)
+    return [
+        (written(None if wall is None else wall.samples_per_s), f"samples/s in the whole {whole}"),
+        (written(first.samples_per_s), "samples/s in a step"),
+        (written(free), "if data were free"),
+        (written(gain, "{:.2f}x"), "to gain, at most"),
+        (written(None if first.step is None else first.step.mean_ms, "{:.1f}"), "ms a step"),
+        (written(first.stall_share, "{:.0%}"), "of it waiting for data"),
+        (written(waited or None, "{:.1f}"), "GPU minutes waited"),
+    ]
+
+
+def written(number: float | None, form: str = "{:.0f}") -> str | None:
+    """Return a number in a form; None for what was not measured."""
+    return None if number is None else form.format(number)
+
+
+def _figure_lines(report: RunReport, width: int) -> Iterable[Line]:
+    """Return the rates of a run, and where its time went."""
+    rate_of_run, rate, free, gain, *_, waited = (
+        "" if number is None else f"{number} {what.partition(',')[0]}"
+        for number, what in figures(report)
+    )
+    if rate_of_run and rate:
+        yield [(f" {rate_of_run}", "")]
+    line = [(f" {rate}", "")]
+    for text, style in filter(itemgetter(0), ((free, ""), (gain, "bold"))):
+        if sum(len(piece) for piece, _ in line) + len(text) + 5 > width:
             yield line
-            line = [(f" {gain}", "bold")]
+            line = [(f" {text}", style)]
         else:
-            line += [("  ·  ", "dim"), (gain, "bold")]
-    yield line
+            line += [("  ·  ", "dim"), (text, style)]
+    yield from [line] if rate else []
+    if report.wall is not None:
+        yield from _words("", wall_text(report.wall, report.stages[0].stage), width, "dim")
+    yield from _words("", waited, width, "dim")
 
 
 def _finding_lines(verdict: Verdict, stages: Sequence[StageSummary], width: int) -> Iterable[Line]:
@@ -215,25 +229,11 @@ def _brief_causes(stages: Sequence[StageSummary]) -> list[str]:
     return cause_lines(first.causes, brief=True)
 
 
-def _stage_line(stage: StageSummary) -> str:
-    parts = [f"{stage.steps} steps in {duration_text(stage.duration_s)}"]
-    if stage.stall_share is not None:
-        parts.append(f"wait {percent(stage.stall_share)}")
-    if stage.samples_per_s is not None:
-        parts.append(f"{stage.samples_per_s:.0f} samples/s")
-    return "  ·  ".join(parts)
-
-
 def _words(label: str, text: str, width: int, style: str) -> Iterable[Line]:
     """Return the text wrapped beside its label, its later lines further in than its first."""
     parts = textwrap.wrap(printable(text), width - _INDENT, subsequent_indent="  ")
     for i, part in enumerate(parts):
         yield [(f" {label if i == 0 else '':<{_INDENT - 2}} ", "bold"), (part, style)]
-
-
-def percent(share: float) -> str:
-    """Return a share, 0 to 1, e.g. as ``37%``."""
-    return f"{100 * share:.0f}%"
 
 
 def as_ascii(text: str) -> str:

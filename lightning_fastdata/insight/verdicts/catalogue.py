@@ -25,20 +25,17 @@ from lightning_fastdata.insight.model.finding import (
     duration_text,
 )
 from lightning_fastdata.insight.verdicts import (
-    gate,
     late_batches,
     pauses,
     remote,
     step_costs,
     without_stamps,
-    workers,
 )
-from lightning_fastdata.insight.verdicts.rule import Found, Rule, Unstamped
+from lightning_fastdata.insight.verdicts.rule import Found, Rule, passed
 
-RULES: Final[tuple[Rule[Evidence], ...]] = tuple(
+RULES: Final[tuple[Rule, ...]] = tuple(
     sorted(
         (
-            *workers.RULES,
             *late_batches.RULES,
             *pauses.RULES,
             *remote.RULES,
@@ -101,7 +98,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
 def _passed(found: Found, e: Evidence) -> Found:
     """Return what the gate lets through of a finding, written for what holds the settings."""
     options, cache = f"{e.settings_in}(", "FastDataModule(cache='auto')"
-    finding = gate.passed(found.finding, e.closed)
+    finding = passed(found.finding, e.closed)
     remedy = finding.remedy.replace("LoaderOptions(", options)
     if e.settings_in == "FastDataLoader":
         remedy = remedy.replace(cache, "CachedDataset(dataset)")
@@ -120,14 +117,14 @@ def _found(evidence: Evidence) -> Iterator[Found]:
             yield Found(rule, finding)
 
 
-def _worst_pause(found: Iterable[Found], wall: WallTime | None) -> Found | None:
+def _worst_pause(found: Iterable[Found], wall: WallTime) -> Found | None:
     """Return the pause that costs the run most, if that is 10 % and more than late batches do."""
     gains = [
         (gain.saved_ms, each)
         for each in found
         if each.rule.about == "run" and (gain := each.finding.gain) and each.finding.remedy
     ]
-    if wall is None or not gains:
+    if not gains:
         return None
     cost_ms, worst = max(gains, key=itemgetter(0))
     cost_s, waited_s = cost_ms * wall.steps / 1000, wall.parts_s.get("wait", 0.0)
@@ -178,8 +175,8 @@ def judge(
         evidence: What the stamps of its batches say; None: there are no stamps.
     """
     facts = LoaderFacts() if facts is None else facts
-    evidence = Evidence() if evidence is None else evidence
-    cost = without_stamps.largest_cost(Unstamped(summary, facts, evidence))
+    evidence = replace(evidence or Evidence(), summary=summary, loader=facts)
+    cost = without_stamps.largest_cost(evidence)
     stall = summary.stall
     if cost.rule.code == "FD000" or stall is None:
         return Verdict(

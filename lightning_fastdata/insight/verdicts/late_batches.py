@@ -1,9 +1,10 @@
-"""Findings about batches that came late: what the wait for them consists of."""
+"""Findings about batches that came late: what the wait for them is, and how evenly workers work."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final
 
 from lightning_fastdata.errors import printable
@@ -13,15 +14,13 @@ from lightning_fastdata.insight.model.finding import Advice, Finding, Gain
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
 from lightning_fastdata.tuning.costs import BatchCost
-from lightning_fastdata.tuning.simulate import scaled
+from lightning_fastdata.tuning.simulate import scaled, simulate
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
 _SHARED, _BY_THEMSELVES = 0.35, 0.75
 """Of what more workers should bring if each waits by itself: below, they wait for something that
 they share; above, they do not."""
-_PRESSURE_HIGH: Final = 20.0
-_COMPUTE_SLOWER: Final = 1.10
 _OTHERS: Final = "held up by other programs"
 _CACHE: Final = Advice(
     text="cache samples (FastDataModule(cache='auto'))", changes=("cache",), joins=True
@@ -33,6 +32,18 @@ _COLLATE_LESS: Final = (
     "samples of few arrays, and one torch.stack or np.stack for each of them in collate_fn; or a "
     "__getitems__ of the dataset that reads a batch at once"
 )
+_HIGH: Final = 0.20
+"""Part of the wait: what takes less is no finding."""
+_LEAST_MS, _OF_STEP = 1.0, 0.05
+"""What costs a step less is no finding, however short the wait is."""
+_NEARLY_ALL: Final = 0.9
+"""Of the samples."""
+_FEW: Final = 0.5
+"""Of the workers: if no more make nearly everything, the shares are uneven."""
+_TWICE: Final = 2.0
+"""Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
+_IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305", "FD309"}
+"""What the last five recommend or conclude is right where all workers work."""
 
 
 def largest(e: Evidence) -> tuple[str, float]:
@@ -191,6 +202,23 @@ def _gain_of_transforms(e: Evidence) -> Gain | None:
     return _gain_of(e, named * (part or 1.0), scaled(e.costs, cpu=1 - named))
 
 
+def _spent(
+    e: Evidence,
+    code: str,
+    share: float,
+    what: str,
+    remedy: str | Advice | tuple[Advice, ...],
+    leave: str,
+    gain: Gain | None = None,
+) -> Finding:
+    """Return the finding that a share of the wait, 0 to 1, is spent on something.
+
+    ``gain``: what less of it gains; None: at most the whole share.
+    """
+    gain = gain or remedies.without(e, share * (e.stall_ms or 0.0))
+    return found(code, e.stall_share, of_wait(e, share, what), remedy, gain, leave)
+
+
 def _gain_of(e: Evidence, share: float, costs: list[BatchCost]) -> Gain | None:
     """Return what batches of other costs gain; where none were recorded, what it is at most."""
     return remedies.gain_of_costs(e, costs) or remedies.without(e, share * (e.stall_ms or 0.0))
@@ -217,7 +245,8 @@ def _few_cpus(e: Evidence) -> Finding | None:
     wanted, now = remedies.best_workers(e), e.setup
     remedy = _transforms(e)
     if now is not None:
-        facts.append(f"{now.workers} workers and the training share {now.cpus:g} CPUs")
+        workers = "1 worker" if now.workers == 1 else f"{now.workers} workers"
+        facts.append(f"{workers} and the training share {now.cpus:g} CPUs")
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
             threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
@@ -236,14 +265,9 @@ def _collation(e: Evidence) -> Finding | None:
     name, share = largest(e)
     if name != "collate":
         return None
-    return found(
-        "FD307",
-        e.stall_share,
-        of_wait(e, share, "collating samples"),
-        Advice(text=_COLLATE_LESS, part=share),
-        _gain_of(e, share, scaled(e.costs, collate=0.0)),
-        "reading and transforms",
-    )
+    gain = remedies.gain_of_costs(e, scaled(e.costs, collate=0.0))
+    less = Advice(text=_COLLATE_LESS, part=share)
+    return _spent(e, "FD307", share, "collating samples", less, "reading and transforms", gain)
 
 
 def _capacity(e: Evidence) -> Finding | None:
@@ -261,10 +285,8 @@ def _capacity(e: Evidence) -> Finding | None:
 
 def _neighbours(e: Evidence) -> Finding | None:
     runqueue = contention.runqueue_share(e)
-    slowed = (e.compute_slowdown or 1.0) >= _COMPUTE_SLOWER
-    pressed = slowed and (e.pressure_percent or 0.0) >= _PRESSURE_HIGH
     own = e.setup is None or e.wanted_cpus is None or contention.overcommitted(e)
-    if not e.stalls or (runqueue < contention.RUNQUEUE_HIGH and not pressed):
+    if not e.stalls or runqueue < contention.RUNQUEUE_HIGH:
         return None
     here = e.setup is not None and not e.setup.workers
     if (own or here) and not contention.crowded(e):
@@ -274,8 +296,6 @@ def _neighbours(e: Evidence) -> Finding | None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
     if (e.other_cpus or 0.0) >= contention.OTHERS_LOW:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
-    if slowed:
-        facts.append(f"a step computes {e.compute_slowdown:.2f} times as long as beside idle CPUs")
     return found(
         "FD315",
         e.stall_share,
@@ -287,6 +307,127 @@ def _neighbours(e: Evidence) -> Finding | None:
     )
 
 
+def _sampler(e: Evidence) -> Finding | None:
+    return _own(
+        e,
+        "sampler",
+        "FD323",
+        "asking the sampler which samples come next, in the training process,",
+        "a sampler that computes the order of an epoch once, in __iter__, and then gives numbers "
+        "of an array",
+        "the number of workers: the sampler runs in the training process",
+    )
+
+
+def _unpacking(e: Evidence) -> Finding | None:
+    return _own(
+        e,
+        "unpack",
+        "FD324",
+        "unpickling batches in the training process",
+        "batches of few large tensors or arrays: many small objects (lists, dicts, strings) are "
+        "made anew one by one; have collate_fn put them together in the workers",
+        "the number of workers: batches are unpickled in the training process",
+    )
+
+
+def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
+    share = contention.part_shares(e).get(part, 0.0)
+    return _spent(e, code, share, what, remedy, leave) if _costs_enough(e, share) else None
+
+
+def _costs_enough(e: Evidence, share: float) -> bool:
+    """Return whether a part of the wait costs enough for a finding."""
+    spent_ms = share * (e.stall_ms or 0.0)
+    return share >= _HIGH and spent_ms >= _LEAST_MS and (e.of_step(spent_ms) or 0.0) >= _OF_STEP
+
+
+def _handover(e: Evidence) -> Finding | None:
+    share = contention.part_shares(e).get("handover", 0.0)
+    gain = remedies.without(e, share * (e.stall_ms or 0.0))
+    if contention.crowded(e) or (
+        contention.runqueue_share(e) >= contention.RUNQUEUE_HIGH and share < _DOMINANT
+    ):
+        return None  # who sends a batch away waits for a CPU as those do who make it
+    # Page-locking is on the way, too, and then the longer part.
+    if not _costs_enough(e, share) or largest(e)[0] == "pin":
+        return None
+    if (gain is not None and not gain.worthwhile) or (e.setup is not None and not e.setup.workers):
+        return None
+    few = Advice(text="batches of few tensors or arrays", part=share)
+    memory = f"{few.text}, with LoaderOptions(executor='workers'), which hands over memory"
+    remedy: Advice | tuple[Advice, ...] = (replace(few, text=memory, changes=("executor",)), few)
+    if e.setup is not None and e.setup.scheduling == "sample":
+        # Batches are handed over as memory already.
+        text = "find threads of the training process that compute, such as loggers and "
+        text += "callbacks, as they hold the interpreter's lock; then smaller batches"
+        remedy = Advice(text=text, part=share)
+    what = "handing complete batches over"
+    return _spent(e, "FD308", share, what, remedy, "the number of workers")
+
+
+def _pinning(e: Evidence) -> Finding | None:
+    name, share = largest(e)
+    if name != "pin":
+        return None
+    what = "copying batches into page-locked memory"
+    remedy = (
+        Advice(text="samples of fewer bytes (images as uint8, made float on the device)"),
+        Advice(text="pin_memory=False", changes=("pin_memory",), joins=True),
+    )
+    return _spent(e, "FD311", share, what, remedy, "the number of workers")
+
+
+def _uneven(e: Evidence) -> Finding | None:
+    """Return whether few workers make nearly all samples of a stream, or one of them far too many.
+
+    Workers that each yield the whole stream make as many samples as each other, and are not meant.
+    """
+    working = working_workers(e.stream_samples)
+    workers = len(e.stream_samples)
+    if not working or not e.stalls:
+        return None
+    if working > _FEW * workers:
+        working = 1
+        if max(e.stream_samples) * workers < _TWICE * sum(e.stream_samples):
+            return None
+    share = sum(sorted(e.stream_samples)[-working:]) / sum(e.stream_samples)
+    who = f"{working} of {workers} workers make"
+    if working == 1:
+        who = f"one of {workers} workers makes"
+    return found(
+        "FD325",
+        e.stall_share,
+        f"{who} {share:.0%} of the samples of this stream, and waiting for batches costs "
+        f"{e.stall_share or 0.0:.0%} of each step",
+        "share the stream out evenly: at least as many files as workers, of equal size, each read "
+        "by one worker (get_worker_info() in __iter__)",
+        _gain_of_even_shares(e),
+        "more workers: they would have nothing to do",
+    )
+
+
+def working_workers(samples: tuple[int, ...]) -> int:
+    """Return the fewest workers that make nine tenths of the samples, of those of each worker."""
+    wanted = _NEARLY_ALL * sum(samples)
+    made = accumulate(sorted(samples, reverse=True))
+    return next((number for number, so_far in enumerate(made, 1) if so_far >= wanted > 0), 0)
+
+
+def _gain_of_even_shares(e: Evidence) -> Gain | None:
+    """Return what the recorded batches would take if all workers made them."""
+    if e.setup is None or not e.costs or e.step_ms is None:
+        return None
+    # As many workers as would be busy if each had as much to do as the busiest one.
+    busy = max(1, round(sum(e.stream_samples) / max(e.stream_samples)))
+    now = simulate(e.costs, replace(e.setup, workers=busy)).step_ms
+    even = simulate(e.costs, replace(e.setup, workers=len(e.stream_samples))).step_ms
+    if now <= 0:
+        return None
+    after_ms = remedies.scaled_step_ms(e, min(1.0, even / now))
+    return Gain(before_ms=e.step_ms, after_ms=after_ms, basis="simulated")
+
+
 RULES: Final = (
     Rule("FD302", "slow samples hold up their batches", _slow_samples, "loader", ALL_COSTS),
     Rule("FD303", "reading waits for storage", _latency, "loader", ALL_COSTS),
@@ -296,4 +437,9 @@ RULES: Final = (
     Rule("FD307", "collation takes long", _collation, "loader", ALL_COSTS),
     Rule("FD309", "workers do a bit of everything", _capacity, "loader", ALL_COSTS),
     Rule("FD315", "other programs have the CPUs", _neighbours, "machine", ALL_COSTS, kind=_OTHERS),
+    Rule("FD323", "the sampler takes long", _sampler, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD324", "batches take long to unpickle", _unpacking, "loader", ALL_COSTS, after="FD307"),
+    Rule("FD308", "complete batches are long on their way", _handover, "loader", ALL_COSTS),
+    Rule("FD311", "page-locking takes long", _pinning, "loader", ALL_COSTS),
+    Rule("FD325", "few workers make most of a stream", _uneven, "loader", _IF_UNEVEN, "FD301"),
 )

@@ -1,8 +1,4 @@
-"""Findings about what a run spends its time on besides training steps.
-
-Of a run whose wall time is known, starts of epochs and validation are judged by what they took of
-it; else by what they take of an epoch, or of their own steps.
-"""
+"""Findings about what a run spends its time on besides training steps."""
 
 from __future__ import annotations
 
@@ -14,8 +10,6 @@ from typing import Final
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
-    EPOCH_START_HIGH,
-    STALL_LOW,
     Advice,
     Finding,
     Gain,
@@ -26,8 +20,6 @@ from lightning_fastdata.insight.verdicts.rule import KEEP, Rule, found
 
 _PAUSE_HIGH: Final = 0.05
 """Part of a run: what takes less is no finding."""
-_FEWEST_EPOCHS: Final = 2
-"""Workers have to start once; how the first epoch starts says nothing of the others."""
 _MOST_OF_START: Final = 0.5
 _LONG_VALIDATION: Final = 1 / 3
 """Of the run, without its waits for data."""
@@ -58,8 +50,6 @@ def _epoch_starts(e: Evidence, *, anew: bool = False) -> Finding | None:
     wall = e.wall
     if e.loaders_anew is not anew:
         return None
-    if wall is None:
-        return _first_batches(e)
     later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
     each_s = later_s / max(1, (e.epochs or 2) - 1)
     what = (
@@ -82,29 +72,6 @@ def _for_epoch_starts(e: Evidence, each_s: float) -> Advice | tuple[Advice, ...]
     return (KEEP, _FASTER_START) if e.persistent_workers is False else _FASTER_START
 
 
-def _first_batches(e: Evidence) -> Finding | None:
-    """FD310 where only the epochs are known: their first batches are late."""
-    share = e.epoch_start_share
-    if share is None or e.steps_per_epoch is None or share <= EPOCH_START_HIGH:
-        return None
-    if e.epochs is None or e.epochs < _FEWEST_EPOCHS:
-        return None
-    if e.setup is not None and not e.setup.workers:
-        return None  # nothing starts
-    each = (e.epoch_wait_ms or 0.0) / e.steps_per_epoch
-    gain = None
-    if e.step_ms is not None:
-        before = e.step_ms * (1 - 1 / e.steps_per_epoch) + each
-        if before > e.step_ms:
-            gain = Gain(before_ms=before, after_ms=e.step_ms, basis="floor")
-    remedy = (KEEP, _FASTER_START) if e.persistent_workers is False else _FASTER_START
-    cause = (
-        f"the first batch of an epoch comes after {e.epoch_wait_ms:.0f} ms, which is {share:.0%} "
-        "of an epoch"
-    )
-    return found("FD310", share, cause, remedy, gain, "" if e.stalls else _WITHIN_EPOCHS)
-
-
 def _dataset_s(e: Evidence) -> float:
     """Return for how long the first batch of an epoch was read, of the wait for it."""
     first = e.first_parts
@@ -124,51 +91,28 @@ def _validation(e: Evidence) -> Finding | None:
     enough = bool(e.val_workers) and (e.val_workers or 0) >= (e.usable_cpus or math.inf)
     advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)
     wall = e.wall
-    if wall is None:
-        return _validation_steps(e, advice)
-    waited_s, all_s, whole = _validation_s(wall)
+    waited_s, all_s = _validation_s(wall)
     what = (
         f"validation waited {duration_text(waited_s)} of its {duration_text(all_s)} for data, "
-        f"{wall.share(waited_s):.0%} of {whole}"
+        f"{wall.share(waited_s):.0%} of the run"
     )
     return _pause(wall, waited_s, "FD318", what, advice)
 
 
-def _validation_s(wall: WallTime) -> tuple[float, float, str]:
-    """Return the seconds that validation waited for batches, and all it took; of what, in words."""
+def _validation_s(wall: WallTime) -> tuple[float, float]:
+    """Return the seconds that validation waited for batches, and all it took."""
     waited_s = dict(wall.names_of("validation")).get("waiting for batches", 0.0)
-    return waited_s, wall.parts_s.get("validation", 0.0), "the run"
-
-
-def _validation_steps(e: Evidence, advice: tuple[Advice, ...]) -> Finding | None:
-    """FD318 where only the steps of validation are known."""
-    share = e.val_stall_share
-    if share is None or share < STALL_LOW:
-        return None
-    gain = None
-    if e.step_ms is not None and e.val_ms is not None:
-        before_ms = e.step_ms + e.val_ms
-        gain = Gain(before_ms=before_ms, after_ms=before_ms - share * e.val_ms, basis="floor")
-    return found(
-        "FD318",
-        None,  # moderate: the share is of validation, and that may be short
-        f"validation waits for data for {share:.0%} of its steps",
-        advice,
-        gain,
-        "" if e.stalls else "the training loader",
-    )
+    return waited_s, wall.parts_s.get("validation", 0.0)
 
 
 def _long_validation(e: Evidence) -> Finding | None:
     """Return the finding that validation takes much of the run, and does not wait meanwhile."""
     wall = e.wall
-    if wall is None:
-        return None
-    waited_s, all_s, whole = _validation_s(wall)
+    waited_s, all_s = _validation_s(wall)
     if wall.share(all_s - waited_s) < _LONG_VALIDATION:
         return None
     what = f"validation took {duration_text(all_s)} of {duration_text(wall.training_s)}, "
-    what += f"{wall.share(all_s):.0%} of {whole}, and waited {duration_text(waited_s)} for data"
+    what += f"{wall.share(all_s):.0%} of the run, and waited {duration_text(waited_s)} for data"
     remedy = "validate half as often (check_val_every_n_epoch, val_check_interval), or on fewer "
     remedy += "batches (limit_val_batches)"
     return _pause(wall, all_s / 2, "FD331", what, remedy, "the loaders")
@@ -176,8 +120,6 @@ def _long_validation(e: Evidence) -> Finding | None:
 
 def _garbage(e: Evidence) -> Finding | None:
     wall = e.wall
-    if wall is None:
-        return None
     seconds = wall.parts_s.get("gc", 0.0)
     what = f"Python's garbage collector took {duration_text(seconds)} of "
     what += f"{duration_text(wall.training_s)}, while the training stood still"
@@ -194,8 +136,6 @@ def held_up(e: Evidence) -> bool:
 def _held_up(e: Evidence, part: str) -> Finding | None:
     """Return the finding that a part of the wall time, one of ``_HOLD_UPS``, takes long."""
     wall = e.wall
-    if wall is None:
-        return None
     code, remedy = _HOLD_UPS[part]
     seconds, names = wall.parts_s.get(part, 0.0), wall.names_of(part)
     name = names[0][0] if names else part
@@ -221,7 +161,7 @@ def _pause(
     return found(code, share, what, remedy, gain, leave)
 
 
-def _hold_up(part: str, title: str, kind: Kind) -> Rule[Evidence]:
+def _hold_up(part: str, title: str, kind: Kind) -> Rule:
     return Rule(_HOLD_UPS[part][0], title, partial(_held_up, part=part), "run", kind=kind)
 
 

@@ -1,15 +1,27 @@
-"""A rule looks for one cause in what was measured; all rules together are the catalogue."""
+"""A rule looks for one cause in what was measured; all rules together are the catalogue.
+
+All that rules advise passes one gate before anybody is told of it. What it leaves out stays in the
+report, with the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
 
-from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts
-from lightning_fastdata.insight.model.finding import Advice, Finding, Gain, Kind, severity_of
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.finding import (
+    Advice,
+    Finding,
+    Gain,
+    Kind,
+    LeftOut,
+    severity_of,
+)
 
+_LEAST_PART: Final = 0.1
+"""Of the wait: advice about less is noise."""
 SMALL_COSTS: Final = frozenset({"FD001", "FD002"})
 """Findings without stamps where the stall is 10 % or less: any known cause replaces them."""
 ALL_COSTS: Final = SMALL_COSTS | {"FD101", "FD102", "FD103", "FD104", "FD105"}
@@ -22,28 +34,14 @@ OPTIMIZE: Final = Advice(text="optimize the model, which takes the time", for_sp
 """Only where compute was seen to be the model's."""
 
 
-class Unstamped(NamedTuple):
-    """What findings without stamps rest on."""
-
-    summary: StageSummary
-    """The measured stage."""
-    facts: LoaderFacts
-    """What its loader says about itself."""
-    seen: Evidence = Evidence()
-    """What is known besides of the stage."""
-
-
-Facts = TypeVar("Facts", "Evidence", Unstamped)
-
-
 @dataclass(frozen=True, slots=True)
-class Rule(Generic[Facts]):
+class Rule:
     """One cause: how it is looked for, and how what was found goes with other findings."""
 
     code: str
     """Stable code; it keeps its meaning for ever. ``docs/verdicts`` has a page for it."""
     title: str
-    find: Callable[[Facts], Finding | None]
+    find: Callable[[Evidence], Finding | None]
     """None where the facts do not show the cause, or were not measured."""
     about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
     """What the cause belongs to. ``"loader"``: of several loaders, the one that is waited for most,
@@ -61,7 +59,7 @@ class Rule(Generic[Facts]):
 class Found(NamedTuple):
     """A finding, and the rule that made it."""
 
-    rule: Rule[Evidence] | Rule[Unstamped]
+    rule: Rule
     finding: Finding
 
 
@@ -93,3 +91,41 @@ def of_wait(e: Evidence, share: float, what: str) -> str:
     """Return in words that something is a share of the wait, 0 to 1, and what that costs."""
     stall = e.stall_share or 0.0
     return f"{what} is {share:.0%} of the wait for data, which costs {stall:.0%} of each step"
+
+
+def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
+    """Return a finding whose remedy is the first advice that may be given; with none, it is fine.
+
+    What ``joins`` is told beside it, unless it has a gain of its own.
+
+    Args:
+        finding: As its rule has made it.
+        closed: Option -> why it is not to be changed, see ``Evidence.closed``.
+    """
+    given: list[Advice] = []
+    left_out: list[LeftOut] = []
+    for advice in finding.advice:
+        why = why_not(advice, advice.gain or finding.gain, closed)
+        if why is not None:
+            left_out.append(LeftOut(text=advice.text, why=why))
+        elif not given or (given[0].gain is None and advice.joins):
+            given.append(advice)
+    finding = replace(finding, advice=(), left_out=tuple(left_out))
+    if not given:
+        return replace(finding, severity="fine", remedy="")
+    remedy = ", or ".join(advice.text for advice in given)
+    return replace(finding, remedy=remedy, gain=given[0].gain or finding.gain)
+
+
+def why_not(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -> str | None:
+    """Return why an advice with this gain is not to be given; None: it is."""
+    for option in advice.changes:
+        if option in closed:
+            return f"{option}: {closed[option]}"
+    if not advice.for_speed:
+        return None
+    if advice.part < _LEAST_PART:
+        return f"it speaks of {advice.part:.0%} of the wait"
+    if gain is None:
+        return "what it gains is not known"
+    return None if gain.worthwhile else f"it gains {gain.factor - 1:.1%}"

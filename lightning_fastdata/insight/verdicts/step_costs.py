@@ -167,19 +167,19 @@ def _host_gap(e: Evidence) -> Finding | None:
 
 
 def _slow_rank(e: Evidence) -> Finding | None:
-    rank = e.slow_rank
-    if rank is None:
+    slow = e.slow_rank
+    if slow is None:
         return None
-    *others, worst = sorted(e.rank_stalls_ms)
-    mean = statistics.fmean(e.rank_stalls_ms)
-    name = f"rank {rank}" + (f" on {e.rank_hosts[rank]}" if e.rank_hosts else "")
-    reason = e.rank_reasons[rank] if e.rank_reasons else ""
+    *others, worst = sorted(each.stall_ms or 0.0 for each in e.ranks)
+    mean = statistics.fmean((*others, worst))
     return found(
         "FD316",
         e.of_step(worst - mean),
-        f"{name} stalls {worst:.1f} ms a step, all of them {mean:.1f} on average, and every rank "
-        "waits for the last one" + (f"; there, {reason}" if reason else ""),
-        f"look at the data and the host of rank {rank}: its share of the files, its CPUs, its disk",
+        f"rank {slow.rank} on {slow.host} stalls {worst:.1f} ms a step, all of them {mean:.1f} on "
+        "average, and every rank waits for the last one"
+        + (f"; there, {slow.reason}" if slow.reason else ""),
+        f"look at the data and the host of rank {slow.rank}: its share of the files, its CPUs, its "
+        "disk",
         remedies.without(e, worst - max(others)),
         "the loaders of the other ranks",
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.model.evidence import device_could_augment
+from lightning_fastdata.insight.model.evidence import Evidence, device_could_augment
 from lightning_fastdata.insight.model.finding import (
     STALL_HIGH,
     STALL_LOW,
@@ -21,13 +21,7 @@ from lightning_fastdata.insight.model.finding import (
     Gain,
     costs_much,
 )
-from lightning_fastdata.insight.verdicts.rule import (
-    OPTIMIZE,
-    Found,
-    Rule,
-    Unstamped,
-    found,
-)
+from lightning_fastdata.insight.verdicts.rule import OPTIMIZE, Found, Rule, found
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 
@@ -37,9 +31,9 @@ _SHOWN_PARTS: Final = 3
 _LEARN: Final = Advice(text="FastDataModule.from_loaders(train_loader): it tells why, and tunes")
 
 
-def largest_cost(known: Unstamped) -> Found:
+def largest_cost(e: Evidence) -> Found:
     """Return the largest cost of a stage: what the first rule that holds finds."""
-    every = (Found(rule, finding) for rule in RULES if (finding := rule.find(known)) is not None)
+    every = (Found(rule, finding) for rule in RULES if (finding := rule.find(e)) is not None)
     return next(every)  # the last rule always holds
 
 
@@ -59,8 +53,8 @@ def waiting_text(summary: StageSummary) -> str:
     return f"{who} waits {stall.share:.0%} of each step {times}"
 
 
-def _too_few_steps(known: Unstamped) -> Finding | None:
-    summary = known.summary
+def _too_few_steps(e: Evidence) -> Finding | None:
+    summary = e.summary
     measured = summary.step is not None and summary.stall is not None
     if measured and timed_steps(summary) >= _FEWEST_STEPS:
         return None
@@ -69,53 +63,53 @@ def _too_few_steps(known: Unstamped) -> Finding | None:
     return replace(found("FD000", None, cause, more), severity="fine")
 
 
-def _no_workers(known: Unstamped) -> Finding | None:
-    wanted, stall = _wanted_workers(known), known.summary.stall
-    if known.facts.num_workers != 0 or stall is None or "num_workers" in known.seen.closed:
+def _no_workers(e: Evidence) -> Finding | None:
+    wanted, stall = _wanted_workers(e), e.summary.stall
+    if e.loader.num_workers != 0 or stall is None or "num_workers" in e.closed:
         return None
     if not wanted:
         remedy = "num_workers above 0, so that loading runs beside the training process"
-        return _late(known, "FD101", Advice(text=remedy, changes=("num_workers",)))
+        return _late(e, "FD101", Advice(text=remedy, changes=("num_workers",)))
     # A step that waits takes as long as its batch: workers make no more of these than they are.
-    return _late(known, "FD101", _more_workers(known), least_ms=stall.mean_ms / wanted)
+    return _late(e, "FD101", _more_workers(e), least_ms=stall.mean_ms / wanted)
 
 
-def _workers_not_known(known: Unstamped) -> Finding | None:
-    if known.facts.num_workers is not None and _wanted_workers(known) is not None:
+def _workers_not_known(e: Evidence) -> Finding | None:
+    if e.loader.num_workers is not None and _wanted_workers(e) is not None:
         return None
-    return _late(known, "FD105", _LEARN)
+    return _late(e, "FD105", _LEARN)
 
 
-def _few_workers(known: Unstamped) -> Finding | None:
-    wanted, workers, step = _wanted_workers(known), known.facts.num_workers, known.summary.step
+def _few_workers(e: Evidence) -> Finding | None:
+    wanted, workers, step = _wanted_workers(e), e.loader.num_workers, e.summary.step
     if not wanted or workers is None or workers >= wanted or step is None:
         return None
-    if "num_workers" in known.seen.closed:
+    if "num_workers" in e.closed:
         return None
     least_ms = step.mean_ms * workers / wanted
-    return _late(known, "FD102", _more_workers(known), least_ms=least_ms)
+    return _late(e, "FD102", _more_workers(e), least_ms=least_ms)
 
 
-def _augments_on_cpu(known: Unstamped) -> Finding | None:
-    if not device_could_augment(known.summary.device, known.facts):
+def _augments_on_cpu(e: Evidence) -> Finding | None:
+    if not device_could_augment(e.summary.device, e.loader):
         return None
     remedy = Advice(text="run the transforms on the device", changes=("augment_on",))
-    return _late(known, "FD103", remedy)
+    return _late(e, "FD103", remedy)
 
 
-def _late_batches(known: Unstamped) -> Finding | None:
-    return _late(known, "FD104", _LEARN)
+def _late_batches(e: Evidence) -> Finding | None:
+    return _late(e, "FD104", _LEARN)
 
 
-def _moderate_stall(known: Unstamped) -> Finding | None:
-    stall = known.summary.stall
+def _moderate_stall(e: Evidence) -> Finding | None:
+    stall = e.summary.stall
     if stall is None or stall.share < STALL_LOW:
         return None
-    return _fine(known, "FD002")
+    return _fine(e, "FD002")
 
 
-def _free(known: Unstamped) -> Finding | None:
-    return _fine(known, "FD001", (OPTIMIZE,) if known.seen.model_computes else ())
+def _free(e: Evidence) -> Finding | None:
+    return _fine(e, "FD001", (OPTIMIZE,) if e.model_computes else ())
 
 
 _FINDERS: Final = (
@@ -132,59 +126,59 @@ RULES: Final = tuple(Rule(*each, replaces=frozenset()) for each in _FINDERS)
 """In the order in which they are tried: each rests on those before it not holding."""
 
 
-def _late(known: Unstamped, code: str, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
+def _late(e: Evidence, code: str, remedy: Advice, *, least_ms: float = 0.0) -> Finding | None:
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
     With the remedy, a step takes ``least_ms`` at least. Who takes stamps is not told to take some.
     """
-    stall = known.summary.stall
+    stall = e.summary.stall
     if stall is None or stall.share <= STALL_HIGH or not costs_much(stall.mean_ms, stall.share):
         return None
-    cause, gain, step = waiting_text(known.summary), None, known.summary.step
-    small = _small_costs(known) if remedy is _LEARN else ""
-    if known.facts.loader is not None:
-        remedy = replace(remedy, text=f"{known.facts.loader}: {remedy.text}")
+    cause, gain, step = waiting_text(e.summary), None, e.summary.step
+    small = _small_costs(e) if remedy is _LEARN else ""
+    if e.loader.loader is not None:
+        remedy = replace(remedy, text=f"{e.loader.loader}: {remedy.text}")
     if small:
         cause = f"{cause}; {small}"
     if step is not None:
         after_ms = max(step.mean_ms - stall.mean_ms, least_ms)
         gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
-    leave = _leave_alone(known.summary, "loading")
+    leave = _leave_alone(e.summary, "loading")
     return found(code, stall.share, cause, () if small else remedy, gain, leave)
 
 
-def _fine(known: Unstamped, code: str, advice: tuple[Advice, ...] = ()) -> Finding:
+def _fine(e: Evidence, code: str, advice: tuple[Advice, ...] = ()) -> Finding:
     """Return the finding that hardly any batch is waited for."""
-    leave = _leave_alone(known.summary, "")
-    finding = found(code, None, waiting_text(known.summary), advice, leave_alone=leave)
+    leave = _leave_alone(e.summary, "")
+    finding = found(code, None, waiting_text(e.summary), advice, leave_alone=leave)
     return replace(finding, severity="fine")
 
 
-def _more_workers(known: Unstamped) -> Advice:
-    facts, wanted = known.facts, _wanted_workers(known)
+def _more_workers(e: Evidence) -> Advice:
+    facts, wanted = e.loader, _wanted_workers(e)
     free = f"{facts.usable_cpus} CPUs are usable"
-    taken = known.seen.taken_cpus(facts.usable_cpus)
+    taken = e.taken_cpus(facts.usable_cpus)
     if round(taken):
         free += f", of which other programs use {taken:.1f}"
     text = f"num_workers {facts.num_workers} -> {wanted}  ({free})"
     return Advice(text=text, changes=("num_workers",))
 
 
-def _small_costs(known: Unstamped) -> str:
+def _small_costs(e: Evidence) -> str:
     """Return what to look at where stamps show no part of the wait to stand out."""
-    if known.seen.parts is None:
+    if e.parts is None:
         return ""
-    largest = sorted(known.seen.parts.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
+    largest = sorted(e.parts.shares().items(), key=lambda part: -part[1])[:_SHOWN_PARTS]
     shown = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
     return f"no single cost stands out: {shown} of the wait"
 
 
-def _wanted_workers(known: Unstamped) -> int | None:
+def _wanted_workers(e: Evidence) -> int | None:
     """Return as many workers as the loaders' plan takes by itself."""
-    cpus = known.facts.usable_cpus
+    cpus = e.loader.usable_cpus
     if cpus is not None:
-        cpus = max(1, cpus - round(known.seen.taken_cpus(cpus)))
-    if cpus is None or cpus <= 2 or known.summary.device == "cpu":
+        cpus = max(1, cpus - round(e.taken_cpus(cpus)))
+    if cpus is None or cpus <= 2 or e.summary.device == "cpu":
         return cpus
     return cpus - 1  # one for the training process
 

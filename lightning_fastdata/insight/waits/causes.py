@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import add
@@ -19,7 +19,8 @@ from lightning_fastdata.insight.waits.attribution import (
 from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_text
 
 if TYPE_CHECKING:
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
+    from lightning_fastdata.insight.waits.several_loaders import LoaderKey
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps
 
 _NS_PER_MS: Final = 1e6
 _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
@@ -102,10 +103,26 @@ class _Total:
 
 
 class CauseTotals:
-    """Adds up the waits of one stage, whose batches may come from several loaders."""
+    """Adds up the waits of one stage, whichever objects deliver its batches in each epoch.
 
-    def __init__(self, prefix: str = "data") -> None:
+    Args:
+        prefix: Of the names for loggers.
+        key: Of several loaders, the one that these batches are of.
+    """
+
+    def __init__(self, prefix: str = "data", key: LoaderKey | None = None) -> None:
         self._prefix = prefix
+        self.key = key
+        self.rates: ReadRates | None = None
+        """What half of its workers and all of them read, if that was tried."""
+        self.made: Counter[int] = Counter()
+        """Samples, by the number of the process that made them."""
+        # Of the steps that are not first in an epoch:
+        self.batches = self.waited_ns = 0
+        self.begins = self.begins_ns = 0
+        """Passes over the loader that began, and of the wait, that for their first batches."""
+        self.window_batches = 0
+        """Batches since the last metrics."""
         self._cutters: dict[int, WaitCutter] = {}
         self._held: dict[int, deque[BatchStamps]] = {}
         # Of warm batches: since the last window was taken, and before.
@@ -115,8 +132,15 @@ class CauseTotals:
         self._timed_ns = 0
         self._lines = LineTotals()
 
-    def add(self, batch: BatchStamps, loader: int = 0) -> None:
-        """Cut the wait for a batch and add it; to be called in the order of a loader's batches."""
+    def add(self, batch: BatchStamps, loader: int = 0, *, opening: bool = False) -> None:
+        """Cut the wait for a batch and add it; to be called in the order of a loader's batches.
+
+        ``opening``: it came in the first step of an epoch.
+        """
+        self._count(batch, opening=opening)
+        if self.key is not None:
+            # Of several loaders, one may begin anew within an epoch, and its step is as the others.
+            batch = batch._replace(first=opening)
         cutter = self._cutters.get(loader)
         if cutter is None:
             if not batch.tasks:
@@ -128,6 +152,25 @@ class CauseTotals:
         held.append(batch)
         while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
             self._cut(held.popleft(), loader)
+
+    def _count(self, batch: BatchStamps, *, opening: bool) -> None:
+        for task in batch.tasks:
+            self.made[task.process] += task.samples
+        self.rates = batch.rates or self.rates
+        if opening:
+            return
+        waited_ns = batch.delivered_ns - batch.requested_ns
+        self.batches += 1
+        self.window_batches += 1
+        self.waited_ns += waited_ns
+        if batch.first:
+            self.begins += 1
+            self.begins_ns += waited_ns
+
+    def waited_ms(self, steps: int, *, within_passes: bool = False) -> float:
+        """Return the mean wait over so many steps, maybe without first batches of passes."""
+        waited_ns = self.waited_ns - (self.begins_ns if within_passes else 0)
+        return waited_ns / steps / _NS_PER_MS
 
     def _cut_held(self) -> None:
         for loader, held in self._held.items():

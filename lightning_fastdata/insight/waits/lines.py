@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 _MOST_LINES: Final = 20
 _KEPT_LINES: Final = 256
-_KEPT_CALLS: Final = 8
 _FEWEST_NS: Final = 20_000_000
 """Of less reading that was looked at, nothing is said."""
 _MOST_OF_IT: Final = 0.5
@@ -68,17 +67,12 @@ class LineTotals:
         """Add the lines of a task."""
         for each in times:
             self._total_ns += each.total_ns
-            if not each.file:
-                continue
-            line = self._lines.setdefault((each.file, each.line, each.function), _Line())
-            line.total_ns += each.total_ns
-            line.calls[each.calls] += each.total_ns
-            if len(line.calls) > _KEPT_CALLS:
-                line.calls = Counter(dict(line.calls.most_common(_KEPT_CALLS // 2)))
-            if each.blocked_ns is None:
-                line.unmeasured = True
-            else:
-                line.blocked_ns += each.blocked_ns
+            if each.file:
+                line = self._lines.setdefault((each.file, each.line, each.function), _Line())
+                line.total_ns += each.total_ns
+                line.blocked_ns += each.blocked_ns or 0
+                line.unmeasured |= each.blocked_ns is None
+                line.calls[each.calls] += each.total_ns
         if len(self._lines) > _KEPT_LINES:
             self._lines = dict(self._longest(_KEPT_LINES // 2))
 

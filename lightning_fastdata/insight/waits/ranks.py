@@ -61,15 +61,6 @@ class RankTiming:
     """What the stamps of its loader say of most of its waits; empty: nothing, or it hardly waits.
     """
 
-    def as_json(self) -> str:
-        """Return it as a short line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str | bytes) -> RankTiming:
-        """Return what :meth:`as_json` wrote."""
-        return cls(**json.loads(line))
-
 
 def rank_timing(steps: Columns, *, rank: int, host: str, reason: str = "") -> RankTiming:
     """Return the means of a rank's warm steps, with the reason why its batches are late."""
@@ -107,7 +98,7 @@ def mean_stall_ms(ranks: Iterable[RankTiming]) -> float | None:
 
 
 def rank_metrics(ranks: Sequence[RankTiming]) -> dict[str, float]:
-    """Return the scalars of two ranks or more, as ``metric_names.RANKS`` has them."""
+    """Return the scalars of two ranks or more."""
     if len(ranks) < 2:
         return {}
     found: dict[str, float | None] = {"stall_mean_ms": mean_stall_ms(ranks)}
@@ -137,20 +128,10 @@ def ranks_line(ranks: Sequence[RankTiming]) -> str | None:
     return f"{where} stall alike, {mean:.1f} ms a step, at most {stall:.1f}"
 
 
-def rank_evidence(ranks: Sequence[RankTiming]) -> dict[str, tuple[object, ...]]:
-    """Return the fields of :class:`Evidence` that are about ranks.
-
-    Empty if a stall is missing: a rank that is not known may be the one that is looked for.
-    """
-    if len(_with_stall(ranks)) < max(2, len(ranks)) or [r.rank for r in ranks] != [
-        *range(len(ranks))
-    ]:
-        return {}
-    return {
-        "rank_stalls_ms": tuple(each.stall_ms for each in ranks),
-        "rank_hosts": tuple(each.host for each in ranks),
-        "rank_reasons": tuple(each.reason for each in ranks),
-    }
+def all_known(ranks: Sequence[RankTiming]) -> tuple[RankTiming, ...]:
+    """Return the ranks; none if one, or its stall, is missing: it may be the one looked for."""
+    complete = [each.rank for each in _with_stall(ranks)] == [*range(len(ranks))]
+    return tuple(ranks) if complete else ()
 
 
 def _with_stall(ranks: Iterable[RankTiming]) -> list[RankTiming]:
@@ -202,7 +183,7 @@ class RankRecords:
             reason = next(iter(cause_lines(summary.causes)), "")
         timing = rank_timing(history.newest(new), rank=self._rank, host=self._host, reason=reason)
         key = self._key(self._rank, self._epochs)
-        self._tried(lambda store: store.set(key, timing.as_json()))
+        self._tried(lambda store: store.set(key, json.dumps(asdict(timing))))
         self._epochs += 1
         return self.read(self._patience_s)
 
@@ -229,7 +210,7 @@ class RankRecords:
         for rank in self._next:
             reported = []
             while store.check([key := self._key(rank, self._next[rank])]):
-                reported.append(RankTiming.from_json(store.get(key)))
+                reported.append(RankTiming(**json.loads(store.get(key))))
                 store.delete_key(key)
                 self._next[rank] += 1
             if reported:

@@ -5,18 +5,13 @@ The loaders are asked one after the other, so that a step waits for the sum of t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-
-_NS_PER_MS: Final = 1e6
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,48 +71,6 @@ class OneOfSeveral:
         # Steps that take no batch of it are as long as the others without the wait for it.
         rest_ms = max(0.0, step_ms - self.wait_ms) * min(1.0, self.batches_per_step)
         return max(0.0, step_ms - min(step_ms, rest_ms + self.wait_ms) * (1 - ratio))
-
-
-class LoaderTotals(CauseTotals):
-    """What the batches of a loader cost, whichever object delivers them in each epoch."""
-
-    def __init__(self, key: LoaderKey | None, prefix: str) -> None:
-        super().__init__(prefix)
-        self.key = key
-        self.rates: ReadRates | None = None
-        """What half of its workers and all of them read, if that was tried."""
-        self.made: Counter[int] = Counter()
-        """Samples, by the number of the process that made them."""
-        # Of the steps that are not first in an epoch:
-        self.batches = 0
-        self.waited_ns = 0
-        self.begins = self.begins_ns = 0
-        """Passes over the loader that began, and of the wait, that for their first batches."""
-        self.window_batches = 0
-        """Batches since the last metrics."""
-
-    def add(self, batch: BatchStamps, loader: int = 0, *, opening: bool = False) -> None:
-        """Count a batch of a loader, which may have come in the first step of an epoch."""
-        for task in batch.tasks:
-            self.made[task.process] += task.samples
-        self.rates = batch.rates or self.rates
-        waited_ns = batch.delivered_ns - batch.requested_ns
-        if not opening:
-            self.batches += 1
-            self.window_batches += 1
-            self.waited_ns += waited_ns
-            if batch.first:
-                self.begins += 1
-                self.begins_ns += waited_ns
-        if self.key is not None:
-            # Of several loaders, one may begin anew within an epoch, and its step is as the others.
-            batch = batch._replace(first=opening)
-        super().add(batch, loader)
-
-    def waited_ms(self, steps: int, *, within_passes: bool = False) -> float:
-        """Return the mean wait over so many steps, maybe without first batches of passes."""
-        waited_ns = self.waited_ns - (self.begins_ns if within_passes else 0)
-        return waited_ns / steps / _NS_PER_MS
 
 
 def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:

@@ -170,6 +170,7 @@ class ModuleLoaders:
             "run": run,
             "tune": self._tuner(spec, plan, trainer) or "off",
             "chosen": spec.options.num_workers == "auto" and not plan.only_here,
+            "standby": plan.standby,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
         }
         settings |= module.placing.settings(of, transform, self._transforms, plan)

@@ -26,10 +26,9 @@ from lightning_fastdata.insight.measure.metrics import (
     columns_of,
 )
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
-from lightning_fastdata.insight.metric_names import MAIN
 from lightning_fastdata.insight.report.html import TEMPLATES
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import WIDTH, measured_phases
+from lightning_fastdata.insight.report.summary_text import WIDTH
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
 
@@ -40,6 +39,32 @@ if TYPE_CHECKING:
 
 Scalars: TypeAlias = Literal["main", "all"]
 """What is logged: the main numbers alone, or everything that is measured."""
+MAIN: Final = frozenset(
+    (
+        "data/step_ms",
+        "data/stall_percent",
+        "data/throughput_if_data_were_free_samples_per_s",
+        "data/throughput_samples_per_s",
+        "data/time_compute_ms",
+        "data/time_wait_ms",
+        "data_band/stall_p95_ms",
+        "data_faults/deaths",
+        "data_faults/samples",
+        "data_ranks/stall_max_ms",
+        "data_run/samples_per_s",
+        "data_run/steps_percent",
+        "data_step/augment_ms",
+        "data_step/transfer_ms",
+        "data_tune/workers",
+        "data_val/stall_percent",
+        "data_wait/read_blocked_ms",
+        "data_wait/read_cpu_ms",
+        "data_wait/read_ms",
+        "data_wait/read_runqueue_ms",
+    )
+)
+"""What people look at: 20 at most, several of them only where there is something to measure. All
+numbers are in the tables of `docs/measuring.md`."""
 
 _CHARTS: Final = {
     "ms a step: wait and compute": (
@@ -181,7 +206,7 @@ def verdict_markdown(verdict: Verdict, summary: StageSummary, wall: WallTime | N
     causes = summary.causes
     text = TEMPLATES.get_template("verdict.md").render(
         verdict=verdict,
-        phases=measured_phases(summary),
+        phases=summary.phases,
         facts=[*verdict.evidence, *([] if causes is None else cause_lines(causes))],
         wall=None if wall is None else wall_text(wall, summary.stage),
     )

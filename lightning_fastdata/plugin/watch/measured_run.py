@@ -12,12 +12,11 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
-from lightning_fastdata.insight.measure.closed import closed_options
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
-from lightning_fastdata.insight.model.evidence import LoaderFacts, read_loader
+from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.ranks import rank_evidence, slowest
+from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.loggers import boards
@@ -82,23 +81,18 @@ class RunJudge:
         """Return what the loader says about itself: the costliest one, else the first."""
         stage = self._recording.main.stage
         label, loader = _costliest_loader(self._recording.loaders(), main)
-        transform = loader.transform if isinstance(loader, FastDataLoader) else None
-        augment_on: Literal["cpu", "device"] | None = None
-        if self._recording.augments(stage):
-            augment_on = "device"
-        elif transform is not None:
-            augment_on = "cpu"
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
         known = read_loader(loader)
+        augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
         if self._changes and not known.persistent_workers:
             # Workers that are kept would read what was there in the first epoch: no advice.
             known = replace(known, persistent_workers=None)
         return replace(
             known,
             usable_cpus=self._usable_cpus,
-            augment_on=augment_on,
-            augment_settled=settled or (transform is not None and not transform.defers),
+            augment_on="device" if self._recording.augments(stage) else augment_on,
+            augment_settled=settled or known.augment_settled,
             loader=label,
         )
 
@@ -111,7 +105,6 @@ class RunJudge:
             train,
             facts,
             cpus=float(self._usable_cpus),
-            val_stall_share=None if val is None else val.stall_share,
             val_loader=None if slowest is None else slowest.label,
             wall=wall,
             transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
@@ -122,7 +115,7 @@ class RunJudge:
             usable_cpus=self._usable_cpus,
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
-            **({} if ranks is None else rank_evidence(ranks.so_far)),
+            ranks=() if ranks is None else all_known(ranks.so_far),
         )
         return judge(train, facts, evidence)
 

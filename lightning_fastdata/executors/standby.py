@@ -1,0 +1,272 @@
+"""Cheap samples: the training process reads them itself, while side processes stand by.
+
+Handing over a batch can cost more than reading it. But side processes have the dataset as it was
+when the epoch began, and the training process has it as it is. So before each few milliseconds of
+reading here, what is read is compared with what it was then. As soon as it is not the same, or
+cannot be compared, the side processes, which were started when the epoch began, read the rest.
+
+Which of the two makes the training quicker rests on what it does with the batches. Both are timed,
+once, in its first epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors.inline import InlineExecutor, NotTakenError
+from lightning_fastdata.host import clock
+from lightning_fastdata.tree import bytes_in
+
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.fetch import FetchPlan
+    from lightning_fastdata.executors.pool.scheduler import PoolExecutor
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
+    from lightning_fastdata.fingerprint import Fingerprint
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
+    from lightning_fastdata.types import Batch
+
+log = logging.getLogger(__name__)
+_WITHIN_S: Final = 0.03
+"""What takes longer to compare is not known. Python may collect its garbage meanwhile."""
+_CHEAP_S: Final = 0.003
+"""What takes longer each time is read by side processes alone."""
+_TIMES: Final = 40
+"""So many times as long as a comparison is read before the next one."""
+_LEAST_S, _MOST_S = 0.002, 0.05
+"""Bounds of that."""
+_MOST_BATCHES: Final = 512
+_MOST_BYTES: Final = 2**25
+_CHANGED_MEANWHILE: Final = (
+    "The dataset or its collate_fn has changed while a batch was read in the training process: by "
+    "reading it (a counter, say, or samples that are kept), or by another thread. Workers read "
+    "instead from now on, as it is when an epoch begins, with what that batch has changed. Set "
+    'num_workers=1 and executor="workers" to have nothing read in the training process, or '
+    "num_workers=0 to have all read there, as things are by then."
+)
+_GROUP: Final = 8
+"""Batches of side processes that are timed together."""
+_TIMED: Final = 5
+"""So many times are compared by their medians, of either kind."""
+_TIMED_S: Final = 0.1
+"""So long the training process reads before side processes are tried."""
+_WORTH_IT: Final = 0.97
+
+
+@dataclass(slots=True)
+class Ways:
+    """What is known of a loader's two ways of reading; it outlives epochs."""
+
+    aside: bool | None = None
+    """Side processes read; None: it is not known yet which way is quicker."""
+    here_s: deque[float] = field(default_factory=lambda: deque(maxlen=4 * _TIMED))
+    """From batch to batch, the step included, where the training process reads."""
+    spent_s: float = 0.0
+    """What they were taken from."""
+
+    def note(self, seconds: float, batches: int) -> None:
+        """Note how long the training took for batches that were read here."""
+        self.here_s.append(seconds / batches)
+        self.spent_s += seconds
+
+    @property
+    def tries(self) -> bool:
+        """Whether it is time to try side processes."""
+        enough = len(self.here_s) >= _TIMED and self.spent_s >= _TIMED_S
+        return self.aside is None and enough
+
+    def decide(self, aside_s: list[float]) -> None:
+        """Choose the quicker way by the times from batch to batch; too few choose none."""
+        if len(aside_s) >= _TIMED:
+            here_ms, aside_ms = (1000 * statistics.median(x) for x in (self.here_s, aside_s))
+            self.aside = aside_ms < _WORTH_IT * here_ms
+            log.info(
+                "From batch to batch it takes %.3g ms where the training process reads, %.3g where "
+                "workers do: %s from now on.",
+                *(here_ms, aside_ms, "these read" if self.aside else "it reads, and they stand by"),
+            )
+
+
+class StandbyExecutor:
+    """Fetches in the calling thread, or in the side processes of a pool.
+
+    Args:
+        plan: Whose batches are copies of what the dataset holds, in an order that is sure when the
+            epoch begins.
+        pool: Of the same plan.
+        ways: What earlier executors of the loader have found.
+    """
+
+    def __init__(self, plan: FetchPlan, pool: PoolExecutor, ways: Ways) -> None:
+        self._plan = plan
+        self._here = InlineExecutor(replace(plan, at_start=False))
+        self._pool = pool
+        self._ways = ways
+        self._source: Iterator[Any] = iter(())
+        self._epoch = 0
+        self._before: Fingerprint | None = None
+        self._earlier = 0
+        """Batches of the epoch that the pool was given, before those that it has now."""
+        self._trial: list[float] | None = None
+        """When each batch of a trial of the pool was asked for; None: there is none."""
+        self._aside = self._tried = False
+        self._batches = 1
+        """Batches that are read at once."""
+        self._most: int | None = None
+        """How many they may be; None: nothing was read yet."""
+        self._begins, self._read_s = True, 0.0
+        self._idle = True
+        """The side processes have read nothing since they were started, or told what they read."""
+        self._since_s: float | None = None
+
+    def start_epoch(self, batches: Iterable[Any], epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is dropped."""
+        self._source, self._epoch = iter(batches), epoch
+        self._here.start_epoch(self._source, epoch)
+        self._pool.start_epoch(iter(()), epoch)  # which starts the processes that are missing
+        self._earlier, self._trial, self._since_s = 0, None, None
+        self._aside = self._tried = False
+        self._begins, began_s = True, clock.monotonic()
+        self._before = self._plan.state(_WITHIN_S)
+        self._compared_s = clock.monotonic() - began_s
+        if self._before is None or self._ways.aside:
+            self._turn_aside(self._source)
+
+    def __iter__(self) -> StandbyExecutor:
+        return self
+
+    def __next__(self) -> Batch:
+        while True:
+            if not self._aside and not self._here.left:
+                self._look()
+            if not self._aside:
+                batch = self._read_here()
+                if batch is not None:
+                    return batch
+            if self._trial is not None:
+                self._trial.append(clock.monotonic())
+            try:
+                return next(self._pool)
+            except StopIteration:
+                if self._trial is None:
+                    raise
+            self._end_trial()
+
+    def _look(self) -> None:
+        """Decide who reads what comes next, now that nothing is left that was read."""
+        now_s = clock.monotonic()
+        if self._since_s is not None:
+            self._ways.note(now_s - self._since_s, self._batches)
+        self._since_s = now_s
+        began = all(child.began for child in self._pool.children.values())
+        if self._ways.tries and began and not self._tried:
+            self._trial, self._tried = [], True
+            around = 2 * self._plan.look_ahead  # while the pool fills, and while it empties
+            self._turn_aside(islice(self._source, around + _GROUP * (_TIMED + 1)))
+            return
+        # The program does nothing between the begin of an epoch and its first batch.
+        begins, self._begins = self._begins, False
+        if not begins and self._plan.state(_WITHIN_S) != self._before:
+            self._turn_aside(self._source)
+            return
+        if not begins:
+            self._compared_s = min(self._compared_s, clock.monotonic() - now_s)
+            if self._compared_s > _CHEAP_S:
+                self._ways.aside = True
+        wanted_s = min(max(_LEAST_S, _TIMES * self._compared_s), _MOST_S)
+        fitting = wanted_s / self._read_s if self._read_s else 1
+        self._batches = max(1, int(min(fitting, 2 * self._batches, self._most or 1)))
+
+    def _read_here(self) -> Batch | None:
+        """Return the next batch; None: side processes are to read it."""
+        if self._here.left:
+            return self._here.next_of(1)
+        began_s = clock.monotonic()
+        try:
+            batch = self._here.next_of(self._batches, self._holds)
+        except NotTakenError as error:
+            self._turn_aside(chain(error.asked, self._source))
+            return None
+        self._batches = 1 + self._here.left
+        self._read_s = (clock.monotonic() - began_s) / self._batches
+        if self._most is None:
+            self._most = max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, bytes_in(batch))))
+        return batch
+
+    def _holds(self) -> bool:
+        """Return whether nothing has changed while it was read: by that, or by another thread."""
+        if self._most is not None and threading.active_count() < 2:
+            return True
+        holds = self._plan.state(_WITHIN_S) == self._before
+        if not holds and self._most is None:
+            self._ways.aside = True
+            warnings.warn(_CHANGED_MEANWHILE, FastDataWarning, stacklevel=5)
+        return holds
+
+    def _turn_aside(self, batches: Iterator[Any]) -> None:
+        self._aside, self._idle = True, False
+        self._pool.start_epoch(batches, self._epoch)
+
+    def _end_trial(self) -> None:
+        asked_s, ahead = self._trial or [], self._plan.look_ahead
+        middle = asked_s[ahead : max(ahead, len(asked_s) - ahead)]
+        marks = middle[::_GROUP]
+        self._ways.decide([(b - a) / _GROUP for a, b in pairwise(marks)])
+        self._trial, self._since_s = None, None
+        self._earlier += self._pool.under_way()[0]
+        self._aside = False
+        if self._ways.aside:
+            self._turn_aside(self._source)
+
+    def under_way(self) -> tuple[int, tuple[int, ...]]:
+        """Return how many batches of the epoch were begun, and which were not handed over."""
+        before = self._here.under_way()[0] + self._earlier
+        if not self._aside:
+            return before, ()
+        begun, waiting = self._pool.under_way()
+        return before + begun, tuple(before + place for place in waiting)
+
+    def ready(self) -> bool:
+        """Return whether the next batch, or the end, can be had without waiting."""
+        return not self._aside or self._pool.ready()
+
+    @property
+    def respawned(self) -> int:
+        """Side processes that died and were replaced."""
+        return self._pool.respawned
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each delivered batch from now on; None: no more."""
+        self._here.record(records)
+        self._pool.record(records)
+
+    def resize(self, workers: int, look_ahead: int | None = None) -> None:
+        """Have so many side processes, and batches ahead."""
+        self._pool.resize(workers, look_ahead)
+
+    def ask_states(self, within_s: float) -> None:
+        """Ask each side process what it reads: the epoch is over."""
+        if not self._idle:
+            self._pool.ask_states(within_s)
+
+    def read_the_same(self, digest: bytes, within_s: float) -> bool:
+        """Return whether what side processes have read has changed nothing of what they read."""
+        self._idle = self._idle or self._pool.read_the_same(digest, within_s)
+        return self._idle
+
+    def now(self) -> ExecutorNow:
+        """Return what is under way; any thread may ask."""
+        return self._pool.now()
+
+    def close(self) -> None:
+        """Stop all side processes; batches handed out stay valid."""
+        self._here.close()
+        self._pool.close()

@@ -1,0 +1,332 @@
+"""Samples that the training process reads while workers stand by: the same batches, by whomever."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import threading
+import warnings
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+import torch
+from front_door.test_changing_world import (
+    BATCH,
+    KINDS,
+    LONG,
+    SEEN_AT_ONCE,
+    STREAMS,
+    _folders,
+    _judge,
+    by_torch,
+    by_torch_with_any_number,
+    trained,
+)
+from misses import Misses, each
+from torch.utils.data import Dataset
+
+from lightning_fastdata import FastDataLoader
+from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors import standby
+from lightning_fastdata.executors.standby import Ways
+
+LENGTH = 60
+LEVEL = {"now": 0}
+LOSSES: list[float] = []
+CHANGES = ("step", "step 3", "step 6", "thread", "epoch end", "validation")
+
+
+class Cheap(Dataset):
+    """Numbers that a function makes of an index."""
+
+    def __init__(self, make=lambda data, index: index, length=LENGTH):
+        self.make, self.length, self.added, self.reads = make, length, 0, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor(self.make(self, index) + self.added)
+
+
+def standing_by(dataset, **given):
+    how = {
+        "batch_size": 2,
+        "num_workers": 1,
+        "executor": "workers",
+        "persistent_workers": "unchanged",
+    }
+    return FastDataLoader(dataset, **{**how, "chosen": True, "standby": True, **given})
+
+
+def shuffled(data=None, **given):
+    data = Cheap(**given) if data is None else data
+    return standing_by(data, shuffle=True, seed=1, generator=torch.Generator().manual_seed(1))
+
+
+def readers_of(loader):
+    """Who has read the batches of an epoch: how many batches each process."""
+    records = deque()
+    loader.record_stamps(records)
+    batches = [batch.tolist() for batch in loader]
+    loader.record_stamps(None)
+    counts = Counter(min((task.process for task in each.tasks), default=-1) for each in records)
+    return batches, counts
+
+
+@pytest.mark.parametrize("who", CHANGES)
+def test_what_a_program_changes_is_read_as_torchs_workers_read_it(who, tmp_path):
+    _folders.name = str(tmp_path / "torch")
+    by_torch.cache_clear()
+    kinds = [kind for kind in KINDS if kind not in (*SEEN_AT_ONCE, *STREAMS)]
+    with Misses() as misses:
+        for number, kind in enumerate(kinds):
+            # In a short run each kind is changed by two of them.
+            if LONG or number % 3 == CHANGES.index(who) % 3:
+                with misses.case(kind.__name__):
+                    folder = tmp_path / str(number)
+                    folder.mkdir()
+                    seen = trained(
+                        who, kind, folder, lambda given: standing_by(**given, batch_size=BATCH)
+                    )
+                    _judge(seen, by_torch_with_any_number(who, kind))
+                    assert seen.warned is None
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    monkeypatch.setattr(standby, "_TIMED_S", math.inf)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    monkeypatch.setattr(standby, "_TIMED_S", 0.0)
+
+
+def test_nothing_changes_so_that_the_training_process_reads(untried):
+    loader = standing_by(Cheap(), shuffle=True)
+    for _ in range(3):
+        batches, readers = readers_of(loader)
+        assert sorted(itertools.chain(*batches)) == list(range(LENGTH))
+        assert readers == {-1: LENGTH // 2}
+
+
+@each("change", [lambda: LEVEL.update(now=5), lambda: LOSSES.append(1.0)])
+def test_behind_a_change_of_a_global_the_worker_reads_what_was_there(change, untried):
+    LEVEL["now"] = 0
+    loader = standing_by(Cheap(lambda _, index: index + LEVEL["now"]))
+    records = deque()
+    loader.record_stamps(records)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        for number, batch in enumerate(loader):
+            found += batch.tolist()
+            if number == 0:
+                change()
+    assert found == list(range(LENGTH))
+    assert {task.process for each in records for task in each.tasks} == {-1, 0}
+
+
+DRAWS = {
+    "random": lambda _, index: random.random() + index,
+    "numpy": lambda _, index: float(np.random.rand()) + index,
+    "torch": lambda _, index: float(torch.rand(())) + index,
+    "now and then": lambda _, index: random.random() if index % 7 == 3 else 0.0,
+    "none": lambda _, index: float(index),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_those_of_the_sample_whoever_reads_it(name):
+    dataset = Cheap(DRAWS[name])
+    order = {"shuffle": True, "generator": torch.Generator().manual_seed(1)}
+    wanted = FastDataLoader(dataset, 2, num_workers=2, executor="workers", seed=1, **order)
+    loader = shuffled(dataset)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    for _ in range(2):
+        found, expected = [], []
+        for number, batch in enumerate(loader):
+            found.append(batch.tolist())
+            LOSSES.append(0.0) if number == 11 else None
+        for batch in wanted:
+            expected.append(batch.tolist())
+        assert found == expected
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after
+
+
+def fails_at(bad):
+    def make(_, index):
+        if index == bad:
+            raise ValueError(f"no sample {index}")
+        return index
+
+    return make
+
+
+@pytest.mark.parametrize("bad", [0, 1, 9, 33])
+def test_an_error_is_raised_when_its_batch_is_due(bad):
+    batches = iter(standing_by(Cheap(fails_at(bad))))
+    for number in range(bad // 2):
+        assert next(batches).tolist() == [2 * number, 2 * number + 1]
+    with pytest.raises(ValueError, match=f"no sample {bad}"):
+        next(batches)
+
+
+@pytest.mark.parametrize("policy", ["replace", "skip"])
+def test_bad_samples_are_dealt_with_as_by_workers(policy):
+    data = Cheap(fails_at(9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = FastDataLoader(data, 2, num_workers=1, executor="workers", on_bad_sample=policy)
+        wanted = [batch.tolist() for batch in expected]
+        found = [batch.tolist() for batch in standing_by(data, on_bad_sample=policy)]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("stop", [1, 2, 7, 20, 29])
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_run_that_goes_on_gets_the_batches_that_are_left(stop, aside, untried):
+    wanted = [batch.tolist() for batch in shuffled()]
+    loader = shuffled()
+    iterator = iter(loader)
+    found = []
+    for number in range(stop):
+        found.append(next(iterator).tolist())
+        if aside and number == 0:
+            LOSSES.append(0.0)
+    other = shuffled()
+    other.load_state_dict(loader.state_dict())
+    assert found + [batch.tolist() for batch in other] == wanted
+
+
+def count_reads(data, index):
+    data.reads += 1
+    return index
+
+
+def test_what_reading_changes_is_read_aside_after_a_warning():
+    loader = standing_by(Cheap(count_reads))
+    with pytest.warns(FastDataWarning, match="has changed while a batch was read"):
+        assert readers_of(loader)[0] == [[2 * n, 2 * n + 1] for n in range(LENGTH // 2)]
+    assert readers_of(loader)[1] == {0: LENGTH // 2}
+
+
+@each(
+    "given",
+    [
+        {"worker_init_fn": lambda _: None},
+        {"timeout": 60},
+        {"stall_timeout": 60},
+        {"in_order": False},
+        {"sampler": [*range(LENGTH)]},
+    ],
+)
+def test_what_asks_for_workers_gets_them(given):
+    assert set(readers_of(standing_by(Cheap(), **given))[1]) == {0}
+
+
+def ways_of(here_s, batches=1):
+    ways = Ways()
+    for seconds in here_s:
+        ways.note(seconds, batches)
+    return ways
+
+
+def test_side_processes_are_tried_once_there_is_something_to_compare_them_with():
+    assert not ways_of([1.0] * 4).tries
+    assert not ways_of([0.001] * 20).tries
+    ways = ways_of([0.1] * 5)
+    assert ways.tries
+    ways.decide([0.05] * 5)
+    assert ways.aside
+    assert not ways.tries
+
+
+@each(
+    ("here_s", "aside_s", "aside"),
+    [
+        ([0.1] * 9, [0.05] * 5, True),
+        ([0.1] * 9, [0.1] * 5, False),
+        ([0.1] * 9, [0.05] * 4, None),
+        ([0.1, 9.0, 0.1, 0.1, 0.1], [0.11] * 5, False),  # a validation between two batches
+        ([0.1] * 5, [0.05, 9.0, 0.05, 0.05, 0.05], True),
+    ],
+)
+def test_the_quicker_way_is_chosen(here_s, aside_s, aside):
+    ways = ways_of(here_s)
+    ways.decide(aside_s)
+    assert ways.aside is aside
+
+
+@pytest.mark.parametrize("length", [8, 200, 1000])
+def test_a_trial_loses_and_doubles_nothing(length, tried):
+    loader = standing_by(Cheap(length=length), shuffle=True)
+    readers = Counter()
+    for _ in range(4):
+        batches, read = readers_of(loader)
+        assert sorted(itertools.chain(*batches)) == list(range(length))
+        readers += read
+    assert set(readers) >= ({-1} if length == 8 else {-1, 0})
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_run_that_goes_on_behind_a_trial_gets_the_batches_that_are_left(policy, tried):
+    data = Cheap(length=1000)
+    loader = standing_by(data, on_bad_sample=policy)
+    for _ in range(3):
+        found = []
+        for number, batch in enumerate(loader):
+            found += batch.tolist()
+            if number % 97 == 5:
+                other = standing_by(data, on_bad_sample=policy)
+                other.load_state_dict(loader.state_dict())
+                assert found + [index for batch in other for index in batch.tolist()] == [
+                    *range(1000)
+                ]
+
+
+def count_some(data, index):
+    data.reads += index >= LENGTH // 2
+    return data.reads
+
+
+def test_a_worker_that_has_changed_its_copy_reads_no_other_epoch(untried):
+    loader = standing_by(Cheap(count_some))
+    for _ in range(2):
+        found = []
+        for number, batch in enumerate(loader):
+            found += batch.tolist()
+            if number == 0:
+                LOSSES.append(0.0)
+            if number == LENGTH // 2 - 1:
+                LOSSES.pop()
+        assert found == [0] * (LENGTH // 2) + list(range(1, LENGTH // 2 + 1))
+
+
+def changed_by_a_thread(data, index):
+    if index == LENGTH // 2 and os.getpid() == TRAINING:
+        thread = threading.Thread(target=setattr, args=(data, "added", 1000))
+        thread.start()
+        thread.join()
+    return index
+
+
+TRAINING = os.getpid()
+
+
+def test_what_another_thread_changes_while_it_is_read_is_read_as_workers_have_it(untried):
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    try:
+        batches, readers = readers_of(standing_by(Cheap(changed_by_a_thread)))
+    finally:
+        stop.set()
+        other.join()
+    assert batches == [[2 * n, 2 * n + 1] for n in range(LENGTH // 2)]
+    assert set(readers) == {-1, 0}
