@@ -33,10 +33,10 @@ from torch import nn
 
 
 def measure_overhead(run):
-    from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
+    from lightning_fastdata.insight.measure.timeline import EventClock, StepTimeline
 
     name, steps = "overhead", 100 if run.quick else 2000
-    timeline = StepTimeline(device=CudaClock() if run.cuda else None)
+    timeline = StepTimeline(device=EventClock() if run.cuda else None)
 
     def one_step():
         timeline.wait_began()

@@ -12,7 +12,7 @@ import torch
 from gpu_run import Skipped, new_trainer
 from torch import nn
 
-from lightning_fastdata.host.memory import is_out_of_memory
+from lightning_fastdata.device.backend import is_out_of_memory
 from lightning_fastdata.plugin.guard.prediction import predict_peak_bytes
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
+from lightning_fastdata.device.backend import is_out_of_memory
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.host.memory import is_out_of_memory, reserve_bytes
+from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     Probe,
@@ -422,7 +423,6 @@ Placeholder storage has not been allocated on MPS device!
 
 def test_errors_of_full_devices_are_known_by_their_type():
     assert is_out_of_memory(torch.OutOfMemoryError("anything"))
-    assert is_out_of_memory(torch.cuda.OutOfMemoryError("anything"))
 
 
 @each("words", OF_MEMORY)

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lightning_fastdata.device.backend import (
+    current_index,
+    is_out_of_memory,
+    set_current_index,
+)
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.memory import is_out_of_memory
 from lightning_fastdata.torch_internals import pinned
 
 if TYPE_CHECKING:
@@ -42,13 +46,13 @@ class PinThread:
 
     def pin(self, whole: Callable[[], Batch]) -> Future[Pinned]:
         """Begin to copy what a function returns, and go on without waiting for it."""
-        index = torch.accelerator.current_device_index()
+        index = current_index()
         return self._threads.submit(_pinned, whole, self._device, index)
 
 
 def _pinned(whole: Callable[[], Batch], device: str, index: int) -> Pinned:
     # A thread begins with the first device, and would make a context there in each rank.
-    torch.accelerator.set_device_index(index)
+    set_current_index(index)
     batch, began_ns = whole(), clock.monotonic_ns()
     return Pinned(pinned_if_room(batch, device), began_ns, clock.monotonic_ns())
 

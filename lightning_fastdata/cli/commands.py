@@ -41,12 +41,11 @@ def takes_doctor(parser: ArgumentParser) -> None:
 
 
 def _read_gpus() -> list[tuple[str, DeviceMemory]]:
-    import torch
-
+    from lightning_fastdata.device.backend import devices, name_of
     from lightning_fastdata.host.memory import read_device_memory
 
-    held = {index: read_device_memory(index) for index in range(torch.cuda.device_count())}
-    return [(torch.cuda.get_device_name(i), one) for i, one in held.items() if one is not None]
+    held = {device: read_device_memory(device) for device in devices()}
+    return [(name_of(device), one) for device, one in held.items() if one is not None]
 
 
 def replay(

@@ -15,14 +15,13 @@ from lightning_fastdata.batches.staged import (
     leaves,
     shows_its_memory,
 )
+from lightning_fastdata.device.backend import is_out_of_memory
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.host.memory import is_out_of_memory
-from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.torch_internals import next_has_arrived
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.device.streams import DeviceStreams
+    from lightning_fastdata.device.backend import DeviceStreams
 
 BATCHES_AHEAD: Final = 1
 """Batches that a lane holds on the device beside the one that is trained on, at most."""
@@ -50,7 +49,7 @@ class Crossing:
         self._lane = lane
         self.moved: tuple[Batch] | None = None
         """What a side stream makes of it; None: nothing, or it was handed out or dropped."""
-        self.done: torch.cuda.Event | None = None
+        self.done: torch.Event | None = None
         """Behind the work of the side stream."""
 
     def land(self) -> Batch:
@@ -84,18 +83,18 @@ class SideLane:
 
     def __init__(self, streams: DeviceStreams) -> None:
         self.streams = streams
-        self._landed: torch.cuda.Event | None = None
+        self._landed: torch.Event | None = None
         """Behind the steps before the batch that landed last."""
         self._ahead: weakref.ref[Crossing] | None = None
         """The batch that was sent last."""
         self._full = False
-        self._sources: deque[tuple[torch.cuda.Event, Batch]] = deque()
+        self._sources: deque[tuple[torch.Event, Batch]] = deque()
         weakref.finalize(self, _wait_for, self._sources)
 
     @property
     def has_room(self) -> bool:
         """Whether a batch can be sent now, before the step with the last one that landed."""
-        passed = self._landed is None or self._landed.query()  # type: ignore[no-untyped-call]
+        passed = self._landed is None or self._landed.query()
         return passed and not self._full
 
     def send(self, batch: Batch, work: Callable[[Batch], Batch]) -> Crossing:
@@ -114,7 +113,7 @@ class SideLane:
             # Memory that is not seen could be used again too early: the consumer's stream does it.
             return crossing
         self._make_room()
-        while self._sources and self._sources[0][0].query():  # type: ignore[no-untyped-call]
+        while self._sources and self._sources[0][0].query():
             self._sources.popleft()
         streams = self.streams
         on_host = all(isinstance(leaf, torch.Tensor | _KnowsHost) and leaf.is_cpu for leaf in given)
@@ -160,7 +159,7 @@ class SideLane:
             warnings.warn(_NO_ROOM, FastDataWarning, stacklevel=3)
 
 
-def _wait_for(sources: deque[tuple[torch.cuda.Event, Batch]]) -> None:
+def _wait_for(sources: deque[tuple[torch.Event, Batch]]) -> None:
     while sources:
         with suppress(RuntimeError):  # a device that has failed reads nothing
             sources[0][0].synchronize()
@@ -170,10 +169,9 @@ def _wait_for(sources: deque[tuple[torch.cuda.Event, Batch]]) -> None:
 class OneAhead(Generic[_Sent]):
     """Iterates batches, each sent to the device while the one before it is used.
 
-    The next batch is asked for only if it is there without waiting, where the iterator says so,
-    and else when it is its turn; so no batch that is ready is held up by another. An iterator
-    that makes its batches in the calling process is watched at its second batch: if that draws from
-    the global generators, from which the training may draw as well, none is made ahead.
+    The next batch is asked for only if it is known to be there, and else when it is its turn: no
+    step waits for the batch behind its own. One that is made in the calling process, when it is
+    asked for, so finds what the step before has written, and draws as it would without this.
 
     Args:
         batches: The iterator of a loader.
@@ -195,8 +193,6 @@ class OneAhead(Generic[_Sent]):
         self._has_room = has_room
         self._next: tuple[_Sent] | Exception | None = None
         """The batch that was sent ahead, or what asking for it raised."""
-        self._asked = 0
-        self._draws = True
 
     def __iter__(self) -> OneAhead[_Sent]:
         return self
@@ -231,26 +227,18 @@ class OneAhead(Generic[_Sent]):
         if self._batches is None:
             return None
         try:
-            ready = is_ready(self._batches)
-            if not waiting and (self._draws if ready is None else not ready):
+            if not waiting and not (is_ready(self._batches) and self._has_room()):
                 return None
-            if not (waiting or self._has_room()):
-                return None
-            self._asked += 1
-            # The first one may draw the seed of an order.
-            watch = DrawWatch() if ready is None and self._asked == 2 else None
-            batch = next(self._batches)
-            if watch is not None:
-                self._draws = watch.drew()
-            return (self._send(batch),)
+            return (self._send(next(self._batches)),)
         except Exception as error:  # it belongs to the batch that is to come
             return error
 
 
 def is_ready(batches: Iterator[Batch]) -> bool | None:
-    """Return whether the next batch, or the end, can be had without waiting for another process.
+    """Return whether the next batch, or the end, can be had without waiting.
 
     None: it is made in this process when it is asked for, or nothing is known about it.
     """
     ready = getattr(batches, "ready", None)  # which what stands for batches may hand on
-    return bool(ready()) if callable(ready) else next_has_arrived(batches)
+    found: bool | None = ready() if callable(ready) else next_has_arrived(batches)
+    return found

@@ -16,8 +16,8 @@ from lightning_fastdata.batches.staged import (
     batch_samples,
     move,
 )
+from lightning_fastdata.device.backend import device_of, device_streams, generator_of
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
-from lightning_fastdata.device.streams import device_streams
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -25,7 +25,7 @@ from lightning_fastdata.types import B, Batch, Batch_co, SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.device.streams import DeviceStreams
+    from lightning_fastdata.device.backend import DeviceStreams
 
 
 def prefetch(
@@ -68,9 +68,7 @@ def prefetch(
         ...     for images, labels in batches:  # on the device, augmented
         ...         step(images, labels)
     """
-    if isinstance(device, int):
-        device = torch.device("cuda", device)
-    return Prefetched(loader, torch.device(device), transform, seed=seed, streams=streams)
+    return Prefetched(loader, device_of(device), transform, seed=seed, streams=streams)
 
 
 @runtime_checkable
@@ -268,21 +266,13 @@ def drawn_under(seed: int, epoch: int, number: object, device: torch.device) -> 
     """
     with kept_random_state():
         seed_global_generators(seed, epoch, ("batch", number))
-        backend: Any = getattr(torch, device.type, None)
-        generators = getattr(backend, "default_generators", ())
-        if not generators and (device.type == "cpu" or not hasattr(backend, "get_rng_state")):
+        generator = generator_of(device)
+        if generator is None:
             yield
             return
-        seed = int(torch.randint(2**62, ()))
-        if generators:
-            index = backend.current_device() if device.index is None else device.index
-            before = generators[index].get_state()
-            generators[index].manual_seed(seed)
-            put_back = partial(generators[index].set_state, before)
-        else:  # a backend of one device, as Apple's
-            put_back = partial(backend.set_rng_state, backend.get_rng_state())
-            backend.manual_seed(seed)
+        before = generator.get_state()
+        generator.manual_seed(int(torch.randint(2**62, ())))
         try:
             yield
         finally:
-            put_back()
+            generator.set_state(before)

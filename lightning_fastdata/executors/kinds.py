@@ -39,7 +39,8 @@ class Resources:
     workers: int
     """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
     pin_thread: PinThread | None
-    """Copies the batches of side processes into page-locked memory; None: they stay as they are."""
+    """Copies batches into page-locked memory, but for those that the training process reads; None:
+    they stay as they are."""
     trial: CrewTrial | None
     """Of side processes that read by index, what earlier ones have shown; None: nothing."""
     ways: Ways | None
@@ -95,7 +96,7 @@ def _start_gather(plan: FetchPlan, given: Resources) -> Executor:
 
     # The caller helps while it waits, and more threads than CPUs hinder each other.
     spare = max(1, read_cpu_limit().usable_cpus - 1)
-    return GatherExecutor(plan, threads=min(given.workers, spare))
+    return GatherExecutor(plan, threads=min(given.workers, spare), pin_thread=given.pin_thread)
 
 
 def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
@@ -119,7 +120,7 @@ def _start_processes(plan: FetchPlan, given: Resources) -> Executor:
         return pool
     from lightning_fastdata.executors.standby import StandbyExecutor
 
-    return StandbyExecutor(plan, pool, given.ways)
+    return StandbyExecutor(plan, pool, given.ways, given.pin_thread)
 
 
 def _start_ray(plan: FetchPlan, given: Resources) -> Executor:

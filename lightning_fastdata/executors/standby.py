@@ -27,6 +27,7 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
+    from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.scheduler import PoolExecutor
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
@@ -103,13 +104,21 @@ class StandbyExecutor:
             epoch begins.
         pool: Of the same plan.
         ways: What earlier executors of the loader have found.
+        pin_thread: Copies batches into page-locked memory, as those of the pool; None: nobody.
     """
 
-    def __init__(self, plan: FetchPlan, pool: PoolExecutor, ways: Ways) -> None:
+    def __init__(
+        self,
+        plan: FetchPlan,
+        pool: PoolExecutor,
+        ways: Ways,
+        pin_thread: PinThread | None = None,
+    ) -> None:
         self._plan = plan
         self._here = InlineExecutor(replace(plan, at_start=False))
         self._pool = pool
         self._ways = ways
+        self._pin_thread = pin_thread
         self._source: Iterator[Any] = iter(())
         self._epoch = 0
         self._before: Fingerprint | None = None
@@ -150,7 +159,7 @@ class StandbyExecutor:
             if not self._aside:
                 batch = self._read_here()
                 if batch is not None:
-                    return batch
+                    return self._pinned(batch)
             if self._trial is not None:
                 self._trial.append(clock.monotonic())
             try:
@@ -201,6 +210,11 @@ class StandbyExecutor:
             self._most = max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, bytes_in(batch))))
         return batch
 
+    def _pinned(self, batch: Batch) -> Batch:
+        if self._pin_thread is None:
+            return batch
+        return self._pin_thread.pin(lambda: batch).result().batch
+
     def _holds(self) -> bool:
         """Return whether nothing has changed while it was read: by that, or by another thread."""
         if self._most is not None and threading.active_count() < 2:
@@ -234,9 +248,13 @@ class StandbyExecutor:
         begun, waiting = self._pool.under_way()
         return before + begun, tuple(before + place for place in waiting)
 
-    def ready(self) -> bool:
-        """Return whether the next batch, or the end, can be had without waiting."""
-        return not self._aside or self._pool.ready()
+    def ready(self) -> bool | None:
+        """Return whether the next batch, or the end, can be had without waiting.
+
+        None: this process makes it when it is asked for.
+        """
+        over = self._trial is not None and not self._pool.under_way()[1]
+        return self._pool.ready() if self._aside and not over else None
 
     @property
     def respawned(self) -> int:

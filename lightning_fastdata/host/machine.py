@@ -77,15 +77,12 @@ def read_versions() -> dict[str, str]:
 
 def describe_machine(device: torch.device) -> dict[str, str | int | float]:
     """Return system, CPUs that may be used, and the device that the model is on."""
-    name = device.type
-    if name == "cuda":
-        import torch
+    from lightning_fastdata.device.backend import name_of  # loads torch
 
-        name = torch.cuda.get_device_name(device)
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "usable_cpus": read_cpu_limit().usable_cpus,
-        "device": name,
+        "device": name_of(device),
     }
 
 

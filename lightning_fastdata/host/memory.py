@@ -1,16 +1,15 @@
-"""How much memory there is: RAM, the cgroup's share, ``/dev/shm``, open files, and the device."""
+"""How much memory there is: RAM, the cgroup's share, ``/dev/shm``, and open files."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import math
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.host.cpu import counters, read_cgroup_folders, read_text
 
@@ -27,20 +26,6 @@ _BLOCK_BYTES: Final = (64 << 20, 32 << 20)
 than the second."""
 _MIB: Final = 2**20
 _GIB: Final = 2**30
-_OUT_OF_MEMORY: Final = (
-    r"\bout of memory\b",  # allocators of all devices, the driver, Triton's launcher
-    r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # on MIG, where it may not ask
-    r"(CU|HIP)[A-Z]+_(STATUS_)?ALLOC_FAILED",  # of cuBLAS, cuSOLVER, cuSPARSE, cuFFT
-    r"(CU|HIP)BLAS_STATUS_NOT_INITIALIZED when calling .(cu|hip)blasCreate",  # no room for a handle
-    r"CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
-    r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR)",  # no room for a workspace
-    r"Unable to find a valid cuDNN algorithm to run convolution",
-    r"was unable to find an engine to execute this computation",
-    r"UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY",  # SYCL's, below XPU
-    r"Invalid buffer size: [\d.]+ [KMGT]i?B",  # Metal's, below MPS
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory",
-)
-"""What errors say that have no type of their own; from public reports."""
 _V1_NO_LIMIT_BYTES = 2**62
 """An unlimited v1 cgroup states the largest multiple of the page size below 2**63."""
 
@@ -146,11 +131,11 @@ def read_host_memory(*, root: Path = Path("/")) -> HostMemory:
 
 
 def read_device_memory(device: torch.device | str | int) -> DeviceMemory | None:
-    """Memory of a CUDA device, its name or its index; None for a device of another kind."""
-    import torch
+    """Return the memory of a device, its name or its index; None where it does not tell."""
+    from lightning_fastdata.device.backend import device_of, free_and_total_bytes  # loads torch
 
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return DeviceMemory(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
+    found = free_and_total_bytes(device_of(device))
+    return None if found is None else DeviceMemory(*found)
 
 
 def read_open_file_limits() -> tuple[int | None, int | None]:
@@ -243,79 +228,6 @@ def _read_free(folder: Path) -> int | None:
         return None
 
 
-class MemoryReader(Protocol):
-    """Reads the memory of one device. All numbers are bytes."""
-
-    def reset_peak(self) -> None:
-        """Give cached memory back to the driver and start to measure a new peak."""
-
-    def peak_bytes(self) -> int:
-        """Return the most that live tensors of this process took since the last reset."""
-
-    def free_bytes(self) -> int:
-        """Return what live tensors of this process could take at most.
-
-        What the driver says is free, and what torch's allocator has reserved already.
-        """
-
-    def total_bytes(self) -> int:
-        """Return the memory of the device, or the part of it that this process may use."""
-
-
-class CudaMemoryReader:
-    """Reads the memory of one CUDA (or ROCm) device from the driver and from torch's allocator.
-
-    The peak is that of allocated, not of reserved memory: the allocator reserves segments of 2 to
-    20 MiB, so that at a few rows the reserved memory often does not grow at all. The difference,
-    fragmentation, is part of what :func:`reserve_bytes` is for.
-    """
-
-    def __init__(self, device: torch.device | int | str = "cuda") -> None:
-        import torch
-
-        named, self._cuda = torch.device(device), torch.cuda
-        # Some of torch's memory functions take a device only with its index.
-        index = torch.cuda.current_device() if named.index is None else named.index
-        self._device = torch.device(named.type, index)
-
-    def reset_peak(self) -> None:
-        """Give cached memory back, and start to measure a new peak."""
-        self._cuda.empty_cache()
-        self._cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> int:
-        """Return the most that live tensors took since the last reset."""
-        return self._cuda.max_memory_allocated(self._device)
-
-    def free_bytes(self) -> int:
-        """Return the free memory, with what is reserved already."""
-        free, _total = self._cuda.mem_get_info(self._device)
-        return min(free + self._cuda.memory_reserved(self._device), self.total_bytes())
-
-    def total_bytes(self) -> int:
-        """Return the memory of the device, or the part that may be used."""
-        # Absent before torch 2.7; without it a limit set by the user is not seen.
-        read_fraction = getattr(self._cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-        total = self._cuda.mem_get_info(self._device)[1]
-        return int(total * read_fraction(self._device))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device, or torch's host allocator, ran out of memory.
-
-    Besides ``torch.OutOfMemoryError`` these are plain ``RuntimeError`` that say so in words. Some
-    of them have other causes, too (``CUDNN_STATUS_NOT_SUPPORTED``); such an error comes back at the
-    smallest batch.
-    """
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError | torch.cuda.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        re.search(words, str(error)) for words in _OUT_OF_MEMORY
-    )
-
-
 def reserve_bytes(total_bytes: int) -> int:
     """Return the memory to leave free: the larger of 5 % of the device and 512 MiB.
 
@@ -327,3 +239,10 @@ def reserve_bytes(total_bytes: int) -> int:
 def size_text(count: int) -> str:
     """Return bytes in words."""
     return f"{count / _GIB:.2f} GiB" if abs(count) >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or page-locked memory, has no more room."""
+    from lightning_fastdata.device import backend  # and torch, which nothing else here needs
+
+    return backend.is_out_of_memory(error)

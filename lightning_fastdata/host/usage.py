@@ -1,4 +1,4 @@
-"""What processes, threads and devices use, as counters of the system; compare two readings."""
+"""What processes and threads use, as counters of the system; compare two readings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import CpuThrottling, counters, read_cpu_throttling, read_text
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 
@@ -66,21 +63,6 @@ class HostUsage:
     """Of the machine, and of this process with its workers."""
     shm_used_share: float | None = None
     """Part of ``/dev/shm`` that is taken, 0 to 1. A full one kills workers with a bus error."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceUsage:
-    """Memory of one GPU, and how hard it was to get."""
-
-    peak_bytes: int
-    """Most that tensors of this process took at once."""
-    never_used_bytes: int
-    """What no process took, even when this one held most."""
-    total_bytes: int
-    alloc_retries: int
-    """How often the allocator had to free its cache and try again."""
-    held_bytes: int = 0
-    """What tensors of this process take now."""
 
 
 class SpentTime(NamedTuple):
@@ -244,24 +226,6 @@ def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/
 def read_memory_together(workers: Iterable[int], *, root: Path = Path("/")) -> int | None:
     """Bytes that this process and its workers, by number, take together; see :func:`read_pss`."""
     return read_pss([os.getpid(), *workers], root=root)
-
-
-def read_device_usage(device: torch.device) -> DeviceUsage | None:
-    """Read the memory counters of a CUDA device; None for a device of another kind."""
-    if device.type != "cuda":
-        return None
-    import torch
-
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    # What other processes take now is taken off.
-    room = free_bytes + torch.cuda.memory_reserved(device)
-    return DeviceUsage(
-        peak_bytes=torch.cuda.max_memory_allocated(device),
-        never_used_bytes=max(0, room - torch.cuda.max_memory_reserved(device)),
-        total_bytes=total_bytes,
-        alloc_retries=torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
-        held_bytes=torch.cuda.memory_allocated(device),
-    )
 
 
 def _sum(numbers: Iterable[int]) -> int | None:

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
-import torch
-
 from lightning_fastdata.batches.staged import batch_samples
+from lightning_fastdata.device.backend import default_type, device_of
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.measure.stage import LoopStage
@@ -19,6 +18,8 @@ from lightning_fastdata.prove.settings import read_settings
 from lightning_fastdata.types import STAGES, Batch_co
 
 if TYPE_CHECKING:
+    import torch
+
     from lightning_fastdata.types import B, Stage
 
 
@@ -31,9 +32,9 @@ class StepTimer:
     ``DataThroughputCallback`` does it: on a GPU by events that are read late and never waited for.
 
     Args:
-        device: What computes, as for ``torch.device``. Default: the current CUDA device if there is
-            one, else the CPU. Other devices are measured by the clock of the host, for which their
-            work is done when it is queued.
+        device: What computes, as for ``torch.device``. Default: the current accelerator if there is
+            one, else the CPU. Devices without streams are measured by the clock of the host, for
+            which their work is done when it is queued.
 
     Raises:
         OptionsError: ``device`` is no device.
@@ -50,11 +51,9 @@ class StepTimer:
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = default_type()
         try:
-            self.device = (
-                torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-            )
+            self.device = device_of(device)
         except (RuntimeError, TypeError) as error:
             raise OptionsError(
                 f"device={device!r} is no device: {error}. Pass 'cpu', 'cuda' or a torch.device."

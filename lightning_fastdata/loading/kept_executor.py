@@ -26,6 +26,7 @@ import torch
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fault_log import FaultLog
@@ -110,7 +111,7 @@ class _TellsState(Executor, Protocol):
 class _Announces(Protocol):
     """An executor that knows whether its next batch is ready."""
 
-    def ready(self) -> bool: ...
+    def ready(self) -> bool | None: ...
 
 
 @runtime_checkable
@@ -201,7 +202,8 @@ class KeptExecutor:
         """The executor of the epoch that began last, if its processes may die."""
         self._respawned = 0
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
-        self._pin_thread = PinThread(self.pin_on) if self.pin_on and self.aside else None
+        ahead = self.aside or KINDS[self.name].gathers
+        self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
         self.base_seed: int | None = None
@@ -508,9 +510,14 @@ class EpochIterator:
             warnings.warn(text, stacklevel=2)
         return batch if self._finish is None else self._finish(batch)
 
-    def ready(self) -> bool:
-        """Return whether the next batch, or the end, comes without waiting for a side process."""
-        return self.executor.ready() if isinstance(self.executor, _Announces) else True
+    def ready(self) -> bool | None:
+        """Return whether the next batch, or the end, comes without waiting.
+
+        None: this process makes it when it is asked for.
+        """
+        if self.executor is None:
+            return True
+        return self.executor.ready() if isinstance(self.executor, _Announces) else None
 
     def under_way(self) -> tuple[int, tuple[int, ...]] | None:
         """Return how many batches were begun, and which were not handed over; None: not known."""
@@ -527,9 +534,9 @@ class EpochIterator:
 
 
 def _pinning_device() -> str | None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None and device.type != "mps":
-        return str(device)
+    kind = default_type()
+    if reads_page_locked(kind):
+        return kind
     warnings.warn(
         "pin_memory=True, but there is no accelerator that copies from page-locked memory; "
         "batches come in ordinary memory. Set pin_memory=False.",

@@ -8,11 +8,11 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch.utils.data import TensorDataset
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
+from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.fetch import AT_START_BYTES, copy_limit_bytes
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere, unsuited
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _WORTH_IT: Final = 0.8
 # Shorter waits may come from other programs, which is no reason to warn of what the user set.
 _SURELY_MS: Final = 2
-_PIN: Final = "page-locked memory speeds up copies to CUDA devices only"
+_PIN: Final = "page-locked memory speeds up copies to GPUs with memory of their own"
 _KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
@@ -83,8 +83,7 @@ def plan_for(
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
     if accelerator is None:
-        found = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
-        accelerator = found.type if found else "cpu"
+        accelerator = default_type()
     options, dataset, cost = spec.options, spec.dataset, facts.cost
     stream = facts.stream
     if stream is not None and stream.here and options.num_workers not in ("auto", 0):
@@ -310,7 +309,7 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
     forks = situation.instead_of_fork is None
     auto: dict[str, tuple[Value, str]] = {
         "num_workers": (count, why),
-        "pin_memory": (situation.accelerator == "cuda", _PIN),
+        "pin_memory": (reads_page_locked(situation.accelerator), _PIN),
         "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
         "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
@@ -384,7 +383,7 @@ def _overstepped(options: LoaderOptions, situation: Situation) -> Iterator[str]:
             f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
             "workers than CPUs."
         )
-    if options.pin_memory is True and situation.accelerator != "cuda":
+    if options.pin_memory is True and not reads_page_locked(situation.accelerator):
         yield f'pin_memory=True has no use on {situation.accelerator!r}. Set it to "auto".'
 
 

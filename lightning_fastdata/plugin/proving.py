@@ -62,7 +62,7 @@ class ProvingHooks:
             trial,
             Path(settings.file),
             budget_s=settings.budget_s,
-            cuda=trainer.strategy.root_device.type == "cuda",
+            device=trainer.strategy.root_device,
             make_fast=self._fast_loaders(trainer),
         )
         if trainer.world_size > 1:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from lightning_fastdata.caches.cached import CachedDataset
+from lightning_fastdata.device.backend import synchronize
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -38,6 +37,9 @@ from lightning_fastdata.prove.trials import (
 )
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.types import Batch
+
+if TYPE_CHECKING:
+    import torch
 
 _FIRST_STEPS: Final = 8
 _PROBE_S: Final = 2.0
@@ -154,7 +156,7 @@ class Session:
         trial: What is found goes there.
         file: Is written after each part of an epoch.
         budget_s: How long all of it may take, from now on.
-        cuda: A CUDA device trains.
+        device: What trains.
         make_fast: Makes the loader that ``from_loaders`` would make of one, by its stage; None:
             FastDataLoader takes its place.
     """
@@ -165,11 +167,11 @@ class Session:
         file: Path,
         *,
         budget_s: float,
-        cuda: bool = False,
+        device: torch.device,
         make_fast: Callable[[str, Any], Any] | None = None,
     ) -> None:
         self.trial, self.file = trial, file
-        self.cuda, self.make_fast = cuda, make_fast
+        self.device, self.make_fast = device, make_fast
         self.budget_s, self._until_s = budget_s, clock.monotonic() + budget_s
         self.validations = 0.0
         """How often an epoch validates."""
@@ -237,8 +239,7 @@ class Session:
         for batches in self._open:
             batches.close()
         self._open = []
-        if self.cuda:
-            torch.cuda.synchronize()
+        synchronize(self.device)
         now_s = clock.monotonic()
         for place in self._places["train"]:
             place.ended(self._stepped_s)
@@ -528,7 +529,7 @@ class Session:
             reader=reader,
             num_workers=own.num_workers if is_loader else 0,
             cpus=limit.usable_cpus,
-            cuda=self.cuda,
+            cuda=self.device.type == "cuda",
             used_cpus=sum(self._used) / max(1, len(self._used)),
             step_share=1 - steps[1] / max(steps[0], 1e-9),
             start_share=(sum(self._first_s) / max(1, len(self._first_s)))
@@ -561,7 +562,7 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
         trial,
         Path(settings.file),
         budget_s=settings.budget_s,
-        cuda=device.type == "cuda",
+        device=device,
     )
     trial.notes.append(
         "The loop was timed from batch to batch, within one epoch of its own; validation and what "

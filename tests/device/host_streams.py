@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from unittest import mock
+
+from lightning_fastdata.device import lookahead
+
+
+@contextmanager
+def made_ahead():
+    """Have what this process makes be sent ahead, as if workers had made it."""
+    with mock.patch.object(lookahead, "is_ready", return_value=True):
+        yield
 
 
 class HostStreams:

@@ -378,6 +378,16 @@ def test_a_batch_that_several_threads_write_is_whole_when_it_is_delivered() -> N
         batch.zero_()  # so that what the next job leaves out shows
 
 
+def test_who_waits_for_rows_that_are_dropped_goes_on() -> None:
+    pool = SlotPool(limit_bytes=2**28, shared=False)
+    job = GatherJob(rows_of(TABLE), np.arange(3), [1, 3], pool)
+    job.cancel()
+    waiting = threading.Thread(target=lambda: list(job.batches()), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
 @pytest.mark.parametrize("threads", [0, 1])
 def test_memory_of_batches_that_are_dropped_is_used_again(threads) -> None:
     table = torch.randn(4000, 64)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_fastdata.host.usage import read_device_usage
+from lightning_fastdata.device.backend import read_device_usage
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,12 +10,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.host.memory import (
-    CudaMemoryReader,
-    is_out_of_memory,
-    read_device_memory,
-    reserve_bytes,
-)
+from lightning_fastdata.device.backend import MemoryReader, is_out_of_memory
+from lightning_fastdata.host.memory import read_device_memory, reserve_bytes
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 
 pytestmark = [
@@ -48,7 +44,7 @@ def test_device_memory_is_what_the_driver_says(device):
 
 @pytest.mark.parametrize("device", ["cuda", CUDA, CUDA.index])
 def test_the_readers_free_memory_counts_what_we_hold_ourselves(device):
-    reader = CudaMemoryReader(device)
+    reader = MemoryReader(device)
     torch.zeros(1, device=CUDA)
     free = reader.free_bytes()
     held = torch.empty(1024 * MIB, dtype=torch.uint8, device=CUDA)
@@ -58,7 +54,7 @@ def test_the_readers_free_memory_counts_what_we_hold_ourselves(device):
 
 
 def test_the_readers_peak_is_of_live_tensors_since_the_last_reset():
-    reader = CudaMemoryReader(CUDA)
+    reader = MemoryReader(CUDA)
     kept = torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
     reader.reset_peak()
     base = reader.peak_bytes()
@@ -70,7 +66,7 @@ def test_the_readers_peak_is_of_live_tensors_since_the_last_reset():
 
 
 def test_a_limit_on_this_process_limits_what_the_reader_calls_free():
-    reader = CudaMemoryReader(CUDA)
+    reader = MemoryReader(CUDA)
     total = read_device_memory(CUDA).total_bytes
     torch.cuda.set_per_process_memory_fraction(0.05, CUDA)
     assert reader.free_bytes() <= 0.05 * total

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu.device import DeviceWork, needs_cuda, no_waiting
 
-from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
+from lightning_fastdata.insight.measure.timeline import EventClock, StepTimeline
 
 pytestmark = needs_cuda
 
@@ -27,7 +27,7 @@ def run_steps(work, *, wait_ms, work_ms, steps, synced):
 
     The true time is measured by events of this function, not by the timeline.
     """
-    timeline = StepTimeline(device=CudaClock())
+    timeline = StepTimeline(device=EventClock())
     truth = []
     torch.cuda.synchronize()
     for _ in range(steps):
@@ -70,7 +70,7 @@ def test_of_a_wait_longer_than_the_devices_work_only_the_rest_is_a_stall(work):
 
 
 def test_phases_of_a_step_are_the_devices_own_times(work):
-    timeline, truth = StepTimeline(device=CudaClock()), []
+    timeline, truth = StepTimeline(device=EventClock()), []
     host = torch.empty(256, 2**20, dtype=torch.uint8).pin_memory()
     torch.cuda.synchronize()
     for _ in range(8):
@@ -98,7 +98,7 @@ def test_phases_of_a_step_are_the_devices_own_times(work):
 
 
 def test_measuring_never_waits_for_the_device(long_work):
-    timeline = StepTimeline(device=CudaClock())
+    timeline = StepTimeline(device=EventClock())
     small = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     with no_waiting():
@@ -121,7 +121,7 @@ def test_measuring_never_waits_for_the_device(long_work):
 
 
 def test_a_full_clock_gives_up_figures_rather_than_wait(long_work):
-    timeline = StepTimeline(device=CudaClock(capacity=16))
+    timeline = StepTimeline(device=EventClock(capacity=16))
     torch.cuda.synchronize()
     with no_waiting():
         before = long_work(3000)

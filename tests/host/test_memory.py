@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from lightning_fastdata.host.memory import (
     batch_memories,
     cgroup_available,
     parse_memory_limit,
-    read_device_memory,
     read_host_memory,
 )
 
@@ -169,22 +167,3 @@ def test_reading_memory_does_not_import_torch() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.strip() == "False"
-
-
-def test_only_cuda_devices_have_device_memory() -> None:
-    assert read_device_memory("cpu") is None
-    assert read_device_memory(torch.device("cpu")) is None
-    assert read_device_memory("mps") is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("device", [0, "cuda", "cuda:0"])
-def test_an_allocation_lowers_the_free_device_memory(device: int | str) -> None:
-    before = read_device_memory(device)
-    block = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    after = read_device_memory(device)
-    assert before is not None
-    assert after is not None
-    assert before.free_bytes - after.free_bytes >= block.nbytes // 2
-    assert after.free_bytes < after.total_bytes == before.total_bytes

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import torch
 
 from lightning_fastdata.host.usage import (
-    read_device_usage,
     read_host_usage,
     read_memory_together,
     worker_processes,
@@ -67,7 +65,3 @@ def test_a_machine_that_tells_nothing_gives_only_what_is_known(tmp_path: Path) -
     )  # fmt: skip
     assert told == (None,) * 4
     assert read_memory_together([], root=tmp_path) is None
-
-
-def test_only_a_gpu_tells_its_memory() -> None:
-    assert read_device_usage(torch.device("cpu")) is None

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 
+from lightning_fastdata.device.backend import DeviceUsage
 from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
+from lightning_fastdata.host.usage import HostUsage, ReadBytes
 from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import (
     HostMeter,

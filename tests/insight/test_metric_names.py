@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fastdata.device.backend import DeviceUsage
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.host.cpu import CpuThrottling
-from lightning_fastdata.host.usage import DeviceUsage, HostUsage, ReadBytes
+from lightning_fastdata.host.usage import HostUsage, ReadBytes
 from lightning_fastdata.insight.measure.host_metrics import (
     device_scalars,
     fault_scalars,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.insight.measure.metrics import Cold
-from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock, StepTimeline
+from lightning_fastdata.insight.measure.timeline import EventClock, HostClock, StepTimeline
 
 US = 1e-3
 
@@ -70,7 +70,7 @@ def test_host_clock_returns_differences_of_its_time_source():
 
 def test_a_mark_is_ready_only_when_the_device_has_passed_it():
     gpu = VirtualGpu()
-    clock = CudaClock(16, gpu.new_event)
+    clock = EventClock(16, gpu.new_event)
     begin = clock.mark()
     gpu.launch(5.0)
     end = clock.mark()
@@ -83,7 +83,7 @@ def test_a_mark_is_ready_only_when_the_device_has_passed_it():
 
 def test_a_full_ring_gives_no_mark_and_takes_no_host_time():
     gpu = VirtualGpu()
-    clock = CudaClock(16, gpu.new_event)
+    clock = EventClock(16, gpu.new_event)
     gpu.launch(1e6)
     marks = [clock.mark() for _ in range(16)]
     before = gpu.now_ns
@@ -95,7 +95,7 @@ def test_a_full_ring_gives_no_mark_and_takes_no_host_time():
 
 
 def test_marks_given_back_from_the_newest_end_are_free_again():
-    clock = CudaClock(16, VirtualGpu().new_event)
+    clock = EventClock(16, VirtualGpu().new_event)
     marks = [clock.mark() for _ in range(16)]
     clock.forget_from(marks[10])
     assert [clock.mark() is None for _ in range(7)] == [False] * 6 + [True]
@@ -109,7 +109,7 @@ def test_all_events_are_made_once_at_the_start():
         made.append(1)
         return gpu.new_event()
 
-    clock = CudaClock(16, new_event)
+    clock = EventClock(16, new_event)
     for _ in range(100):
         clock.forget_before(clock.mark())
     assert len(made) == 16
@@ -120,7 +120,7 @@ def test_real_events_measure_without_synchronizing():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    clock = CudaClock(16)
+    clock = EventClock(16)
     begin = clock.mark()
     torch.cuda._sleep(50_000_000)
     end = clock.mark()
@@ -132,7 +132,7 @@ def test_real_events_measure_without_synchronizing():
 
 def cuda_timeline(capacity=256, **kwargs):
     gpu = VirtualGpu()
-    device = CudaClock(capacity, gpu.new_event)
+    device = EventClock(capacity, gpu.new_event)
     return gpu, StepTimeline(host=HostClock(gpu.clock_ns), device=device, **kwargs)
 
 

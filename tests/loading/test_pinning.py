@@ -1,4 +1,4 @@
-"""A thread copies what workers made into page-locked memory: the training does not wait for it."""
+"""A thread copies what workers and threads have made into page-locked memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.device.lookahead import is_ready
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.executors import standby
 
 torch.set_num_threads(1)
 BATCH, BATCHES = 2, 6
@@ -43,9 +44,14 @@ class Stream(IterableDataset):
         return map(Rows().__getitem__, range(BATCH * BATCHES))
 
 
-def loader_of(dataset, **options):
+def columns():
+    """Return the same samples as one tensor, which is gathered."""
+    return torch.stack([Rows()[i] for i in range(BATCH * BATCHES)])
+
+
+def loader_of(dataset, executor="workers", **options):
     return FastDataLoader(
-        dataset, BATCH, num_workers=1, executor="workers", pin_memory=True, **options
+        dataset, BATCH, num_workers=1, executor=executor, pin_memory=True, **options
     )
 
 
@@ -72,9 +78,16 @@ def ahead(loader):
     return prefetch(loader, "cuda")
 
 
-@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["rows", "stream"])
+MADE_ASIDE = pytest.mark.parametrize(
+    ("dataset", "executor"),
+    [(Rows(), "workers"), (Stream(), "workers"), (columns(), "gather")],
+    ids=["rows", "stream", "columns"],
+)
+
+
+@MADE_ASIDE
 @pytest.mark.parametrize("way", [in_loop, ahead])
-def test_a_step_is_launched_before_the_batch_behind_it_is_pinned(dataset, way):
+def test_a_step_is_launched_before_the_batch_behind_it_is_pinned(dataset, executor, way):
     launched = [threading.Event() for _ in range(BATCHES)]
     late = []
 
@@ -83,7 +96,7 @@ def test_a_step_is_launched_before_the_batch_behind_it_is_pinned(dataset, way):
             late.append(batch)
 
     with watched_pins(behind_the_step_before) as (_, seen):
-        loader = loader_of(dataset)
+        loader = loader_of(dataset, executor)
         for number, batch in enumerate(way(loader)):
             assert batch.is_cuda if way is ahead else batch.is_pinned()
             launched[number].set()
@@ -91,6 +104,29 @@ def test_a_step_is_launched_before_the_batch_behind_it_is_pinned(dataset, way):
         assert len(seen) == BATCHES
         assert not late
         assert threading.main_thread() not in [thread for thread, _ in seen]
+
+
+class Notes(Rows):
+    """Notes what is read."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, i):
+        self.seen.append(("read", i // BATCH))
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("executor", ["inline", "torch"])
+@pytest.mark.parametrize("way", [in_loop, ahead])
+def test_without_workers_nothing_is_done_for_a_batch_before_the_step_before_it(executor, way):
+    dataset = Notes()
+    with watched_pins(lambda batch: dataset.seen.append(("pinned", batch))):
+        loader = FastDataLoader(dataset, BATCH, executor=executor, pin_memory=True)
+        for number, _ in enumerate(way(loader)):
+            dataset.seen.append(("step", number))
+    per_batch = [*["read"] * BATCH, "pinned", "step"]
+    assert dataset.seen == [(what, number) for number in range(BATCHES) for what in per_batch]
 
 
 class Tells(Rows):
@@ -123,8 +159,8 @@ def test_batches_that_are_made_are_pinned_before_they_are_asked_for(dataset):
         loader.close()
 
 
-@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["rows", "stream"])
-def test_a_batch_is_ready_when_it_is_pinned_and_not_before(dataset):
+@MADE_ASIDE
+def test_a_batch_is_ready_when_it_is_pinned_and_not_before(dataset, executor):
     begun, go = threading.Event(), threading.Event()
 
     def held(batch):
@@ -133,7 +169,7 @@ def test_a_batch_is_ready_when_it_is_pinned_and_not_before(dataset):
             assert go.wait(LONG_S)
 
     with watched_pins(held):
-        loader = loader_of(dataset)
+        loader = loader_of(dataset, executor)
         batches = iter(loader)
         next(batches)
         while not begun.is_set():
@@ -146,19 +182,44 @@ def test_a_batch_is_ready_when_it_is_pinned_and_not_before(dataset):
         loader.close()
 
 
+@pytest.mark.parametrize("way", [in_loop, ahead])
+def test_what_is_read_while_workers_stand_by_is_pinned_when_it_is_its_turn(monkeypatch, way):
+    for bound in ("_WITHIN_S", "_CHEAP_S", "_TIMED_S"):  # workers have no reason to read
+        monkeypatch.setattr(standby, bound, LONG_S)
+    seen = []
+    with watched_pins(lambda batch: seen.append(("pinned", batch))):
+        loader = loader_of(Rows(), persistent_workers="unchanged", chosen=True, standby=True)
+        for number, batch in enumerate(way(loader)):
+            assert batch.is_cuda if way is ahead else batch.is_pinned()
+            seen.append(("step", number))
+        loader.close()
+    assert seen == [(what, number) for number in range(BATCHES) for what in ("pinned", "step")]
+
+
+def test_rows_that_are_gathered_are_pinned_before_they_are_asked_for():
+    begun = [threading.Event() for _ in range(BATCHES)]
+    with watched_pins(lambda batch: begun[batch].set()):
+        loader = loader_of(columns(), "gather")
+        batches = iter(loader)
+        next(batches)
+        assert all(each.wait(LONG_S) for each in begun)
+        loader.close()
+
+
+@MADE_ASIDE
 @pytest.mark.parametrize("device", [0, 1])
-def test_the_thread_pins_for_the_device_of_the_training(device):
+def test_the_thread_pins_for_the_device_of_the_training(dataset, executor, device):
     with watched_pins() as (_, seen):
         torch.cuda.set_device(device)
-        loader = loader_of(Rows())
+        loader = loader_of(dataset, executor)
         list(loader)
         loader.close()
         assert {index for _, index in seen} == {device}
 
 
-def given(dataset, **options):
+def given(dataset, workers=1, **options):
     """Return what each request of two epochs gave, errors included."""
-    loader, found = FastDataLoader(dataset, BATCH, num_workers=1, **options), []
+    loader, found = FastDataLoader(dataset, BATCH, num_workers=workers, **options), []
     for _ in range(2):
         batches = iter(loader)
         while True:
@@ -188,6 +249,26 @@ def test_streams_come_as_without_it():
         assert given(Stream(), pin_memory=True) == plain
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_rows_that_are_gathered_come_as_without_it(threads, drop_last):
+    options = {"workers": threads, "executor": "gather", "drop_last": drop_last}
+    plain = given(columns()[:-1], **options)
+    with watched_pins():
+        assert given(columns()[:-1], pin_memory=True, **options) == plain
+
+
+@MADE_ASIDE
+def test_an_epoch_that_is_left_in_its_middle_leaves_nothing_in_the_next(dataset, executor):
+    with watched_pins():
+        loader = loader_of(dataset, executor)
+        for _ in range(3):
+            batches = iter(loader)
+            assert [next(batches)[0, 0].item() for _ in range(2)] == [0, BATCH]
+        assert [batch[0, 0].item() for batch in loader] == list(range(0, BATCH * BATCHES, BATCH))
+        loader.close()
+
+
 def fails_at_2(error):
     def fails(batch):
         if batch == 2:
@@ -196,20 +277,22 @@ def fails_at_2(error):
     return fails
 
 
-def test_an_error_of_the_copy_is_raised_at_its_batch():
+@MADE_ASIDE
+def test_an_error_of_the_copy_is_raised_at_its_batch(dataset, executor):
     with watched_pins(fails_at_2(RuntimeError("CUDA error: unspecified launch failure"))):
-        loader = loader_of(Rows())
+        loader = loader_of(dataset, executor)
         batches = iter(loader)
         assert [next(batches)[0, 0].item() for _ in range(2)] == [0, 2]
         with pytest.raises(RuntimeError, match="launch failure"):
             next(batches)
+        assert next(batches)[0, 0] == 3 * BATCH
         loader.close()
 
 
-@pytest.mark.parametrize("executor", ["workers", "inline"])
+@pytest.mark.parametrize("executor", ["workers", "inline", "gather"])
 def test_a_batch_without_room_in_page_locked_memory_comes_in_ordinary_memory(executor):
     with watched_pins(fails_at_2(RuntimeError("CUDA error: out of memory"))):
-        loader = FastDataLoader(Rows(), BATCH, num_workers=1, executor=executor, pin_memory=True)
+        loader = loader_of(columns() if executor == "gather" else Rows(), executor)
         with pytest.warns(FastDataWarning, match="no page-locked memory"):
             batches = list(loader)
         assert [batch[0, 0].item() for batch in batches] == list(range(0, BATCH * BATCHES, BATCH))
@@ -217,14 +300,18 @@ def test_a_batch_without_room_in_page_locked_memory_comes_in_ordinary_memory(exe
         loader.close()
 
 
-def test_stamps_tell_when_a_batch_was_pinned():
+@MADE_ASIDE
+def test_stamps_tell_when_a_batch_was_pinned(dataset, executor):
     with watched_pins():
-        loader = loader_of(Rows())
+        loader = loader_of(dataset, executor)
         records = []
         loader.record_stamps(records)
         list(loader)
         loader.close()
     for stamps in records:
         began_ns, ended_ns = stamps.pinned_ns
-        assert max(task.ended_ns for task in stamps.tasks) <= began_ns <= ended_ns
+        made_ns = max(task.ended_ns for task in stamps.tasks)
+        assert executor == "gather" or made_ns <= began_ns
+        assert began_ns <= ended_ns
+        assert made_ns <= max(began_ns, stamps.requested_ns)
         assert ended_ns <= stamps.delivered_ns

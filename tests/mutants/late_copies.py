@@ -20,9 +20,9 @@ from rig.late_trainings import (
 
 from lightning_fastdata.augment.replay.program import Draws
 from lightning_fastdata.device import prefetch
+from lightning_fastdata.device.backend import DeviceStreams
 from lightning_fastdata.device.lookahead import Crossing, SideLane
-from lightning_fastdata.device.streams import DeviceStreams
-from lightning_fastdata.insight.measure.timeline import CudaClock
+from lightning_fastdata.insight.measure.timeline import EventClock
 from mutants.mutant import Mutant
 
 
@@ -133,7 +133,7 @@ def mutants_that_wait():
     yield Mutant(
         "measuring waits for the device",
         law(check_waits, STREAMED, "late"),
-        *(CudaClock, "ready", waits_for_the_mark),
+        *(EventClock, "ready", waits_for_the_mark),
     )
     for case in (PREFETCHED, STREAMED):
         yield Mutant(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images
-from device.host_streams import HostStreams
+from device.host_streams import HostStreams, made_ahead
 from misses import each
 from torch.utils.data import Dataset
 from trainers import Keeps, quiet_trainer
@@ -137,7 +137,7 @@ def train(memory, way="off", *, pictures=False, guard="warn", function=doubled):
 
     data.register_transform(transform)
     model = Model(memory)
-    with warnings.catch_warnings(record=True) as told:
+    with made_ahead(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         quiet_trainer(callbacks=[BatchSizeGuard()], max_epochs=2).fit(model, data)
     texts = [str(one.message) for one in told if one.category is FastDataWarning]

@@ -24,7 +24,7 @@ from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
+from lightning_fastdata.insight.measure.timeline import EventClock, HostClock
 from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs, time_on_device
 from lightning_fastdata.plugin.placing.decision import (
@@ -445,6 +445,6 @@ def test_a_device_is_timed_by_its_own_clock_without_its_first_rounds():
         def elapsed_time(self, end):
             return 1000 * (end.s - self.s)
 
-    assert time_on_device(work, CPU, clock=CudaClock(16, Event)) == pytest.approx(3.0)
+    assert time_on_device(work, CPU, clock=EventClock(16, Event)) == pytest.approx(3.0)
     took = iter([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 100.0])
     assert time_on_device(work, CPU, clock=HostClock(device.ns)) == pytest.approx(3.0)

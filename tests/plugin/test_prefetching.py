@@ -319,7 +319,7 @@ def test_without_streams_nothing_changes_and_explain_says_so(tmp_path):
         )  # fmt: skip
         module.register_transform(noise)
         assert_same(trained(tmp_path, module), expected)
-        assert "prefetch  off  only CUDA devices" in module.explain()
+        assert "prefetch  off  this type of device" in module.explain()
 
 
 @each(

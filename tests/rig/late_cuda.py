@@ -41,6 +41,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -183,11 +184,22 @@ class Event:
         return float(other.mark.at - self.mark.at)
 
 
+class EventOfOthers(Event):
+    """Stands for ``torch.xpu.Event``, whose host does not sleep while it waits."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        super().__init__(enable_timing)
+
+
 class LateCuda:
     """Several CUDA devices of one process, and the host memory that they read."""
 
-    def __init__(self, schedule: str, seed: int = 0, *, devices: int = 2) -> None:
+    def __init__(
+        self, schedule: str, seed: int = 0, *, devices: int = 2, kind: str = "cuda"
+    ) -> None:
         self.schedule = schedule
+        self.kind = kind
+        """The type of the devices, as torch names it."""
         self.device_count = devices
         self.generators = tuple(torch.Generator().manual_seed(n) for n in range(devices))
         self.waits: list[HostWait] = []
@@ -206,6 +218,7 @@ class LateCuda:
         self._pinned: dict[int, int] = {}
         self._kept: list[np.ndarray] = []
         self.live_bytes = self.peak_bytes = 0
+        """What tensors take on all devices, and the most that they took, as torch counts them."""
         self.notes = self.noted = 0
         """Notes that the device has come to, and that it was given."""
         self.order: list[int] = []
@@ -229,9 +242,9 @@ class LateCuda:
     def device(self, device: Any = None) -> torch.device:
         """Return a device with its index, whichever way the caller named it."""
         if isinstance(device, int):
-            device = torch.device("cuda", device)
+            device = torch.device(self.kind, device)
         index = None if device is None else torch.device(device).index
-        return torch.device("cuda", self.current_device() if index is None else index)
+        return torch.device(self.kind, self.current_device() if index is None else index)
 
     def current_device(self) -> int:
         return getattr(self._here, "device", 0)
@@ -407,25 +420,30 @@ class LateCuda:
     def let_go(
         self, storage: torch.UntypedStorage, stream: Stream, used_by: dict[Stream, None]
     ) -> None:
-        """Overwrite memory as soon as the allocator of torch may give it to somebody else."""
+        """Overwrite memory as soon as the allocator of torch may give it to somebody else.
 
-        def overwrite() -> None:
+        It counts as free when the other streams that use it have passed: what its own stream is
+        given next is behind all that it has to do, however late that is.
+        """
+
+        left = {stream: None, **used_by}
+
+        def give_back() -> None:
             self.live_bytes -= storage.nbytes()
-            _bytes_of(storage).fill_(POISON)
 
-        streams = {stream: None, **used_by}
-        left = len(streams)
-
-        def passed() -> None:
-            nonlocal left
-            left -= 1
+        def passed(each: Stream) -> None:
+            del left[each]
+            if each is not stream and left.keys() <= {stream}:
+                give_back()
             if not left:
-                overwrite()
+                _bytes_of(storage).fill_(POISON)
 
         # No stream waits for another: the allocator only keeps the memory back.
         with self._lock:
-            for each in streams:
-                each.queue.append(passed)
+            if left.keys() == {stream}:
+                give_back()
+            for each in list(left):
+                each.queue.append(partial(passed, each))
 
     # Memory of the host
 
@@ -523,8 +541,10 @@ def _reader(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 @contextlib.contextmanager
-def late_cuda(schedule: str = "random", seed: int = 0, *, devices: int = 2) -> Iterator[LateCuda]:
-    """Put a pretended CUDA in the place of torch's while the block runs."""
+def late_cuda(
+    schedule: str = "random", seed: int = 0, *, devices: int = 2, kind: str = "cuda"
+) -> Iterator[LateCuda]:
+    """Put a pretended CUDA in the place of torch's while the block runs; of XPU all but tensors."""
     global _machine  # noqa: PLW0603 - torch.cuda is one for the whole process, too
     from rig.late_tensor import LateMode
 
@@ -534,7 +554,7 @@ def late_cuda(schedule: str = "random", seed: int = 0, *, devices: int = 2) -> I
     gc.disable()
     with contextlib.ExitStack() as stack:
         stack.callback(gc.enable if collects else gc.disable)
-        _machine = machine = LateCuda(schedule, seed, devices=devices)
+        _machine = machine = LateCuda(schedule, seed, devices=devices, kind=kind)
         stack.callback(_forget)
         stack.enter_context(mock.patch.dict(os.environ))  # Lightning names the devices there
         for owner, names in _stand_ins(machine):
@@ -575,7 +595,7 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     generators = machine.generators
 
     def generator(device: Any = None) -> torch.Generator:
-        return generators[machine.device("cuda" if device is None else device).index]
+        return generators[machine.device(device).index]
 
     def seed_all(seed: int) -> None:
         for each in generators:
@@ -588,48 +608,48 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     properties = SimpleNamespace(
         name="late", total_memory=80 * _GIB, major=9, minor=0, multi_processor_count=132
     )
-    yield (
-        torch.cuda,
-        {
-            "Stream": Stream,
-            "Event": Event,
-            "stream": machine.current,
-            "device": machine.on_device,
-            "current_stream": machine.current_stream,
-            "default_stream": machine.default_stream,
-            "current_device": machine.current_device,
-            "set_device": machine.set_device,
-            "device_count": lambda: machine.device_count,
-            "synchronize": machine.synchronize,
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "_lazy_init": lambda: None,
-            "default_generators": generators,
-            "get_rng_state": lambda device="cuda": generator(device).get_state(),
-            "set_rng_state": lambda state, device="cuda": generator(device).set_state(state),
-            "get_rng_state_all": lambda: [each.get_state() for each in generators],
-            "set_rng_state_all": set_all,
-            "manual_seed": lambda seed: generator().manual_seed(seed),
-            "manual_seed_all": seed_all,
-            "empty_cache": lambda: None,
-            "mem_get_info": lambda device=None: (60 * _GIB, 80 * _GIB),
-            "memory_allocated": lambda device=None: machine.live_bytes,
-            "max_memory_allocated": lambda device=None: machine.peak_bytes,
-            "memory_reserved": lambda device=None: machine.live_bytes,
-            "max_memory_reserved": lambda device=None: machine.peak_bytes,
-            "memory_stats": lambda device=None: {},
-            "reset_peak_memory_stats": lambda device=None: None,
-            "get_device_name": lambda device=None: "late",
-            "get_device_capability": lambda device=None: (9, 0),
-            "get_device_properties": lambda device=None: properties,
-            "power_draw": lambda device=None: 1,
-        },
-    )
+    owner = getattr(torch, machine.kind)
+    names = {
+        "Stream": Stream,
+        "Event": Event if machine.kind == "cuda" else EventOfOthers,
+        "stream": machine.current,
+        "device": machine.on_device,
+        "current_stream": machine.current_stream,
+        "default_stream": machine.default_stream,
+        "current_device": machine.current_device,
+        "set_device": machine.set_device,
+        "device_count": lambda: machine.device_count,
+        "synchronize": machine.synchronize,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "default_generators": generators,
+        "get_rng_state": lambda device=None: generator(device).get_state(),
+        "set_rng_state": lambda state, device=None: generator(device).set_state(state),
+        "get_rng_state_all": lambda: [each.get_state() for each in generators],
+        "set_rng_state_all": set_all,
+        "manual_seed": lambda seed: generator().manual_seed(seed),
+        "manual_seed_all": seed_all,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (60 * _GIB, 80 * _GIB),
+        "memory_allocated": lambda device=None: machine.live_bytes,
+        "max_memory_allocated": lambda device=None: machine.peak_bytes,
+        "memory_reserved": lambda device=None: machine.live_bytes,
+        "max_memory_reserved": lambda device=None: machine.peak_bytes,
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_name": lambda device=None: "late",
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: properties,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "power_draw": lambda device=None: 1,
+    }
+    yield owner, {name: each for name, each in names.items() if hasattr(owner, name)}
     yield (
         torch.accelerator,
         {
             "is_available": lambda: True,
-            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "current_accelerator": lambda check_available=False: torch.device(machine.kind),
             "current_device_index": machine.current_device,
             "set_device_index": machine.set_device,
             "device_count": lambda: machine.device_count,

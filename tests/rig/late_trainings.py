@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from albumentations.pytorch import ToTensorV2
+from device.host_streams import made_ahead
 from torch.utils.data import Dataset, TensorDataset
 from trainers import quiet_trainer
 
@@ -33,8 +34,8 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
+from lightning_fastdata.device.backend import DeviceStreams
 from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
-from lightning_fastdata.device.streams import DeviceStreams
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 
 torch.set_num_threads(1)
@@ -239,6 +240,8 @@ def train(case: Case, schedule: str, seed: int = 0) -> Seen:
         cuda = stack.enter_context(late_cuda(schedule, seed))
         # Lightning warns of few workers and of a step without a loss, and says what it trains on.
         warnings.simplefilter("ignore")
+        if case.executor == "inline":
+            stack.enter_context(made_ahead())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.WARNING)
         record: list[tuple[Any, ...]] = []
@@ -349,11 +352,28 @@ def _fit(case: Case, cuda: LateCuda, record: list[tuple[Any, ...]]) -> list[Host
 # Batches without a loader
 
 
-def reused_batches(cuda: LateCuda, count: int, rows: int = 8) -> Iterator[list[torch.Tensor]]:
-    """Yield batches in locked memory that the host writes again when it has let go of them.
+class Announced(Iterator[Any]):
+    """Batches that are there before they are asked for, and so may be sent ahead."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def ready(self) -> bool:
+        return True
+
+
+def reused_batches(cuda: LateCuda, count: int, rows: int = 8) -> Announced:
+    """Return batches in locked memory that the host writes again when it has let go of them.
 
     All numbers of batch ``n`` are ``n``.
     """
+    return Announced(_reused_batches(cuda, count, rows))
+
+
+def _reused_batches(cuda: LateCuda, count: int, rows: int) -> Iterator[list[torch.Tensor]]:
     for number in range(count):
         kept = cuda.lock_memory(rows)
         kept[:] = number

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.augment.replay.runs import ArrayAt, FusedRun, ScheduledStep, StepGroup, fuse
+from lightning_fastdata.device.backend import reads_page_locked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ class Draws:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the same draws on a device; one copy."""
         kind, blob = torch.device(device).type, self.blob
-        if non_blocking and kind == "cuda" and blob.is_cpu and not blob.is_pinned():
+        if non_blocking and reads_page_locked(kind) and blob.is_cpu and not blob.is_pinned():
             # Out of ordinary memory the host would wait for what the device has still to do. torch
             # uses this memory again only when the copy is done.
             blob = blob.pin_memory()

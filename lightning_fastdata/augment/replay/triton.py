@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import torch
 
 from lightning_fastdata.augment.replay.instructions import CHANNELS
+from lightning_fastdata.device.backend import current
 from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def kernel_fault(device: torch.device) -> str | None:
     try:
         from lightning_fastdata.augment.replay.kernels.fused import trial_kernel
 
-        with _current(device):
+        with current(device):
             trial_kernel[(1,)](torch.empty(1, dtype=torch.int32, device=device))
     except Exception as error:
         # Compilers, drivers and file systems fail in their own ways, and training goes on without.
@@ -108,15 +108,10 @@ def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.T
 
     known = {"fused": fused.fused_kernel, "across": fused.across_kernel}
     out, launches = prepare(run, blob, batch)
-    with _current(batch.device):
+    with current(batch.device):  # Triton launches on the current device
         for kernel, grid, arguments, constants in launches:
             known[kernel][grid](*arguments, **constants, enable_fp_fusion=False)
     return out
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a device is the current one: Triton launches there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def prepare(

@@ -7,7 +7,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,6 +27,7 @@ from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lightning_fastdata.batches.pinning import Pinned, PinThread
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.gather.rows import Rows
     from lightning_fastdata.types import Batch
@@ -78,6 +81,27 @@ class GatherJob:
         self._error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
+        self.pinned: list[Future[Pinned]] = []
+        """Its batches in page-locked memory; empty: no thread copies them there."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its first batch can be had without waiting."""
+        return self.pinned[0].done() if self.pinned else not self._left
+
+    def pin(self, pin_thread: PinThread) -> None:
+        """Have a thread help, and copy the batches into page-locked memory."""
+        batches = self.batches()
+        whole = partial(next, batches, NO_SAMPLES)  # the last ones of a job that has failed
+        self.pinned = [pin_thread.pin(whole) for _ in self.ends]
+
+    def given(self) -> Iterable[Batch | Future[Pinned]]:
+        """Help until all rows are there, and return the batches, or their copies under way."""
+        if not self.pinned:
+            return self.batches()
+        self.work()
+        pinned, self.pinned = self.pinned, []  # as with the memory of the rows
+        return pinned
 
     def work(self) -> None:
         """Copy rows until there is none left to begin with."""
@@ -100,9 +124,14 @@ class GatherJob:
                     self._done.release()
 
     def cancel(self) -> None:
-        """Begin with no more rows."""
+        """Begin with no more rows; who waits for them goes on."""
+        for each in self.pinned:
+            each.cancel()
         with self._lock:
-            self._next = len(self.index)
+            dropped, self._next = len(self.index) - self._next, len(self.index)
+            self._left -= dropped
+            if dropped and self._left == 0:
+                self._done.release()
 
     def batches(self) -> Iterator[Batch]:
         """Help until all rows are there, and yield the batches; to be called once."""
@@ -138,12 +167,15 @@ class GatherExecutor:
         plan: What to fetch; the dataset is one that :func:`rows_of` recognises.
         threads: Threads that gather ahead, of which 4 at most are used; the caller helps them when
             it has to wait. 0: the caller gathers a batch when it asks for it, and reads no other.
+        pin_thread: Copies the batches into page-locked memory; None: they stay as they are.
 
     Raises:
         OptionsError: The dataset has no columns, or its batches are not torch's default ones.
     """
 
-    def __init__(self, plan: FetchPlan, *, threads: int = 1) -> None:
+    def __init__(
+        self, plan: FetchPlan, *, threads: int = 1, pin_thread: PinThread | None = None
+    ) -> None:
         if not (plan.default_collation and plan.batched) or rows_of(plan.dataset) is None:
             raise OptionsError(
                 f"executor is 'gather', but {type(plan.dataset).__name__} is neither tensors nor "
@@ -153,6 +185,7 @@ class GatherExecutor:
         self._plan = plan
         self._odd = Fetcher(replace(plan, seed=None))
         self._threads = min(threads, _MAX_THREADS)
+        self._pin_thread = pin_thread
         self._started = 0
         self._tasks: queue.SimpleQueue[GatherJob | None] = queue.SimpleQueue()
         self._pool = SlotPool(limit_bytes=plan.memory_limit_bytes, shared=False)
@@ -165,7 +198,9 @@ class GatherExecutor:
         self._wanted = 1
         self._long = False
         self._jobs: deque[GatherJob | _Odd] = deque()
-        self._ready: deque[Batch] = deque()
+        self._ready: deque[Batch | Future[Pinned]] = deque()
+        self._pinned_ns: tuple[int, int] | None = None
+        """When a thread has copied the batch that was handed over last."""
         self._records: deque[BatchStamps] | None = None
         self._count = 0
         self._first, self._begun = True, 0
@@ -197,12 +232,25 @@ class GatherExecutor:
         batch = self._next()
         ended_ns = clock.monotonic_ns()
         self._count += 1
-        # Who copied which row is not noted; all of the wait is for rows to be there.
-        spent = ended_ns - requested_ns
-        rows = TaskStamps(-1, requested_ns, ended_ns, None, None, 0, spent, 0, 0, None)
+        # Who copied which row is not noted; all of the wait is for rows to be there, and then for
+        # their copy.
+        rows_ns, pinned_ns = ended_ns, self._pinned_ns
+        if pinned_ns is not None:
+            rows_ns = max(requested_ns, pinned_ns[0])
+        spent = rows_ns - requested_ns
+        rows = TaskStamps(-1, requested_ns, rows_ns, None, None, 0, spent, 0, 0, None)
         first, self._first = self._first, False
-        self._records.append(BatchStamps.of_caller(self._count, requested_ns, rows, first=first))
+        stamps = BatchStamps.of_caller(self._count, requested_ns, rows, first=first)
+        self._records.append(stamps._replace(delivered_ns=ended_ns, pinned_ns=pinned_ns))
         return batch
+
+    def ready(self) -> bool | None:
+        """Return whether the next batch comes without waiting; None: this process makes it."""
+        if self._ready:
+            first = self._ready[0]
+            return not isinstance(first, Future) or first.done()
+        job = self._jobs[0] if self._jobs else None
+        return job.is_ready if isinstance(job, GatherJob) else None
 
     def _next(self) -> Batch:
         if not self._ready:
@@ -215,14 +263,19 @@ class GatherExecutor:
                 indices = job.indices
                 if isinstance(indices, np.ndarray):
                     indices = indices.tolist()
-                batch = self._read_odd(indices)
-                self._begun += 1
-                return self._next() if batch is NO_SAMPLES else batch
-            began = clock.monotonic()
-            self._ready.extend(job.batches())
-            self._long |= clock.monotonic() - began > _LONG_S
+                odd = self._read_odd(indices)
+                pin = self._pin_thread
+                self._ready.append(odd if pin is None else pin.pin(lambda: odd))
+            else:
+                began = clock.monotonic()
+                self._ready.extend(job.given())
+                self._long |= clock.monotonic() - began > _LONG_S
         self._begun += 1
-        return self._ready.popleft()
+        batch, self._pinned_ns = self._ready.popleft(), None
+        if isinstance(batch, Future):
+            pinned = batch.result()
+            batch, self._pinned_ns = pinned.batch, (pinned.began_ns, pinned.ended_ns)
+        return self._next() if batch is NO_SAMPLES else batch
 
     def _read_odd(self, indices: Sequence[object]) -> Batch:
         plan = self._plan
@@ -247,9 +300,9 @@ class GatherExecutor:
         self._started = 0
 
     def _drop(self) -> None:
-        for job in self._jobs:
-            if isinstance(job, GatherJob):
-                job.cancel()
+        for each in (*self._jobs, *self._ready):
+            if isinstance(each, GatherJob | Future):
+                each.cancel()
         self._jobs.clear()
         self._ready.clear()
         self._rows, self._indices = None, iter(())
@@ -276,6 +329,8 @@ class GatherExecutor:
             return
         job = GatherJob(rows, index, list(accumulate(len(part) for part in parts)), self._pool)
         self._jobs.append(job)
+        if self._pin_thread is not None:
+            job.pin(self._pin_thread)
         if not self._threads:
             self._group = self._wanted = 1
             return

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from lightning_fastdata.device.backend import read_device_usage
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import (
-    read_device_usage,
     read_host_usage,
     read_memory_together,
     read_queued,
@@ -18,8 +18,9 @@ from lightning_fastdata.host.usage import (
 if TYPE_CHECKING:
     import torch
 
+    from lightning_fastdata.device.backend import DeviceUsage
     from lightning_fastdata.executors.fault_log import FaultLog
-    from lightning_fastdata.host.usage import DeviceUsage, HostUsage
+    from lightning_fastdata.host.usage import HostUsage
     from lightning_fastdata.tuning.tuner import Tuner
 
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
 from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.insight.measure.timeline import CudaClock, StepTimeline
+from lightning_fastdata.insight.measure.timeline import EventClock, StepTimeline
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
     closed_options,
@@ -51,7 +52,7 @@ class StageMeter:
         self.stage: Stage = stage
         self.stamps = stamps
         self.updates = updates
-        events = CudaClock(device=device) if device.type == "cuda" else None
+        events = EventClock(device=device) if has_streams(device) else None
         self.timeline = StepTimeline(device=events)
         self._device = device
         self._logged_steps = 0

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+from lightning_fastdata.device.backend import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.metrics import Cold, StepHistory, StepTiming
 
@@ -46,13 +48,8 @@ class HostClock:
     forget_from = forget_before
 
 
-def cuda_event() -> Any:
-    """Return a new CUDA event that can be timed."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-class CudaClock:
-    """A ring of events on the current stream of a device, by default of the current device.
+class EventClock:
+    """A ring of events on the current stream of a device with streams, or of the current device.
 
     Events are created once and recorded again and again. A mark is given out only while its event
     is not needed for an older mark; otherwise `mark` returns None and the caller goes without. A
@@ -64,10 +61,12 @@ class CudaClock:
     def __init__(
         self,
         capacity: int = 1024,
-        new_event: Callable[[], Any] = cuda_event,
+        make_event: Callable[[], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._events = tuple(new_event() for _ in range(capacity))
+        if make_event is None:
+            make_event = partial(new_event, device or torch.device(default_type()), timed=True)
+        self._events = tuple(make_event() for _ in range(capacity))
         self._device = device
         self._oldest = self._newest = 0
 
@@ -80,7 +79,7 @@ class CudaClock:
         if self._device is None:
             event.record()
         else:
-            event.record(torch.cuda.current_stream(self._device))
+            event.record(current_stream(self._device))
         self._newest = ticket + 1
         return ticket
 
@@ -104,7 +103,7 @@ class CudaClock:
         return self._events[mark % len(self._events)]
 
 
-DeviceClock: TypeAlias = HostClock | CudaClock
+DeviceClock: TypeAlias = HostClock | EventClock
 """One clock serves one timeline."""
 
 _POLL_AT: Final = 16

@@ -214,7 +214,7 @@ def _fills_up(e: Evidence) -> Finding | None:
         f"in {max(1, round(seconds / 60))} min, if it goes on so",
         Advice(
             text="look for tensors that are kept with their graph, as losses in a list or in self: "
-            "keep loss.item() or loss.detach(); torch.cuda.memory._record_memory_history shows who",
+            "keep loss.item() or loss.detach(); a memory snapshot of torch shows who keeps them",
             for_speed=False,
         ),
         leave_alone="the loader",

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.host.memory import is_out_of_memory
-from lightning_fastdata.plugin.guard.replay import free_memory, joined, part_of, rows_of
+from lightning_fastdata.plugin.guard.replay import joined, part_of, rows_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

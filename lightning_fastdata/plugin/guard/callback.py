@@ -8,12 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.memory import (
-    CudaMemoryReader,
-    is_out_of_memory,
-)
 from lightning_fastdata.plugin.data.datasets import datasets_of
 from lightning_fastdata.plugin.guard.arrival import ArrivesInParts
 from lightning_fastdata.plugin.guard.prediction import (
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-    from lightning_fastdata.host.memory import MemoryReader
+    from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.plugin.guard.prediction import GuardDecision
 
@@ -97,9 +94,7 @@ class GuardHooks:
         datamodule, device = own_datamodule(trainer), trainer.strategy.root_device
         if datamodule is None or datamodule.guard == "off":
             return
-        reader = self.reader
-        if reader is None and device.type == "cuda":
-            reader = CudaMemoryReader(device)
+        reader = self.reader or memory_reader(device)
         if reader is not None:
             self._undo = _sizes_as_now(trainer, datamodule)
             self.decision = self._decided(trainer, pl_module, datamodule, reader)

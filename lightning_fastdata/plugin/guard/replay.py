@@ -7,7 +7,6 @@ put back, and the call is made again with a training step that takes the batch i
 
 from __future__ import annotations
 
-import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
-from lightning_fastdata.host.memory import is_out_of_memory
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
 from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
 
@@ -94,13 +93,6 @@ def _is_column(rows: int | None, value: Batch) -> bool:
     listed = isinstance(value, list | tuple) and len(value) == rows
     inside = partial(_is_column, rows)
     return listed and not is_named_tuple(value) and not any(map(inside, value))
-
-
-def free_memory() -> None:
-    """Give back to the device what nobody holds any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class RunsInParts:

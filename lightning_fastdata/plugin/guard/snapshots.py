@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_fastdata.device.backend import generators_in_use
 from lightning_fastdata.tree import held_by
 
 Undo: TypeAlias = Callable[[], object]
@@ -119,25 +120,15 @@ def _refill(live: Any, saved: dict[Any, Any] | list[Any]) -> None:
 
 
 def snapshot_random_states() -> Undo:
-    """Return a function that puts back the random states of Python, numpy, torch and its device."""
+    """Return what puts back the random states of Python, numpy, torch and its devices."""
     python, arrays, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_device = _snapshot_device_states()
+    on_device = [(each, each.get_state()) for each in generators_in_use()]
 
     def undo() -> None:
         random.setstate(python)
         np.random.set_state(arrays)
         torch.set_rng_state(host)
-        on_device()
+        for generator, state in on_device:
+            generator.set_state(state)
 
     return undo
-
-
-def _snapshot_device_states() -> Undo:
-    if not torch.accelerator.is_available():
-        return lambda: None
-    backend: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-    if not getattr(backend, "is_initialized", lambda: True)():
-        return lambda: None
-    if hasattr(backend, "get_rng_state_all"):
-        return partial(backend.set_rng_state_all, backend.get_rng_state_all())
-    return partial(backend.set_rng_state, backend.get_rng_state())  # of one device, as Apple's

@@ -20,12 +20,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
-from lightning_fastdata.host.memory import (
-    MemoryReader,
-    read_host_memory,
-    reserve_bytes,
-    size_text,
-)
+from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     GuardPolicy,
@@ -51,6 +46,7 @@ from lightning_fastdata.torch_internals import not_compiled
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+    from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
 

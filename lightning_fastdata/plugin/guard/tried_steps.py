@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from lightning_fastdata.device.backend import is_out_of_memory, synchronize
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.host.memory import MemoryReader, is_out_of_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin.data.datasets import (
     GivenLoader,
@@ -35,6 +35,7 @@ from lightning_fastdata.plugin.seams.trainer import loss_scaler
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.contracts import DataModule
     from lightning_fastdata.types import Batch
 
@@ -239,9 +240,7 @@ class TriedSteps:
     def _now_s(self) -> float:
         if self.clock is None:
             return 0.0
-        device = self.trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(self.trainer.strategy.root_device)
         return self.clock()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -20,9 +19,10 @@ from lightning_fastdata.batches.staged import (
     StagingCollate,
     move,
 )
+from lightning_fastdata.device.backend import current, default_type, has_streams, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.timeline import CudaClock, HostClock
+from lightning_fastdata.insight.measure.timeline import EventClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
@@ -169,30 +169,22 @@ def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> No
     tell("batch", ways.collate["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 def time_on_device(
     work: Callable[[], object],
     device: torch.device,
     *,
     clock: DeviceClock | None = None,
-    wait: Callable[[torch.device], None] = _wait_for,
+    wait: Callable[[torch.device], None] = synchronize,
 ) -> float:
     """Return the milliseconds in which a device does some work: the median of 5, after 2 others.
 
-    The clock marks points of the device's time (default: CUDA's events, or the host's clock);
+    The clock marks points of the device's time (default: its events, or else the host's clock);
     ``wait`` returns when the device has done what it was given.
     """
-    on_cuda = device.type == "cuda"
     took_ms = []
-    with torch.cuda.device(device) if on_cuda else nullcontext():
+    with current(device):
         if clock is None:
-            clock = CudaClock(_MARKS) if on_cuda else HostClock()
+            clock = EventClock(_MARKS, device=device) if has_streams(device) else HostClock()
         for _ in range(_WARM_UP):
             work()
         wait(device)
@@ -213,4 +205,4 @@ def device_type(trainer: Trainer | None) -> str:
     """Return ``"cpu"``, ``"cuda"`` or another type; without a trainer, the best there is."""
     if trainer is not None:
         return str(trainer.strategy.root_device.type)
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return default_type()

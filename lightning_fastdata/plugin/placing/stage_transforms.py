@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_fastdata.augment import BatchImages, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
+from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, TransformError
 from lightning_fastdata.plugin.placing.shared_draws import told_of_shared_draws
 from lightning_fastdata.types import STAGES, Stage
@@ -184,7 +185,7 @@ def transfer(batch: Batch, move: Callable[[Batch], Batch], device: torch.device)
             return batch.crossing.land()
         draws = batch.draws
         if draws is not None:
-            draws = draws.to(device, non_blocking=device.type == "cuda")
+            draws = draws.to(device, non_blocking=reads_page_locked(device.type))
         return StagedBatch(move(batch.batch), draws, batch.stage)
     if _is_combined(batch):
         return _each(batch, lambda part: transfer(part, move, device))

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
+from lightning_fastdata.device.backend import DeviceStreams, device_streams
 from lightning_fastdata.device.lookahead import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.device.streams import DeviceStreams, device_streams
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
 from lightning_fastdata.plugin.placing.stage_transforms import (
@@ -73,7 +73,7 @@ def choose_prefetch(
     if asked == "off":
         return PrefetchChoice("off", "not asked for")
     if not has_streams:
-        return PrefetchChoice("off", "only CUDA devices copy beside their computing")
+        return PrefetchChoice("off", "this type of device does not copy beside its computing")
     if "transfer_batch_to_device" in hooks_of_module:
         why = "the LightningModule moves batches itself, in transfer_batch_to_device"
         return PrefetchChoice("off", why, refused=asked != "auto")

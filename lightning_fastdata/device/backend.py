@@ -1,0 +1,325 @@
+"""What a device can do and tell, of whichever type: the only module that asks torch for it.
+
+torch has a module for each type of device (``torch.cuda``, ``torch.xpu``, ``torch.mps``, those of
+other makers), in which the same things have the same names. A name that a module lacks is something
+that its type of device cannot do, or does not tell: that is None here, and nobody shows a figure
+for it. The CPU is a device that has nothing of all this.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+
+_STREAMS: Final = ("Stream", "Event", "stream", "current_stream")
+_WITHOUT_PAGE_LOCKS: Final = ("cpu", "meta", "mps", "xla")
+"""Types of devices that share the memory of the host, or do not read page-locked memory."""
+_OUT_OF_MEMORY: Final = (
+    r"\bout of memory\b",  # allocators of all devices, the driver, Triton's launcher
+    r"NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # on MIG, where it may not ask
+    r"(CU|HIP)[A-Z]+_(STATUS_)?ALLOC_FAILED",  # of cuBLAS, cuSOLVER, cuSPARSE, cuFFT
+    r"(CU|HIP)BLAS_STATUS_NOT_INITIALIZED when calling .(cu|hip)blasCreate",  # no room for a handle
+    r"CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+    r"CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR)",  # no room for a workspace
+    r"Unable to find a valid cuDNN algorithm to run convolution",
+    r"was unable to find an engine to execute this computation",
+    r"UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY",  # SYCL's, below XPU
+    r"Invalid buffer size: [\d.]+ [KMGT]i?B",  # Metal's, below MPS
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+)
+"""What errors say that have no type of their own; from public reports."""
+
+
+# Which devices there are
+
+
+def _module(device: torch.device) -> Any:
+    """Return torch's module for the type of a device; None: it is the CPU, or there is none."""
+    return None if device.type == "cpu" else getattr(torch, device.type, None)
+
+
+def default_type() -> str:
+    """Return the type of device that computes here: ``"cuda"``, ..., or else ``"cpu"``."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type
+
+
+def devices() -> list[torch.device]:
+    """Return the devices of this process beside the CPU."""
+    kind = default_type()
+    count = 0 if kind == "cpu" else torch.accelerator.device_count()
+    return [torch.device(kind, index) for index in range(count)]
+
+
+def device_of(named: torch.device | str | int) -> torch.device:
+    """Return a device by its name, or by its index among those beside the CPU.
+
+    Raises:
+        RuntimeError: There is no such type of device.
+    """
+    if not isinstance(named, int):
+        return torch.device(named)
+    kind = default_type()
+    return torch.device("cuda" if kind == "cpu" else kind, named)
+
+
+def name_of(device: torch.device) -> str:
+    """Return what a device calls itself, or else its type."""
+    named = getattr(_module(device), "get_device_name", None)
+    return device.type if named is None else str(named(device))
+
+
+# The current device, which each thread has its own of
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a block in which a device is the current one of its type."""
+    enter = getattr(_module(device), "device", None)
+    block: AbstractContextManager[object] = nullcontext() if enter is None else enter(device)
+    return block
+
+
+def current_index() -> int:
+    """Return the index of the current device of this thread, where there is an accelerator."""
+    return torch.accelerator.current_device_index()
+
+
+def set_current_index(index: int) -> None:
+    """Have a device be the current one of this thread."""
+    torch.accelerator.set_device_index(index)
+
+
+# Streams and events
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device has streams that run side by side, and events in them."""
+    return all(hasattr(_module(device), name) for name in _STREAMS)
+
+
+def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:
+    """Return an event for the streams of a device, which can be ``timed`` or waited for."""
+    # A host that waits for CUDA then sleeps, and leaves its CPU to the workers.
+    waits = {"blocking": True} if device.type == "cuda" else {}
+    how = {"enable_timing": True} if timed else waits
+    event: torch.Event = _module(device).Event(**how)
+    return event
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the current stream of a device that has streams."""
+    stream: torch.Stream = _module(device).current_stream(device)
+    return stream
+
+
+class DeviceStreams:
+    """The stream a consumer computes on, and one beside it, of a device that has streams.
+
+    The consumer's stream is the one that is current where :meth:`aside` is not in force.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.side: torch.Stream = _module(device).Stream(device)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Return a context in which the side stream is the current one."""
+        block: AbstractContextManager[object] = _module(self.device).stream(self.side)
+        return block
+
+    def mark(self) -> torch.Event:
+        """Return an event behind all work that the current stream has been given so far."""
+        event = new_event(self.device)
+        event.record(current_stream(self.device))
+        return event
+
+    def wait(self, event: torch.Event) -> None:
+        """Have the current stream wait for an event; the host does not."""
+        current_stream(self.device).wait_event(event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have device memory used again only when the current stream is done with it.
+
+        That is, with all work it has been given by the time the tensor, or the batch of a graph
+        library, is gone.
+        """
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type == self.device.type:
+            tensor.record_stream(current_stream(self.device))
+
+
+def device_streams(device: torch.device) -> DeviceStreams | None:
+    """Return the streams of a device, or None if it has none that could run side by side."""
+    return DeviceStreams(device) if has_streams(device) else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given; the CPU always has."""
+    found = torch.accelerator.current_accelerator()
+    if found is not None and found.type == device.type:
+        torch.accelerator.synchronize(device)
+
+
+# Memory
+
+
+def reads_page_locked(kind: str) -> bool:
+    """Return whether devices of a type copy from page-locked memory while the host goes on."""
+    return kind not in _WITHOUT_PAGE_LOCKS
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Return the memory of a device as its driver counts it; None where it does not tell.
+
+    What torch keeps cached is not free.
+    """
+    read = getattr(_module(device), "mem_get_info", None)
+    found: tuple[int, int] | None = None if read is None else read(device)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUsage:
+    """Memory of one device, and how hard it was to get."""
+
+    peak_bytes: int
+    """Most that tensors of this process took at once."""
+    never_used_bytes: int
+    """What no process took, even when this one held most."""
+    total_bytes: int
+    alloc_retries: int
+    """How often the allocator had to free its cache and try again."""
+    held_bytes: int = 0
+    """What tensors of this process take now."""
+
+
+def read_device_usage(device: torch.device) -> DeviceUsage | None:
+    """Read the memory counters of a device; None where it does not tell."""
+    found, module = free_and_total_bytes(device), _module(device)
+    if found is None:
+        return None
+    free_bytes, total_bytes = found
+    # What other processes take now is taken off.
+    room = free_bytes + module.memory_reserved(device)
+    return DeviceUsage(
+        peak_bytes=module.max_memory_allocated(device),
+        never_used_bytes=max(0, room - module.max_memory_reserved(device)),
+        total_bytes=total_bytes,
+        alloc_retries=module.memory_stats(device).get("num_alloc_retries", 0),
+        held_bytes=module.memory_allocated(device),
+    )
+
+
+class MemoryReader:
+    """Reads the memory of one device from the driver and from torch's allocator, in bytes.
+
+    The peak is that of allocated, not of reserved memory: the allocator reserves segments of 2 to
+    20 MiB, so that at a few rows the reserved memory often does not grow at all. The difference,
+    fragmentation, is part of what :func:`~lightning_fastdata.host.memory.reserve_bytes` is for.
+    """
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        named = device_of(device)
+        self._module = _module(named)
+        # Some of torch's memory functions take a device only with its index.
+        index = self._module.current_device() if named.index is None else named.index
+        self._device = torch.device(named.type, index)
+
+    def reset_peak(self) -> None:
+        """Give cached memory back to the driver, and start to measure a new peak."""
+        self._module.empty_cache()
+        self._module.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        """Return the most that live tensors of this process took since the last reset."""
+        return int(self._module.max_memory_allocated(self._device))
+
+    def free_bytes(self) -> int:
+        """Return what live tensors of this process could take at most.
+
+        What the driver says is free, and what torch's allocator has reserved already.
+        """
+        free, _total = self._module.mem_get_info(self._device)
+        reserved = self._module.memory_reserved(self._device)
+        return min(int(free + reserved), self.total_bytes())
+
+    def total_bytes(self) -> int:
+        """Return the memory of the device, or the part of it that this process may use."""
+        # Absent before torch 2.7; without it a limit set by the user is not seen.
+        read_fraction = getattr(self._module, "get_per_process_memory_fraction", lambda _: 1.0)
+        total = self._module.mem_get_info(self._device)[1]
+        return int(total * read_fraction(self._device))
+
+
+def memory_reader(device: torch.device) -> MemoryReader | None:
+    """Return what reads the memory of a device; None where it does not tell."""
+    return MemoryReader(device) if hasattr(_module(device), "mem_get_info") else None
+
+
+def free_memory() -> None:
+    """Give back to the devices what nobody holds any more."""
+    gc.collect()
+    for device in devices()[:1]:
+        _module(device).empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or torch's host allocator, ran out of memory.
+
+    Besides ``torch.OutOfMemoryError`` these are plain ``RuntimeError`` that say so in words. Some
+    of them have other causes, too (``CUDNN_STATUS_NOT_SUPPORTED``); such an error comes back at the
+    smallest batch.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        re.search(words, str(error)) for words in _OUT_OF_MEMORY
+    )
+
+
+# Random numbers
+
+
+class FunctionsOfGenerator:
+    """Stands for the generator of a device, where a type has functions in its place, as Apple's."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+
+    def get_state(self) -> torch.Tensor:
+        """Return its state."""
+        state: torch.Tensor = self._module.get_rng_state(self._device)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Put it into a state."""
+        self._module.set_rng_state(state, self._device)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed it."""
+        with current(self._device):
+            self._module.manual_seed(seed)
+
+
+DeviceGenerator: TypeAlias = torch.Generator | FunctionsOfGenerator
+
+
+def generator_of(device: torch.device) -> DeviceGenerator | None:
+    """Return the generator that operations of a device draw from; None: it is the CPU's."""
+    module = _module(device)
+    generators: tuple[torch.Generator, ...] = getattr(module, "default_generators", ())
+    if generators:
+        return generators[module.current_device() if device.index is None else device.index]
+    return FunctionsOfGenerator(module, device) if hasattr(module, "get_rng_state") else None
+
+
+def generators_in_use() -> list[DeviceGenerator]:
+    """Return the generators of all devices of this process, if it has begun to use them."""
+    found = devices()
+    if not found or not getattr(_module(found[0]), "is_initialized", lambda: True)():
+        return []
+    return [each for device in found if (each := generator_of(device)) is not None]
