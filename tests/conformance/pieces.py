@@ -6,7 +6,7 @@ import torch
 from conformance.datasets import Images, Rows
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_fastdata import FastDataModule
+from lightning_fastdata import FastDataModule, LoaderOptions
 
 __all__ = ["Images", "Linear", "Pixels", "Rows", "RowsModule", "make_trainer"]
 
@@ -68,10 +68,14 @@ class Pixels(LightningModule):
 
 
 class RowsModule(FastDataModule):
-    """A data module over :class:`Rows` for every stage, without workers."""
+    """A data module over :class:`Rows` for every stage, without workers.
+
+    It would choose none by itself, for which it tries each dataset in a process of its own.
+    """
 
     def __init__(self, batch_size=8, length=32, **arguments):
-        super().__init__(batch_size, **arguments)
+        inline = LoaderOptions(num_workers=0, probe=False)
+        super().__init__(batch_size, **{"options": inline, **arguments})
         self.length = length
 
     def train_dataset(self):

@@ -87,6 +87,20 @@ class Stream(IterableDataset):
             yield torch.tensor([index, int(self.held[-1])])
 
 
+class Beside(Dataset):
+    """Sample ``i`` is the samples ``i`` of several datasets."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        samples = (part[index] for part in self.parts)
+        return torch.stack([one[0] if isinstance(one, tuple) else one for one in samples])
+
+
 class Chosen(Sampler):
     """Gives the sample of the lowest weight, as it is when that is asked for."""
 
@@ -276,6 +290,11 @@ KINDS = (
 STREAMS = (buffer_of_a_stream, attribute_of_a_stream)
 SEEN_AT_ONCE = (shared_value, shared_tensor, content_of_a_file)
 """Workers, too, see these at some moment within an epoch; when, torch does not say."""
+APART = (
+    collation, weights_of_a_sampler, list_of_a_sampler, part_of_a_whole, *SEEN_AT_ONCE, *STREAMS,
+)  # fmt: skip
+TOGETHER = tuple(kind for kind in KINDS if kind not in APART)
+"""Torch knows of no kinds: of these it reads all in one training."""
 WHO = ("step", "epoch start", "epoch end", "callback", "validation", "thread")
 WORKERS = (0, 1, 2, "auto here", "auto aside")
 DOORS = ("FastDataModule", "from_loaders", "FastDataLoader")
@@ -354,9 +373,24 @@ def trained(
     return module
 
 
-@cache
+def all_together(folder: Path) -> World:
+    """Return what holds the data of all kinds of :data:`TOGETHER`, and changes all of them."""
+    worlds = [kind(folder) for kind in TOGETHER]
+    parts = [arguments["dataset"] for arguments, _ in worlds]
+    return {"dataset": Beside(parts)}, lambda: [change() for _, change in worlds]
+
+
 def by_torch(who: str, make: Callable[[Path], World], workers: int, *, kept: bool) -> Any:
     """Return the batches of the same program on torch's DataLoader."""
+    if make not in TOGETHER:
+        return _by_torch(who, make, workers, kept)
+    at = TOGETHER.index(make)
+    together = _by_torch(who, all_together, workers, kept)
+    return [[samples[at] for samples in batch] for batch in together]
+
+
+@cache
+def _by_torch(who: str, make: Callable[[Path], World], workers: int, kept: bool) -> Any:
     folder = Path(_folders.name) / f"{who}-{make.__name__}-{workers}-{kept}"
     folder.mkdir(parents=True)
     how = {"batch_size": BATCH, "num_workers": workers, "persistent_workers": kept}
@@ -416,7 +450,6 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("who", WHO)
 def test_each_batch_is_what_torch_reads_or_a_warning_comes_first(who, tmp_path) -> None:
     _folders.name = str(tmp_path / "torch")
-    by_torch.cache_clear()
     with Misses() as misses:
         for number, row in enumerate(rows()):
             if row["who"] == who:
@@ -443,7 +476,6 @@ STEPS = (3, 5, 6, 7)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_change_by_one_step_alone_is_read_when_torch_reads_it(step, tmp_path) -> None:
     _folders.name = str(tmp_path / "torch")
-    by_torch.cache_clear()
     with Misses() as misses:
         for number, kind in enumerate(KINDS):
             # In a short run each kind changes at one of the steps.
@@ -738,7 +770,6 @@ def test_batches_of_a_sampler_that_uses_its_list_again_are_what_they_were() -> N
 
 def test_what_is_read_ahead_of_a_shuffled_epoch_is_not_older_than_the_epoch(tmp_path) -> None:
     _folders.name = str(tmp_path / "torch")
-    by_torch.cache_clear()
     with Misses() as misses:
         for kind in some(KINDS, 3):
             given, _ = kind(tmp_path)

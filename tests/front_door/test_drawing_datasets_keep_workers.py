@@ -127,8 +127,8 @@ def test_workers_stay_and_draw_what_new_ones_would() -> None:
                 assert len({str(epoch) for epoch in values(stay)}) == EPOCHS
 
 
-def test_so_do_spawned_ones() -> None:
-    how: dict[str, Any] = {"multiprocessing_context": "spawn"}
+def test_so_do_those_that_are_no_forks_of_the_program() -> None:
+    how: dict[str, Any] = {"multiprocessing_context": "forkserver"}
     stay = read(Photos(flips_and_colours, pixels), nothing, persistent_workers="unchanged", **how)
     assert processes(stay) == 1
     assert values(stay) == values(read(Photos(flips_and_colours, pixels), nothing))

@@ -8,9 +8,6 @@ import sys
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
 SETUP = """
 import logging, warnings
 import torch
@@ -58,6 +55,8 @@ CELLS = {
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """Name of a cell -> its outputs; ``"widgets"`` -> the state of all widgets as text."""
+    nbclient, nbformat = map(pytest.importorskip, ("nbclient", "nbformat"))
+    pytest.importorskip("ipykernel")
     folder = tmp_path_factory.mktemp("notebook")
     kernels = folder / "kernels" / "ours"
     kernels.mkdir(parents=True)

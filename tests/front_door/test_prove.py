@@ -75,7 +75,7 @@ def module_of(package, the_clock, each_step=lambda: None, each_epoch=lambda: Non
 def tried(tmp_path, monkeypatch):
     """Return what runs a function in a trial, and what is known behind it."""
     file = tmp_path / "trial" / "trial.json"
-    settings = ProveSettings(script="train.py", file=str(file), budget_s=110.0)
+    settings = ProveSettings(script="train.py", file=str(file), budget_s=75.0)
     monkeypatch.setenv(VARIABLE, settings.as_text())
     monkeypatch.chdir(tmp_path)
 

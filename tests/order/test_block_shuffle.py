@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -109,6 +107,9 @@ def test_a_loader_goes_on_within_an_epoch(executor):
 
 
 def test_groups_of_a_table_are_read_few_times(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet
+
     table = pa.table({"x": list(range(1000))})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=50)
     source = sources.ParquetSource(tmp_path / "x.parquet")

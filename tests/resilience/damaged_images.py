@@ -19,19 +19,20 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import skimage
-import sklearn
 from PIL import Image
 
+# What imports them takes long, and has nothing of theirs but files.
+SKIMAGE, SKLEARN = (Path(find_spec(name).origin).parent for name in ("skimage", "sklearn"))
 PHOTOGRAPHS = (
-    Path(sklearn.__file__).parent / "datasets/images/china.jpg",
-    Path(sklearn.__file__).parent / "datasets/images/flower.jpg",
-    Path(skimage.__file__).parent / "data/rocket.jpg",
-    Path(skimage.__file__).parent / "data/coffee.png",
+    SKLEARN / "datasets/images/china.jpg",
+    SKLEARN / "datasets/images/flower.jpg",
+    SKIMAGE / "data/rocket.jpg",
+    SKIMAGE / "data/coffee.png",
 )
 Truth = Literal["whole", "pillow", "error"]
 END = b"\xff\xd9"

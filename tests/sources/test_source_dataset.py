@@ -11,11 +11,8 @@ import tarfile
 import threading
 import zipfile
 
-import h5py
 import lmdb
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -428,6 +425,9 @@ def _reopened(source):
 
 
 def test_parquet_rows_are_those_of_pyarrow(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
     for number in range(2):
         table = pa.table(
             {
@@ -453,6 +453,8 @@ def test_parquet_rows_are_those_of_pyarrow(tmp_path):
 
 @pytest.mark.parametrize("form", ["file", "stream", "compressed"])
 def test_arrow_rows_are_those_of_pyarrow(tmp_path, form):
+    import pyarrow as pa
+
     paths, labels = [], list(range(COUNT))
     for number in range(2):
         part = labels[number * 24 : number * 24 + 24]
@@ -479,6 +481,8 @@ def test_arrow_rows_are_those_of_pyarrow(tmp_path, form):
 
 
 def test_hdf5_rows_are_those_of_h5py(tmp_path):
+    import h5py
+
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.arange(COUNT * 6).reshape(COUNT, 2, 3)
         file["y"] = np.arange(COUNT)
