@@ -12,6 +12,7 @@ once, in its first epoch.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import threading
 import warnings
@@ -143,9 +144,8 @@ class StandbyExecutor:
         self._pool.start_epoch(iter(()), epoch)  # which starts the processes that are missing
         self._earlier, self._trial, self._since_s = 0, None, None
         self._aside = self._tried = False
-        self._begins, began_s = True, clock.monotonic()
-        self._before = self._plan.state(_WITHIN_S)
-        self._compared_s = clock.monotonic() - began_s
+        self._begins, self._compared_s = True, math.inf
+        self._before = self._state()
         if self._before is None or self._ways.aside:
             self._turn_aside(self._source)
 
@@ -183,16 +183,20 @@ class StandbyExecutor:
             return
         # The program does nothing between the begin of an epoch and its first batch.
         begins, self._begins = self._begins, False
-        if not begins and self._plan.state(_WITHIN_S) != self._before:
+        if not begins and self._state() != self._before:
             self._turn_aside(self._source)
             return
-        if not begins:
-            self._compared_s = min(self._compared_s, clock.monotonic() - now_s)
-            if self._compared_s > _CHEAP_S:
-                self._ways.aside = True
+        if not begins and self._compared_s > _CHEAP_S:
+            self._ways.aside = True
         wanted_s = min(max(_LEAST_S, _TIMES * self._compared_s), _MOST_S)
         fitting = wanted_s / self._read_s if self._read_s else 1
         self._batches = max(1, int(min(fitting, 2 * self._batches, self._most or 1)))
+
+    def _state(self) -> Fingerprint | None:
+        began_s = clock.thread_time()
+        state = self._plan.state(_WITHIN_S)
+        self._compared_s = min(self._compared_s, clock.thread_time() - began_s)
+        return state
 
     def _read_here(self) -> Batch | None:
         """Return the next batch; None: side processes are to read it."""
@@ -219,7 +223,7 @@ class StandbyExecutor:
         """Return whether nothing has changed while it was read: by that, or by another thread."""
         if self._most is not None and threading.active_count() < 2:
             return True
-        holds = self._plan.state(_WITHIN_S) == self._before
+        holds = self._state() == self._before
         if not holds and self._most is None:
             self._ways.aside = True
             warnings.warn(_CHANGED_MEANWHILE, FastDataWarning, stacklevel=5)
