@@ -10,15 +10,13 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lightning_fastdata.augment.replay.kernels.fused import KERNELS, OPTIONS
 from lightning_fastdata.host.system_calls import die_with
-
-_NICE: Final = 10
 
 
 class _Device:
@@ -56,10 +54,9 @@ def compiled(kernel: Mapping[str, Any], capability: int) -> Any:
 
 
 def main() -> None:
-    """Compile what is asked for, several kernels at a time, behind all else on the machine."""
+    """Compile what is asked for, several kernels at a time: the first batch waits for them."""
     asked = json.load(sys.stdin)
     die_with(asked["parent"])
-    os.nice(_NICE)
     with ThreadPoolExecutor(asked["cpus"]) as pool:
         list(pool.map(lambda kernel: compiled(kernel, asked["capability"]), asked["kernels"]))
     os.write(asked["lock"], asked["done"].encode())
