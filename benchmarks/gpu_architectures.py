@@ -29,7 +29,7 @@ _POINTERS = ("uint8", "int32", "float32", "float64", "int64", "float32")
 
 
 def fused(geometry, *, sums=False, ends=1, planes=True, pixels=16):
-    """Return what a fused kernel is compiled for, as `replay/early.py` has it."""
+    """Return what a fused kernel is compiled for, as `replay/warm_up.py` has it."""
     target = "uint8" if sums or ends == 0 else "float32"
     constants = {"GEOMETRY": geometry, "SUMS": sums, "ENDS": ends, "PLANES": planes, "BLOCK": 512}
     arguments = ["uint8", target, *_POINTERS, *[0] * 11, pixels]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.replay.early import Kernel
+    from lightning_fastdata.augment.replay.warm_up import Kernel
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
 _BOX_KEYS: Final = ("boxes", "bboxes")

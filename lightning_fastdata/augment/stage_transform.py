@@ -22,8 +22,8 @@ from lightning_fastdata.tree import name_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lightning_fastdata.augment.replay.early import Kernel
     from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.augment.replay.warm_up import Kernel
     from lightning_fastdata.types import Batch, SampleKey
 
 

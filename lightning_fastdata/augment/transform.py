@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.dtypes import DType
     from lightning_fastdata.augment.pipeline.tree import Node
-    from lightning_fastdata.augment.replay.early import Kernel
     from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.augment.replay.warm_up import Kernel
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
 

@@ -22,9 +22,9 @@ from rig.late_cuda import late_cuda
 from rig.late_trainings import Case, train
 from virtual_time import virtual_time
 
-from lightning_fastdata.augment.replay import early
-from lightning_fastdata.augment.replay.early import compile_early, prepare_kernels
+from lightning_fastdata.augment.replay import warm_up
 from lightning_fastdata.augment.replay.triton import kernels_of, prepare
+from lightning_fastdata.augment.replay.warm_up import compile_early, prepare_kernels
 from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.host import clock
@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(early, "_pending", [])
+    monkeypatch.setattr(warm_up, "_pending", [])
     return tmp_path / "triton"
 
 
@@ -166,16 +166,16 @@ def check_ranks():
         for rank in (0, 1, 2):
             compile_early([KERNEL], (9, 0), first_of_node=rank == 0, compiler=compiler)
         with clock.installed(Clock()):
-            early.wait()
+            warm_up.wait()
         assert len(slept) == 3
         compile_early([KERNEL], (9, 0), first_of_node=True, compiler=compiler)
-        early.wait()
+        warm_up.wait()
         assert [asked["capability"] for asked in compiler.asked] == [90]
         other = Compiler()
         compile_early([KERNEL], (8, 0), first_of_node=True, compiler=other)
         assert [asked["capability"] for asked in other.asked] == [80]
         other.done()
-        early.wait()
+        warm_up.wait()
 
 
 def test_one_rank_of_a_node_compiles_once_and_all_wait_for_it():
@@ -187,7 +187,7 @@ def test_nobody_waits_for_longer_than_a_minute():
     compile_early([KERNEL], (9, 0), first_of_node=True, compiler=compiler)
     with virtual_time() as time:
         began = time.monotonic_ns()
-        early.wait()
+        warm_up.wait()
         assert 60e9 <= time.monotonic_ns() - began < 61e9
     os.close(compiler.held)
 
@@ -199,7 +199,7 @@ def test_a_compiler_that_dies_is_not_waited_for_and_another_training_tries_again
         os.close(compiler.held)
         with virtual_time() as time:
             began = time.monotonic_ns()
-            early.wait()
+            warm_up.wait()
             assert time.monotonic_ns() == began
         assert len(compiler.asked) == attempts
 
@@ -208,7 +208,7 @@ def test_a_cache_that_cannot_be_written_leaves_it_to_the_first_launch(cache):
     cache.write_text("a file")
     compiler = Compiler()
     compile_early([KERNEL], (9, 0), first_of_node=True, compiler=compiler)
-    early.wait()
+    warm_up.wait()
     assert compiler.asked == []
 
 
@@ -240,7 +240,7 @@ def test_a_launch_finds_in_the_cache_what_was_compiled_early_wherever_its_images
     batch = torch.stack([sample["image"] for sample, _ in pairs])
     (run,) = draws.programs["image"].runs
     compile_early(kernels_of(draws, {"image": batch.to("meta")}), (9, 0), first_of_node=True)
-    early.wait()
+    warm_up.wait()
     made = sorted(cache.rglob("*.cubin"))
     assert len(made) == 1 + run.launches
     launches = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from augment.test_compiled_early import check_ranks
 
-from lightning_fastdata.augment.replay import early
+from lightning_fastdata.augment.replay import warm_up
 from mutants.mutant import Mutant
 
 
@@ -18,7 +18,9 @@ def another_each_time(right):
 
 
 MUTANTS = (
-    Mutant("no rank waits", check_ranks, early, "_wait_for", nothing),
-    Mutant("what is compiled is asked for again", check_ranks, early, "_digest", another_each_time),
-    Mutant("no version of the kernels counts", check_ranks, early, "_digest", nothing),
+    Mutant("no rank waits", check_ranks, warm_up, "_wait_for", nothing),
+    Mutant(
+        "what is compiled is asked for again", check_ranks, warm_up, "_digest", another_each_time
+    ),
+    Mutant("no version of the kernels counts", check_ranks, warm_up, "_digest", nothing),
 )

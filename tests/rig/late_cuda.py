@@ -596,8 +596,8 @@ def _forget() -> None:
 
 def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield what has names to be replaced, and what stands for them."""
-    from lightning_fastdata.augment.replay import early, triton
     from lightning_fastdata.augment.replay import torch as replay
+    from lightning_fastdata.augment.replay import triton, warm_up
 
     generators = machine.generators
 
@@ -673,4 +673,4 @@ def _stand_ins(machine: LateCuda) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     for module in (triton, replay):
         yield module, {"has_kernels": lambda device: False}
-    yield early, {"_compile_apart": machine.compile_early}
+    yield warm_up, {"_compile_apart": machine.compile_early}

@@ -47,7 +47,7 @@ from lightning_fastdata.randomness.seeds import reseeder
 if TYPE_CHECKING:
     from albumentations import BaseCompose
 
-    from lightning_fastdata.augment.replay.early import Kernel
+    from lightning_fastdata.augment.replay.warm_up import Kernel
     from lightning_fastdata.types import Batch, SampleKey
 
 _Seed: TypeAlias = "Callable[[SampleKey], None]"

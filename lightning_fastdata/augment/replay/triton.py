@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.replay import early
+from lightning_fastdata.augment.replay import warm_up
 from lightning_fastdata.augment.replay.instructions import CHANNELS
 from lightning_fastdata.device.backend import current
 from lightning_fastdata.errors import FastDataWarning
@@ -58,7 +58,7 @@ def has_kernels(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
-    early.wait()
+    warm_up.wait()
     error = kernel_fault(device)
     if error is not None:
         warnings.warn(_NO_KERNELS.format(device=device, error=error), FastDataWarning, stacklevel=2)
@@ -110,14 +110,14 @@ def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.T
     from lightning_fastdata.augment.replay.kernels.fused import KERNELS, OPTIONS
 
     out, launches = prepare(run, blob, batch)
-    early.wait()
+    warm_up.wait()
     with current(batch.device):
         for kernel, grid, arguments, constants in launches:
             KERNELS[kernel][grid](*arguments, **constants, **OPTIONS)
     return out
 
 
-def kernels_of(draws: Draws, images: Mapping[str, torch.Tensor]) -> Iterator[early.Kernel]:
+def kernels_of(draws: Draws, images: Mapping[str, torch.Tensor]) -> Iterator[warm_up.Kernel]:
     """Yield what the kernels of a batch are compiled for.
 
     Args:
@@ -134,7 +134,7 @@ def kernels_of(draws: Draws, images: Mapping[str, torch.Tensor]) -> Iterator[ear
                 yield from map(_compiled_for, made)
 
 
-def _compiled_for(launch: Launch) -> early.Kernel:
+def _compiled_for(launch: Launch) -> warm_up.Kernel:
     """Return what of a launch Triton compiles a kernel for.
 
     Of its numbers that is only how many pixels there are (`pixels` of the kernel), and of that

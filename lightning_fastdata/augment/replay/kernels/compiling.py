@@ -1,6 +1,6 @@
 """Compiles kernels into Triton's cache on disk; a program, which takes no GPU.
 
-It reads from its input what :mod:`lightning_fastdata.augment.replay.early` asks for.
+It reads from its input what :mod:`lightning_fastdata.augment.replay.warm_up` asks for.
 """
 
 from __future__ import annotations
