@@ -132,7 +132,7 @@ class StandbyExecutor:
         """Batches that are read at once."""
         self._most: int | None = None
         """How many they may be; None: nothing was read yet."""
-        self._begins, self._read_s = True, 0.0
+        self._begins, self._read_s, self._compared_s = True, 0.0, math.inf
         self._idle = True
         """The side processes have read nothing since they were started, or told what they read."""
         self._since_s: float | None = None
@@ -175,14 +175,14 @@ class StandbyExecutor:
         if self._since_s is not None:
             self._ways.note(now_s - self._since_s, self._batches)
         self._since_s = now_s
+        # The program does nothing between the begin of an epoch and its first batch.
+        begins, self._begins = self._begins, False
         began = all(child.began for child in self._pool.children.values())
         if self._ways.tries and began and not self._tried:
             self._trial, self._tried = [], True
             around = 2 * self._plan.look_ahead  # while the pool fills, and while it empties
             self._turn_aside(islice(self._source, around + _GROUP * (_TIMED + 1)))
             return
-        # The program does nothing between the begin of an epoch and its first batch.
-        begins, self._begins = self._begins, False
         if not begins and self._state() != self._before:
             self._turn_aside(self._source)
             return

@@ -84,7 +84,7 @@ def readers_of(loader):
 
 
 @pytest.mark.parametrize("who", CHANGES)
-def test_what_a_program_changes_is_read_as_torchs_workers_read_it(who, tmp_path):
+def test_what_a_program_changes_is_read_as_torchs_workers_read_it(who, alone, tmp_path):
     _folders.name = str(tmp_path / "torch")
     kinds = [kind for kind in KINDS if kind not in (*SEEN_AT_ONCE, *STREAMS)]
     with Misses() as misses:
@@ -108,6 +108,12 @@ def compared_however_long_that_takes(monkeypatch):
 
 
 @pytest.fixture
+def alone(monkeypatch):
+    """Beside other threads, as those of a test runner, it compares once more, behind reading."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
+@pytest.fixture
 def untried(monkeypatch):
     monkeypatch.setattr(standby, "_TIMED_S", math.inf)
 
@@ -126,7 +132,7 @@ def test_nothing_changes_so_that_the_training_process_reads(untried):
 
 
 @each("change", [lambda: LEVEL.update(now=5), lambda: LOSSES.append(1.0)])
-def test_behind_a_change_of_a_global_the_worker_reads_what_was_there(change, untried):
+def test_behind_a_change_of_a_global_the_worker_reads_what_was_there(change, untried, alone):
     LEVEL["now"] = 0
     loader = standing_by(Cheap(lambda _, index: index + LEVEL["now"]))
     records = deque()
@@ -300,6 +306,25 @@ def test_a_run_that_goes_on_behind_a_trial_gets_the_batches_that_are_left(policy
                 assert found + [index for batch in other for index in batch.tolist()] == [
                     *range(1000)
                 ]
+
+
+def test_what_is_changed_while_workers_are_tried_is_read_as_it_was(tried, alone, monkeypatch):
+    monkeypatch.setattr(standby, "_WORTH_IT", 0.0)  # the training process is to go on behind it
+    data = Cheap(length=1000)
+    loader = standing_by(data)
+    for _ in range(2):  # so that the next epoch begins with the trial
+        assert readers_of(loader)
+        loader._inner.ways.aside = None
+        wait_for_workers(loader)
+    records = deque()
+    loader.record_stamps(records)
+    found = []
+    for number, batch in enumerate(loader):
+        found += batch.tolist()
+        if number == 3:
+            data.added = 10_000
+    assert found == list(range(1000))
+    assert {task.process for task in records[0].tasks} == {0}
 
 
 def count_some(data, index):
