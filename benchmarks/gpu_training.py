@@ -175,15 +175,6 @@ def _train_resnet(run, folder, photos, way, side, batch_size):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
 
-    class Clock(pl.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            run.settle()
-            self.began = time.perf_counter()
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            run.settle()
-            self.took_s = time.perf_counter() - self.began
-
     workers = max(1, read_cpu_limit().usable_cpus)
     images = ImageFolder(photos)
     if way == "plain DataLoader":
@@ -206,7 +197,7 @@ def _train_resnet(run, folder, photos, way, side, batch_size):
                 images, batch_size=batch_size, augment=recipe, guard="off", drop_last=True
             )
         }
-    clock, watch = Clock(), DataThroughputCallback(summary=False, report=False)
+    clock, watch = epoch_clock(run), DataThroughputCallback(summary=False, report=False)
     precision = "bf16-mixed" if run.cuda else "32-true"
     epochs = 2 if run.quick else 4
     new_trainer(run, folder, max_epochs=epochs, precision=precision, callbacks=[clock, watch]).fit(
@@ -251,6 +242,22 @@ def measure_overhead(run):
     run.add(name, "the callback adds", watched - plain, "us", f"{len(pairs)} runs each")
 
 
+def epoch_clock(run):
+    """Return a callback that times the last epoch (``took_s``), the device's work included."""
+    import lightning.pytorch as pl
+
+    class Clock(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            run.settle()
+            self.began = time.perf_counter()
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            run.settle()
+            self.took_s = time.perf_counter() - self.began
+
+    return Clock()
+
+
 def _trainer_step_us(run, watched, steps):
     import lightning.pytorch as pl
 
@@ -267,22 +274,13 @@ def _trainer_step_us(run, watched, steps):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 1e-3)
 
-    class Clock(pl.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            run.settle()
-            self.began = time.perf_counter()
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            run.settle()
-            self.took_us = (time.perf_counter() - self.began) * 1e6 / steps
-
-    clock = Clock()
+    clock = epoch_clock(run)
     watching = [DataThroughputCallback(summary=False, report=False)] if watched else []
     batches = torch.utils.data.DataLoader(torch.randn(steps, 8, 64), batch_size=None)
     # Of two epochs the second is kept.
     with tempfile.TemporaryDirectory() as folder:
         new_trainer(run, folder, max_epochs=2, callbacks=[clock, *watching]).fit(Tiny(), batches)
-    return clock.took_us
+    return clock.took_s * 1e6 / steps
 
 
 class Pictures(torch.utils.data.Dataset):

@@ -74,9 +74,6 @@ def name_of(device: torch.device) -> str:
     return device.type if named is None else str(named(device))
 
 
-# The current device, which each thread has its own of
-
-
 def gpu_count() -> int:
     """Return how many CUDA devices there are; torch asks their driver, and opens none."""
     return torch.cuda.device_count()
@@ -85,6 +82,9 @@ def gpu_count() -> int:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Return the architecture of a CUDA device, such as ``(9, 0)``."""
     return torch.cuda.get_device_capability(device)
+
+
+# The current device, which each thread has its own of
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

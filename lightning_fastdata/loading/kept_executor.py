@@ -18,6 +18,7 @@ from typing import (
     NamedTuple,
     Protocol,
     TypeAlias,
+    cast,
     runtime_checkable,
 )
 
@@ -485,6 +486,9 @@ class EpochIterator:
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
+        # Looked at once: to ask it of each batch takes tens of microseconds.
+        self._announces = isinstance(executor, _Announces)
+        self._numbers = isinstance(executor, _Numbers)
         if executor is not None and over is None:  # it ends with this iterator
             over = weakref.finalize(self, executor.close)
         self._over = over
@@ -517,11 +521,12 @@ class EpochIterator:
         """
         if self.executor is None:
             return True
-        return self.executor.ready() if isinstance(self.executor, _Announces) else None
+        return cast("_Announces", self.executor).ready() if self._announces else None
 
     def under_way(self) -> tuple[int, tuple[int, ...]] | None:
         """Return how many batches were begun, and which were not handed over; None: not known."""
-        return self.executor.under_way() if isinstance(self.executor, _Numbers) else None
+        known = self._numbers and self.executor is not None
+        return cast("_Numbers", self.executor).under_way() if known else None
 
     def end(self, why: str) -> None:
         """Give no more batches."""
