@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import psutil
@@ -27,7 +28,7 @@ from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import private_folder, write_atomically
 from lightning_fastdata.insight.model.finding import duration_text
-from lightning_fastdata.stamps.line_names import stack_lines
+from lightning_fastdata.stamps.line_names import look_at_thread, stack_lines
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.pool.stalls import WorkerNow
@@ -331,9 +332,12 @@ def _frames_in(text: str) -> list[tuple[str, int, str]]:
 
 def _stack_of_thread(ident: int) -> tuple[str, ...]:
     """Return where in the code a thread of this process is, innermost function first."""
-    frame = sys._current_frames().get(ident)
-    walked = [] if frame is None else list(traceback.walk_stack(frame))
-    return stack_lines((f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked)
+
+    def lines(frame: FrameType | None) -> tuple[str, ...]:
+        walked = () if frame is None else traceback.walk_stack(frame)
+        return stack_lines((f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked)
+
+    return look_at_thread(ident, lines)
 
 
 class WatchedRun:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
+
+Seen = TypeVar("Seen")
 
 _READS, _WRITES, _OWN, _LIBRARY, _USER = range(5)
 
@@ -44,6 +48,28 @@ class Place(NamedTuple):
 
 ELSEWHERE: Final = Place("", 0, "", "")
 """In a dataset written in C, or in code of this package that is no dataset."""
+
+
+def look_at_thread(ident: int, see: Callable[[FrameType | None], Seen]) -> Seen:
+    """Return what ``see`` finds in the innermost frame of a thread of this process.
+
+    The frame, which keeps the variables in it, is let go of as soon as it has been seen.
+
+    Args:
+        ident: The thread's ``threading.get_ident()``.
+        see: Is given the frame; None: there is no such thread.
+    """
+    # Before Python 3.12, to make a frame that can be looked at may collect garbage. What that runs
+    # hands the interpreter over to the thread, which returns from the function; whoever then looks
+    # at its frame ends the process with a segmentation fault.
+    pauses = sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        return see(sys._current_frames().get(ident))  # noqa: TID251
+    finally:
+        if pauses:
+            gc.enable()
 
 
 def place_of(frame: FrameType | None) -> Place | None:

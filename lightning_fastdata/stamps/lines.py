@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps.line_names import Place, place_of
+from lightning_fastdata.stamps.line_names import Place, look_at_thread, place_of
 
 EVERY: Final = 32
 """Reading is looked at for one of so many parts of the time."""
@@ -183,9 +183,7 @@ class _Round:
                     self._look()
 
     def _look(self) -> None:
-        # A frame that is kept keeps the variables in it: it is let go of before anything is waited
-        # for.
-        place = place_of(sys._current_frames().get(self._ident))
+        place = look_at_thread(self._ident, place_of)
         now_ns = self._looked_ns = clock.monotonic_ns()
         runnable_ns = self._schedule.runnable_ns()
         if not self.reading:

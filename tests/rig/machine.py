@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import heapq
 import os
-import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from lightning_fastdata.host import clock
+from lightning_fastdata.stamps.line_names import look_at_thread
 
 _A_SECOND_NS = 10**9
 _SLICE_NS = 4_000_000
@@ -106,8 +107,13 @@ class VirtualThread:
 
     def stack(self) -> str:
         """Return where its code is."""
-        frame = sys._current_frames().get(self.real.ident) if self.real is not None else None
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+        if self.real is None or self.real.ident is None:
+            return ""
+
+        def text(frame: FrameType | None) -> str:
+            return "" if frame is None else "".join(traceback.format_stack(frame))
+
+        return look_at_thread(self.real.ident, text)
 
 
 class Machine(clock.Clock):

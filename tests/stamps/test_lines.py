@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ from thread_waits import kernel_tells
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps import line_names
 from lightning_fastdata.stamps.batch_stamps import TaskStamps, TaskWatch
-from lightning_fastdata.stamps.line_names import place_of, short_file
+from lightning_fastdata.stamps.line_names import look_at_thread, place_of, short_file
 from lightning_fastdata.stamps.lines import LineWatch
 
 
@@ -54,6 +55,40 @@ def test_user_code_is_what_is_neither_installed_nor_made(filename, module, file)
         assert place.function == "typed_in"
     else:
         assert place[:3] == (file, 3, "Rows.__getitem__")
+
+
+@pytest.fixture
+def collections():
+    """Yield how often garbage was collected so far; it is at nearly every chance."""
+    found = []
+    before, was_on = gc.get_threshold(), gc.isenabled()
+    gc.callbacks.append(lambda phase, _: found.append(phase))
+    gc.set_threshold(1)
+    yield found
+    del gc.callbacks[-1]
+    gc.set_threshold(*before)
+    (gc.enable if was_on else gc.disable)()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="looking at frames collects no garbage")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_a_thread_is_looked_at(collections, enabled):
+    (gc.enable if enabled else gc.disable)()
+
+    def see(frame):
+        before, kept = len(collections), []
+        while frame is not None:
+            kept.append([frame.f_code])
+            frame = frame.f_back
+        assert len(kept) > 5
+        return len(collections) - before
+
+    assert look_at_thread(threading.get_ident(), see) == 0
+    assert gc.isenabled() == enabled
+    with pytest.raises(ZeroDivisionError):
+        look_at_thread(threading.get_ident(), lambda _: 1 / 0)
+    assert gc.isenabled() == enabled
+    assert look_at_thread(-1, lambda frame: frame) is None
 
 
 def test_files_have_short_names(monkeypatch, tmp_path):
