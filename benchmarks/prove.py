@@ -5,8 +5,9 @@
 
 Each training of ``provable.py`` is proved as a user does it. What was recommended is then written
 into the script, which fits as it was and with the change in turn (A B B A A B), everything made anew
-each time; compared are the wall times of an epoch with its start and validation, without the first.
-Healthy trainings, some beside a program that burns a CPU, must get no recommendation.
+each time; compared are the wall times of an epoch with its start and validation, without the first,
+and with this package's loader without those of the first 200 steps, in which the number of workers
+follows the training. Healthy trainings, some beside a program that burns a CPU, must get no recommendation.
 
 A training leaves one JSON in the folder, and is not run again while it is there: the benchmark may
 be interrupted and continued. ``--table`` prints what is there.
@@ -33,6 +34,8 @@ from verdicts import environment, hogs
 HERE = Path(__file__).parent
 MEASURED_S = 3.0
 """Of epochs that are measured in one run, about."""
+SETTLED_STEPS = 200
+"""Behind so many steps of a fit, the number of workers of this package's loader has settled."""
 TIME_LIMIT_S = 240
 PLANTED = (
     # Called healthy where they come from, but a twentieth can be gained.
@@ -113,29 +116,37 @@ def got(name: str, found: dict[str, Any], rounds: int) -> dict[str, Any]:
     change = found["recommended"]["change"]
     rows = {row["name"]: row for row in found["rows"]}
     epoch_s = (rows[key]["epoch_s"] for key in ("as it is", found["recommended"]["name"]))
+    settling = math.ceil(SETTLED_STEPS / (found["facts"]["batches"] or SETTLED_STEPS))
     slow, fast = (
-        (what, min(40, 1 + max(2, math.ceil(MEASURED_S / each_s))))
-        for what, each_s in zip(({}, change), epoch_s, strict=True)
+        (what, before, before + min(40, max(2, math.ceil(MEASURED_S / each_s))))
+        for what, before, each_s in zip(
+            ({}, change), (1, settling if change.get("fast") else 1), epoch_s, strict=True
+        )
     )
     turns = [turn for n in range(rounds) for turn in ((slow, fast) if n % 2 == 0 else (fast, slow))]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "epochs.json"
         command = [sys.executable, str(HERE / "provable.py"), name]
-        command += ["--turns", json.dumps(turns), "--out", str(file)]
+        fits = [(what, epochs) for what, _, epochs in turns]
+        command += ["--turns", json.dumps(fits), "--out", str(file)]
         own = {**environment(), "LIGHTNING_FASTDATA_CACHE": str(Path(folder) / "cache")}
         subprocess.run(
             command, env=own, cwd=folder, capture_output=True, check=True, timeout=TIME_LIMIT_S
         )
-        spent = [statistics.fmean(each[1:]) for each in json.loads(file.read_text())]
+        epochs_s = json.loads(file.read_text())
+    spent = [
+        statistics.fmean(each[before:])
+        for each, (_, before, _) in zip(epochs_s, turns, strict=True)
+    ]
     pairs = [spent[2 * n : 2 * n + 2][:: 1 if n % 2 == 0 else -1] for n in range(rounds)]
     logs = [math.log(before / after) for before, after in pairs]
     return {"factor": math.exp(statistics.fmean(logs)), "epochs_s": pairs}
 
 
-def row_of(name: str, budget: str, rounds: int) -> dict[str, Any]:
-    """Prove one training, and try what was recommended."""
+def row_of(name: str, budget: str, rounds: int, found: dict[str, Any] | None) -> dict[str, Any]:
+    """Prove one training, if that was not done, and try what was recommended."""
     load = os.getloadavg()[0]
-    found = proved(name, budget)
+    found = found or proved(name, budget)
     row: dict[str, Any] = {"name": name, "healthy": is_healthy(name), "found": found}
     if found.get("recommended"):
         try:
@@ -240,9 +251,10 @@ def main() -> None:
         names = [name for name in names if any(name.startswith(each) for each in options.only)]
     for name in names if not options.table else ():
         file = file_of(options.folder, name)
-        if file.exists():
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if known and ("got" in known or not known["found"].get("recommended")):
             continue
-        row = row_of(name, options.budget, options.got)
+        row = row_of(name, options.budget, options.got, known.get("found"))
         file.write_text(json.dumps(row, indent=1))
         how = judged(row)
         told = row["found"].get("verdict", row["found"].get("error", "?")[-300:])
