@@ -1,13 +1,14 @@
 """Whether what ``fastdata prove`` promises comes true when it is written into the script.
 
-    python benchmarks/prove.py --folder FOLDER [--only NAME ...] [--budget 75s] [--got 2]
+    python benchmarks/prove.py --folder FOLDER [--only NAME ...] [--budget 75s] [--got 4]
     python benchmarks/prove.py --folder FOLDER --table
 
 Each training of ``provable.py`` is proved as a user does it. What was recommended is then written
-into the script, which fits as it was and with the change in turn (A B B A A B), everything made anew
-each time; compared are the wall times of an epoch with its start and validation, without the first,
-and with this package's loader without those of the first 200 steps, in which the number of workers
-follows the training. Healthy trainings, some beside a program that burns a CPU, must get no recommendation.
+into the script, which fits as it was and with the change in turn (A B B A A B B A), everything made
+anew each time. Compared are the wall times of an epoch with its start and validation, without the
+first, and with this package's loader without those of the first 200 steps, in which the number of
+workers follows the training. Healthy trainings, some beside a program that burns a CPU, must get no
+recommendation.
 
 A training leaves one JSON in the folder, and is not run again while it is there: the benchmark may
 be interrupted and continued. ``--table`` prints what is there.
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="one JSON for each training")
     parser.add_argument("--only", nargs="+", help="names, or how they begin")
     parser.add_argument("--budget", default="75s")
-    parser.add_argument("--got", type=int, default=3, help="pairs of runs of what is recommended")
+    parser.add_argument("--got", type=int, default=4, help="pairs of runs of what is recommended")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
