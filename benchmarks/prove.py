@@ -151,7 +151,7 @@ def row_of(name: str, budget: str, rounds: int, found: dict[str, Any] | None) ->
     """Prove one training, if that was not done, and try what was recommended."""
     load = os.getloadavg()[0]
     found = found or proved(name, budget)
-    row: dict[str, Any] = {"name": name, "healthy": is_healthy(name), "found": found}
+    row: dict[str, Any] = {"name": name, "found": found}
     if found.get("recommended"):
         try:
             row["got"] = got(name, found, rounds)
@@ -209,8 +209,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return the figures that count."""
-    ill = [row for row in rows if not row["healthy"]]
-    fine = [row for row in rows if row["healthy"]]
+    ill = [row for row in rows if not is_healthy(row["name"])]
+    fine = [row for row in rows if is_healthy(row["name"])]
     known = [how for row in ill if (how := judged(row)) is not None]
     errors = sorted(abs(how["error"]) for how in known) or [math.nan]
     p95 = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
