@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
-from lightning_fastdata.caches.folders import caches_in, notice_changes
+from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.torch_guard import OpenedNotes
