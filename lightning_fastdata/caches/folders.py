@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -156,7 +156,8 @@ def open_or_make(
     """
     file = existing()
     if file is None:
-        make_folder(folder)
+        with _used(folder):
+            private_folder(folder)
         remove_forgotten(folder.parent)
         with locked(folder):
             file = existing()  # another process may have made it by now
@@ -182,31 +183,6 @@ def is_there(folder: Path) -> bool:
     """
     with _used(folder):
         return private_folder(folder, make=False) is not None
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder of a cache, if it is not there, for this user alone.
-
-    Raises:
-        OptionsError: It belongs to another user, is a link, or cannot be made.
-    """
-    with _used(folder):
-        private_folder(folder)
-
-
-@contextmanager
-def choosing(folder: CacheFolder) -> Iterator[None]:
-    """Let one process at a time look which caches a folder has, and make one.
-
-    Raises:
-        OptionsError: It cannot be made, or written to.
-    """
-    root = cache_root(folder)
-    with ExitStack() as held:
-        with _used(root):
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            held.enter_context(locked(root))
-        yield
 
 
 @contextmanager
