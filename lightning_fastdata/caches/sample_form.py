@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -50,11 +50,18 @@ def put_together(form: Form, raws: list[Raw]) -> Batch:
     return _made(form, iter(raws).__next__)
 
 
+def leaves_of(form: Form) -> Iterator[Form]:
+    """Yield the forms of the leaves, in order."""
+    if "of" not in form:
+        yield form
+        return
+    for part in form["of"]:
+        yield from leaves_of(part)
+
+
 def leaf_bytes(form: Form) -> list[int]:
     """Return the number of bytes of each leaf."""
-    if "of" in form:
-        return [size for part in form["of"] for size in leaf_bytes(part)]
-    return [int(form["bytes"])]
+    return [int(leaf["bytes"]) for leaf in leaves_of(form)]
 
 
 def column_of(form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -178,18 +185,10 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
 _EMPTY: Final = np.empty(0, np.uint8)
 
 
-@runtime_checkable
-class _Picture(Protocol):
-    mode: str
-    size: tuple[int, int]
-
-
-def _picture_size(value: object) -> tuple[int, int] | None:
+def _picture_size(value: Any) -> tuple[int, int] | None:
     """Return width and height of a PIL image that is nothing but its bytes; None otherwise."""
-    if not type(value).__module__.startswith("PIL."):
-        return None
-    picture = value if isinstance(value, _Picture) else None
-    return None if picture is None or picture.mode not in _PICTURE_BYTES else picture.size
+    known = type(value).__module__.startswith("PIL.")
+    return value.size if known and getattr(value, "mode", "") in _PICTURE_BYTES else None
 
 
 def _raw(array: NDArray[Any]) -> Raw:
