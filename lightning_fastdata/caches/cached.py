@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -97,11 +97,6 @@ class CachedDataset(Dataset[Any]):
     """What is kept, in words; None: as it was found."""
     _forms_tried = _FORMS_TRIED
 
-    def __new__(cls, *_: object, **__: object) -> Self:
-        """Return a new one, and note that there is one."""
-        CachedDataset.made = True
-        return super().__new__(cls)
-
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -119,6 +114,7 @@ class CachedDataset(Dataset[Any]):
             )
         if max_bytes is not None and max_bytes < 1:
             raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
+        CachedDataset.made = True
         self.dataset = dataset
         self.transform = transform
         self.folder = cache_path(self.owner, folder, key)
@@ -229,6 +225,10 @@ class CachedDataset(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         of_this_process = ("_file", "_part", "_columns", "_state", "_there")
         return {**self.__dict__, **dict.fromkeys(of_this_process)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CachedDataset.made = True
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r}, {str(self.folder)!r})"
@@ -518,7 +518,7 @@ class CachedSource(CachedDataset):
         return {**super().__getstate__(), "_opening": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _opening=threading.Lock())
+        super().__setstate__({**state, "_opening": threading.Lock()})
 
     def __repr__(self) -> str:
         return f"CachedSource({self.source!r}, {str(self.folder)!r})"

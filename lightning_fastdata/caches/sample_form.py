@@ -27,7 +27,7 @@ Raw: TypeAlias = "NDArray[np.uint8]"
 """The bytes of a leaf, in one row."""
 
 _NUMBERS: Final = {"int": np.int64, "float": np.float64, "bool": np.bool_}
-_PICTURE_BYTES: Final = {"L": 1, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "HSV": 3}
+_PICTURE_MODES: Final = frozenset({"L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"})
 """Modes of PIL images that are nothing but bytes."""
 _SUPPORTED: Final = (
     "tensors in host memory, NumPy arrays and scalars, PIL images, numbers, strings, bytes and "
@@ -157,9 +157,10 @@ def _leaf(value: object, path: str) -> tuple[Form, Raw]:
         name = "scalar" if isinstance(value, np.generic) else "array"
         form = {"is": name, "dtype": value.dtype.str, "shape": list(value.shape)}
         return form, _raw(np.asarray(value))
-    if (size := _picture_size(value)) is not None:
-        form = {"is": "picture", "mode": value.mode, "size": list(size)}  # type: ignore[attr-defined]
-        return form, np.frombuffer(value.tobytes(), np.uint8)  # type: ignore[attr-defined]
+    picture: Any = value
+    if kind.__module__.startswith("PIL.") and getattr(picture, "mode", "") in _PICTURE_MODES:
+        form = {"is": "picture", "mode": picture.mode, "size": list(picture.size)}
+        return form, np.frombuffer(picture.tobytes(), np.uint8)
     raise _unsupported(path, f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -183,12 +184,6 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
 
 
 _EMPTY: Final = np.empty(0, np.uint8)
-
-
-def _picture_size(value: Any) -> tuple[int, int] | None:
-    """Return width and height of a PIL image that is nothing but its bytes; None otherwise."""
-    known = type(value).__module__.startswith("PIL.")
-    return value.size if known and getattr(value, "mode", "") in _PICTURE_BYTES else None
 
 
 def _raw(array: NDArray[Any]) -> Raw:
