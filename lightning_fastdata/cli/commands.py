@@ -12,13 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-def doctor(*, ray: bool = False) -> None:
-    """Print what this machine, or a Ray cluster, allows, and what of it limits data loading."""
-    if ray:
-        from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
-
-        sys.stdout.write(f"{look_at_cluster().text()}\n")
-        return
+def doctor() -> None:
+    """Print what this machine allows, and what of it limits data loading."""
     from lightning_fastdata.host.cpu import read_cpu_limit
     from lightning_fastdata.host.gpus import read_gpus
     from lightning_fastdata.host.machine import doctor_text, read_versions
@@ -27,16 +22,6 @@ def doctor(*, ray: bool = False) -> None:
     cpu, memory, versions = read_cpu_limit(), read_host_memory(), read_versions()
     text = doctor_text(cpu=cpu, memory=memory, gpus=read_gpus(), versions=versions)
     sys.stdout.write(f"{text}\n")
-
-
-def takes_doctor(parser: ArgumentParser) -> None:
-    """Add the arguments of ``doctor``."""
-    parser.add_argument(
-        "--ray",
-        action="store_true",
-        help="Look at the Ray cluster in the place of this machine: its nodes, and what a batch "
-        "from each costs.",
-    )
 
 
 def replay(

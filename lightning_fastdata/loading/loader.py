@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, cast
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
-from lightning_fastdata.caches.folders import caches_in, notice_changes
+from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName
-from lightning_fastdata.executors.torch_guard import OpenedNotes
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, able_to_read_on
 from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import CountedBatches, Pass, Run
 from lightning_fastdata.loading.resume import Resumable, WatchedBatches
@@ -240,9 +239,15 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
                 multiprocessing_context = plan.multiprocessing_context
+        self.faults = FaultLog.of(on_bad_sample, dataset)
+        self.on_bad_sample = self.faults.rule
         self.asked_prefetch_factor = prefetch_factor
         """As it was given; None: the executor chooses how far it is ahead."""
-        self.executor = executor
+        self.executor = able_to_read_on(
+            executor,
+            workers=num_workers or 0,
+            asked=self.faults.is_asked and not isinstance(dataset, IterableDataset),
+        )
         self.standby = standby
         self.keeps: Keeps = persistent_workers or False
         """Whether workers are kept between epochs, as it was asked for or chosen."""
@@ -279,8 +284,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         self.ahead = ahead
         self.actor_options = actor_options
         self.stall_timeout = stall_timeout
-        self.faults = FaultLog.of(on_bad_sample, dataset)
-        self.on_bad_sample = self.faults.rule
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
         self._counts_from_nothing(run)
@@ -377,8 +380,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
-        if self.faults.is_asked and reads_with_torch(self):
-            batches = OpenedNotes(batches, self.faults)
         skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
         if self._indices is not None and (skips or not self.in_order):
             batches = WatchedBatches(batches, begun, source)

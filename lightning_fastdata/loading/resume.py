@@ -24,7 +24,6 @@ from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import (
     EpochIndices,
-    HasEpoch,
     Start,
     Stateful,
 )
@@ -295,8 +294,9 @@ def _sampler_epoch(loader: Resumable) -> int | None:
     Lightning sets it after it has made the iterator of a resumed run.
     """
     for sampler in (loader.sampler, sampler_in(loader.batch_sampler)):
-        if isinstance(sampler, SetsEpoch) and isinstance(sampler, HasEpoch):
-            return sampler.epoch
+        epoch: int | None = getattr(sampler, "epoch", None)
+        if isinstance(sampler, SetsEpoch) and epoch is not None:
+            return epoch
     return None
 
 

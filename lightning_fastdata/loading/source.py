@@ -30,7 +30,6 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
 from lightning_fastdata.executors.gather.rows import rows_of
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
-from lightning_fastdata.executors.torch_guard import GuardedCollate, GuardedDataset
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
@@ -130,13 +129,8 @@ def open_source(
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
     collate_fn = _collation(settings, worker_part)
     dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
-    rule = settings.faults.rule
-    guard = SampleGuard.of(rule, settings.dataset, settings.sampler, settings.seed)
     if not reads_with_torch(settings):
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, guard)
-    if settings.faults.is_asked and indices is not None:
-        dataset = GuardedDataset(dataset, guard, settings.faults, epochs)
-        collate_fn = GuardedCollate(collate_fn, dataset, batched=makes_batches(settings))
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported)
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
     order: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
@@ -188,7 +182,6 @@ def _open_executor(
     collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
     reported: dict[str, int],
-    guard: SampleGuard,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
@@ -222,7 +215,9 @@ def _open_executor(
         context=settings.multiprocessing_context,
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
-        guard=guard,
+        guard=SampleGuard.of(
+            settings.faults.rule, settings.dataset, settings.sampler, settings.seed
+        ),
         faults=settings.faults,
         rank=rank_now() if streamed else Rank(0, 1),
     )

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch.utils.data import BatchSampler
 
-from lightning_fastdata.caches.folders import Kept
+from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
@@ -37,7 +37,7 @@ class StateWatch:
         self,
         objects: tuple[object, ...],
         text: str,
-        caches: Sequence[Kept] = (),
+        caches: Sequence[CachedDataset] = (),
         reads_later: Callable[[], bool] = lambda: True,
     ) -> None:
         self._objects = objects

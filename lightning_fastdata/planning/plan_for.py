@@ -170,7 +170,8 @@ def choose_executor(
         return ExecutorChoice(aside, "each process reads its own stream")
     if workers == 0:
         # Keys for draws that are not made would cost each step of the training some 20 us.
-        here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
+        keyed |= spec.transformed or spec.options.on_bad_sample != "raise"
+        here: ExecutorName = "inline" if keyed else "torch"
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
     if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
         return _cheap(spec, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.caches.folders import caches_in
+from lightning_fastdata.caches.cached import caches_in
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.model import loader_seen

@@ -247,8 +247,7 @@ def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None
     except DatasetError as error:
         return None, str(error)
     cache = cache_of(cached)
-    if cache is None:
-        return None, "there is no room"
+    assert cache is not None  # which with_cache() has made
     cache.optional = cached is not dataset
     reason = f"an earlier run has kept {cache.stored} of {len(cache)}"
     if not cache.stored:
@@ -259,9 +258,7 @@ def _decision(dataset: Dataset[Any], epochs: float) -> tuple[Dataset[Any] | None
     return cached, reason
 
 
-def _gain(
-    dataset: Dataset[Any], cache: CachedDataset | CachedSource, epochs: float
-) -> tuple[bool, str]:
+def _gain(dataset: Dataset[Any], cache: CachedDataset, epochs: float) -> tuple[bool, str]:
     """Return whether keeping samples pays, and why."""
     if len(cache) < 2:
         return False, "there are too few"
