@@ -26,7 +26,7 @@ from lightning_fastdata.loading.source import (
 from lightning_fastdata.planning.worker_count import most_workers
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger
-from lightning_fastdata.tuning.costs import LoaderSetup, Scheduling
+from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling
 from lightning_fastdata.tuning.tuner import Tuner, log
 
 if TYPE_CHECKING:
@@ -57,11 +57,10 @@ class _Loader(LoaderFacts, Protocol):
 def setup_of(loader: _Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
     """Return the setup of a loader; None for what the model does not know.
 
-    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"ray"`` (on
-    which machines, the stamps tell: :class:`~..tuning.costs.Placement`), and those that read in the
-    training process when a batch is asked for. It does not know ``"gather"``, whose caller helps
-    its threads. It takes samples to be of one shape, and memory to suffice for the whole
-    look-ahead.
+    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"ray"``, and
+    those that read in the training process when a batch is asked for. It does not know
+    ``"gather"``, whose caller helps its threads. It takes samples to be of one shape, and memory to
+    suffice for the whole look-ahead.
 
     Args:
         loader: As it is set up now; it is not iterated.

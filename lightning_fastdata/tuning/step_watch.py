@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.tuning.costs import BatchCost
+from lightning_fastdata.tuning.simulate import BatchCost
 from lightning_fastdata.tuning.moves import Window, window_of, without_pauses
 from lightning_fastdata.tuning.simulate import TrainingTimes, batch_costs, by_epoch
 

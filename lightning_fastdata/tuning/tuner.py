@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.machine import Pressure, PressureReader
-from lightning_fastdata.tuning.costs import Placement
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     LITTLE,
@@ -229,11 +228,10 @@ class Tuner:
         numbers = numbers_to_try(now, most=self.most_workers)
         step_cpus, costs = self._watch.costs()
         cpus = {"cpus": self._cpus, "step_cpus": min(self._cpus, step_cpus)}
-        seen = Placement.of(self._watch.stamps)
         proposal = propose(
             window,
             costs,
-            lambda workers: seen.applied(loader.setup_with(workers, **cpus)),
+            lambda workers: loader.setup_with(workers, **cpus),
             now,
             [number for number in numbers if number in self._open],
         )

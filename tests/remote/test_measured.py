@@ -37,7 +37,7 @@ from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.tuned import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.travel import ClusterSeen
-from lightning_fastdata.tuning.costs import LoaderSetup
+from lightning_fastdata.tuning.simulate import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

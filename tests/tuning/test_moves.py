@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     Move,

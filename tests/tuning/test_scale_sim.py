@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.events import EventModel
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import EventModel
 from lightning_fastdata.tuning.simulate import simulate
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

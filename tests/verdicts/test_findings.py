@@ -31,8 +31,8 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.events import left_over
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import left_over
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH
 from lightning_fastdata.tuning.simulate import simulate
 
@@ -105,7 +105,7 @@ CPU = {"costs": costs(cpu=40.0), "setup": setup()}
 NODE = NodeSeen(name="two/2", batches=40, sample_ms=10.0)
 SLOW_NODE = NodeSeen(name="one/1", batches=20, sample_ms=30.0)
 CLUSTER = RemoteSeen(
-    batch_bytes=9.6e6, way_ms=40.0, link_bytes_per_s=2.4e8, free_cpus=6.0, store_used_share=0.2,
+    batch_bytes=9.6e6, way_ms=40.0, free_cpus=6.0, store_used_share=0.2,
     spilled_bytes=0, nodes=(NODE,),
 )  # fmt: skip
 EVEN = {"read_cpu_ms": 8.0, "read_blocked_ms": 8.0, "collate_ms": 8.0}

@@ -19,7 +19,7 @@ from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
 from lightning_fastdata.plugin.seams.loaders import keyed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.simulate import simulate
 
 MS = 1e6

@@ -22,7 +22,7 @@ from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, sl
 from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
 from lightning_fastdata.tuning.tuner import Tuner
 
@@ -266,7 +266,7 @@ class Evidence:
         cpu *= self.setup.worker_threads
         busy = 1.0 if self.busy_share is None else self.busy_share
         own = self.setup.step_cpus * (1 - min(1.0, self.stall_share or 0.0))
-        here = self.setup.workers * (1 - self.setup.far_share)
+        here = 0 if self.setup.scheduling == "actors" else self.setup.workers
         return here * busy * cpu / max(1.0, whole) + own
 
 
@@ -295,7 +295,6 @@ def stage_evidence(
     if setup is not None:
         setup = replace(
             setup,
-            **Placement.of(stamps)._asdict(),
             other_cpus=_taken_cpus(setup.cpus, **measured),
             worker_threads=loader_seen.worker_threads(stamps),
         )

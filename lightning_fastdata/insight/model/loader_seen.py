@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.model.finding import STALL_LOW
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.tuning.costs import journeys, link_bytes_per_s, ways_of
 from lightning_fastdata.tuning.simulate import TrainingTimes, by_epoch
 
 _COMPUTES: Final = 0.9
@@ -105,8 +103,6 @@ class RemoteSeen:
     """Of a batch, the mean."""
     way_ms: float | None = None
     """From its end in an actor until it is here, while it is waited for: the median."""
-    link_bytes_per_s: float = math.inf
-    """What came from other nodes a second, while anything came; infinite: not known."""
     nodes: tuple[NodeSeen, ...] = ()
     """The slowest first."""
     free_cpus: float | None = None
@@ -119,24 +115,28 @@ class RemoteSeen:
     @classmethod
     def of(cls, stamps: Sequence[BatchStamps]) -> RemoteSeen | None:
         """Return it by the stamps of a loader; None: no actor made its batches."""
-        ways = ways_of(stamps)
+        made = [(batch, task) for batch in stamps for task in batch.tasks]
+        ways = [(batch, task, task.way) for batch, task in made if task.way is not None]
         if not ways:
             return None
         sample_ms: defaultdict[str, list[float]] = defaultdict(list)
-        for task, way in ways:
+        for _, task, way in ways:
             spent_ns = task.ended_ns - task.began_ns
             sample_ms[way.node].append(spent_ns / max(1, task.samples) / 1e6)
         nodes = [
             NodeSeen(name=name, batches=len(each), sample_ms=statistics.median(each))
             for name, each in sample_ms.items()
         ]
-        lasted = [each.lasted_ns for each in journeys(stamps)]
-        seen = [way.cluster for _, way in ways if way.cluster is not None]
+        lasted = [
+            max(0, way.landed_ns - task.ended_ns)
+            for batch, task, way in ways
+            if batch.requested_ns <= task.ended_ns
+        ]
+        seen = [way.cluster for *_, way in ways if way.cluster is not None]
         spilled = [each.spilled_bytes for each in seen if each.spilled_bytes is not None]
         return cls(
-            batch_bytes=statistics.fmean(way.size_bytes for _, way in ways),
+            batch_bytes=statistics.fmean(way.size_bytes for *_, way in ways),
             way_ms=statistics.median(lasted) / 1e6 if lasted else None,
-            link_bytes_per_s=link_bytes_per_s(stamps),
             nodes=tuple(sorted(nodes, key=lambda node: -node.sample_ms)),
             free_cpus=seen[-1].free_cpus if seen else None,
             store_used_share=_share(seen[-1].store_used_bytes, seen[-1].store_bytes)

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Gain
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import WORKERS, choose
 from lightning_fastdata.tuning.simulate import simulate
 

@@ -13,7 +13,7 @@ from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Finding, Gain
 from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
 from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
-from lightning_fastdata.tuning.costs import BatchCost
+from lightning_fastdata.tuning.simulate import BatchCost
 from lightning_fastdata.tuning.simulate import scaled, simulate
 
 _DOMINANT: Final = 0.4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import Final
 
@@ -32,10 +31,7 @@ def _network(e: Evidence) -> Finding | None:
         return None
     cause = of_wait(e, share, "the way of complete batches from their actors")
     if e.remote is not None and e.remote.way_ms is not None:
-        each = f"{e.remote.batch_bytes / 1e6:.3g} MB in {e.remote.way_ms:.3g} ms"
-        link = e.remote.link_bytes_per_s
-        rate = "" if link == math.inf else f", {link / 1e6:.0f} MB/s from other nodes in all"
-        cause += f"; a batch takes {each}{rate}"
+        cause += f"; a batch takes {e.remote.batch_bytes / 1e6:.3g} MB in {e.remote.way_ms:.3g} ms"
     on_device = (Advice(text=f"{_UINT8} (FastDataModule(augment_on='gpu')); {_NEAR}", changes=_ON),)
     return found(
         "FD327",
