@@ -121,7 +121,6 @@ class Situation:
     stream: StreamSplit | None = None  # whether a stream shares itself out among workers
     batched_fetch: bool  # the dataset gives a whole batch in one call (``__getitems__``)
     in_memory: bool = False  # samples are tensors in RAM, and nothing is computed for each
-    sample_bytes: int | None  # of a collated sample; None: memory sets no bound
     cost: SampleCost | None = None  # of a sample
     split: bool = False  # the samples of one batch may be read by several workers
     choice: ExecutorChoice = TORCH

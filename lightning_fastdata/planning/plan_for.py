@@ -37,13 +37,11 @@ from lightning_fastdata.planning.worker_count import (
     alone_ms,
     count_workers,
     look_ahead_batches,
-    over_epochs,
     soonest_workers,
     starting_ms,
-    torch_queue,
+    torch_prefetch,
     waits,
 )
-from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +112,6 @@ def plan_for(
     asked, actors = options.executor, None
     if asked != "auto" and options.num_workers == "auto" and not spec.is_stream:
         actors = room_elsewhere(asked, options.actor_options, local_ranks)
-    size = None if cost is None else cost.size_bytes
     situation = Situation(
         stage=spec.stage,
         cpu=cpu,
@@ -126,7 +123,6 @@ def plan_for(
         stream=stream,
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
-        sample_bytes=size if facts.sample is None else bytes_in(facts.sample),
         cost=cost,
         split=facts.split,
         choice=choice,
@@ -183,10 +179,10 @@ def choose_executor(
         return ExecutorChoice(aside, f"what a sample costs is not known{lacks}")
     if spec.transformed:  # which is not part of what was measured
         return ExecutorChoice(aside, f"an Albumentations pipeline runs on each sample{lacks}")
-    alone = alone_ms(over_epochs(facts.cost, 1), batch_size, keyed=keyed)
+    alone = alone_ms(facts.cost, batch_size, keyed=keyed)
     length = dataset_length(spec.dataset)
     _, shared = soonest_workers(
-        over_epochs(facts.cost, cpus),
+        facts.cost,
         batch_size,
         cpus=cpus,
         most=MOST_WAITING if waits(facts.cost) else cpus,
@@ -196,11 +192,6 @@ def choose_executor(
     )
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
     said += ", with their start" if start_ms else ""
-    if facts.cost.again_ms is not None:
-        said += (
-            f", on the mean of ten epochs: a sample takes {facts.cost.cpu_ms:.2g} ms at first and "
-            f"{facts.cost.again_ms:.2g} when it is read again, as the dataset keeps it"
-        )
     if waits(facts.cost):
         said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
     in_copies = _in_copies(spec, facts)
@@ -292,7 +283,6 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         limits = [*_overstepped(options, situation), *limits]
     prefetch: int | None
     if ours:
-        # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
         prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
         ahead = look_ahead_batches(
             count,
@@ -302,9 +292,7 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         )
         prefetch_why = f"{ahead} batches ahead in all, as memory allows"
     else:
-        queue = torch_queue(count, why, options, situation)
-        count, why, prefetch, prefetch_why, bounds = queue
-        limits += bounds
+        prefetch, prefetch_why = torch_prefetch(count, options)
     kept = count > 0 and situation.stage in ("train", "val") and ours
     forks = situation.instead_of_fork is None
     auto: dict[str, tuple[Value, str]] = {
