@@ -14,7 +14,7 @@ from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.indices import Drawn
 
 if TYPE_CHECKING:
-    from lightning_fastdata.loading.state_watch import SizeWatch, StateWatch
+    from lightning_fastdata.loading.state_watch import StateWatch
     from lightning_fastdata.types import Batch
 
 VERSION: Final = 1
@@ -226,12 +226,10 @@ class CountedBatches:
         settle: Callable[[Pass], None],
         loader: Sized,
         watch: StateWatch | None = None,
-        size: SizeWatch | None = None,
     ) -> None:
         self._ask: tuple[Any, ...] | None = next_pass, begin, settle
         self._loader = loader
         self._watch = watch
-        self._size = size
         self._pass: Pass | None = None
         self._batches: Iterator[Batch] = iter(())
 
@@ -248,8 +246,6 @@ class CountedBatches:
         begun, watch = cast("Pass", self._pass), self._watch
         if watch is not None:
             watch.asked()
-        if self._size is not None:
-            self._size.asked()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -264,7 +260,7 @@ class CountedBatches:
         return len(self._loader)  # as torch's iterators, which have a length
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_ask", "_batches", "_loader", "_pass", "_size", "_watch"):
+        if name in ("_ask", "_batches", "_loader", "_pass", "_watch"):
             raise AttributeError(name)
         return getattr(self._batches, name)
 

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from torch.utils.data import BatchSampler
-
 from lightning_fastdata.caches.folders import Kept
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
@@ -78,29 +76,3 @@ class StateWatch:
         drawn = lasting(find_composes(self._objects))
         how = {"roughly": True, "with_globals": False}
         return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
-
-
-class SizeWatch:
-    """Warns, once, of a step that changes the size of batches that are drawn ahead of it.
-
-    Args:
-        source: A batch sampler, or a sampler, whose batches have no size.
-    """
-
-    def __init__(self, source: object) -> None:
-        self._source = source if isinstance(source, BatchSampler) else None
-        self._size: int | None = None
-
-    def asked(self) -> None:
-        """Look whether the size is what it was when the last batch was asked for."""
-        if self._source is None:
-            return
-        size, self._size = self._size, self._source.batch_size
-        if size not in (None, self._size):
-            warnings.warn(
-                f"The batch sampler's batch_size was {size} and is {self._size} since the last "
-                "step. Batches that were drawn ahead keep the size that they had: change it "
-                "between epochs.",
-                FastDataWarning,
-                stacklevel=3,
-            )

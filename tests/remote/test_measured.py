@@ -34,7 +34,7 @@ from lightning_fastdata.insight.model.finding import Finding
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.waits.attribution import WaitCutter
 from lightning_fastdata.insight.waits.causes import CauseTotals
-from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.travel import ClusterSeen
 from lightning_fastdata.tuning.simulate import LoaderSetup

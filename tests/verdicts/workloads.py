@@ -20,7 +20,7 @@ from lightning_fastdata.insight.measure.timeline import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.loading.source import setup_of
 
 CPUS = 2
 SLEEPING = 0.05

@@ -25,7 +25,7 @@ from lightning_fastdata.insight.model.evidence import (
 from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
-from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:

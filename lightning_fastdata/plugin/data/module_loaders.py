@@ -14,7 +14,7 @@ from lightning_fastdata.caches.image_cache import cache_of
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.insight.report.summary_text import Explanation
-from lightning_fastdata.loading.tuned import tuner_for
+from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.samplers import rows_in
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
