@@ -515,7 +515,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if value is None:
             self.close()
 
-    # -- how far the training has come --------------------------------------------------------------
+    # -- how far the training has come -------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the training has come in the batches: plain data, below 2 kB.
