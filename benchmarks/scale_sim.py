@@ -106,6 +106,33 @@ class Line:
         return self._free_ns
 
 
+class Rank(EventModel):
+    """A rank of several, which waits for the others at the end of a step.
+
+    ``line`` brings its batches: given a number and when its last task ended, it returns when the
+    batch has arrived; None: at once.
+    """
+
+    def __init__(
+        self, costs: Sequence[BatchCost], setup: LoaderSetup, line: Line | None = None
+    ) -> None:
+        super().__init__(costs, setup)
+        self._line = line
+
+    @property
+    def now_ns(self) -> float:
+        """What the clock shows, which begins at 0."""
+        return self._now_ns
+
+    def rest_until(self, moment_ns: float) -> None:
+        """Let the training do nothing until then, as one that waits for other ranks."""
+        self._pass(moment_ns - self._now_ns, cpus=0.0)
+
+    def arrival_ns(self, batch: int) -> float:
+        """Return when a batch is there whose last task ends now."""
+        return self._now_ns if self._line is None else self._line(batch, self._now_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """What the steps of a training took in which ranks wait for each other."""
@@ -141,7 +168,7 @@ def coupled(
         lines: Of each rank, what brings its batches; none: they are there at once.
     """
     carried = lines or [None] * len(ranks)
-    models = [EventModel(costs, setup, line) for costs, line in zip(ranks, carried, strict=True)]
+    models = [Rank(costs, setup, line) for costs, line in zip(ranks, carried, strict=True)]
     took, waited = [], 0.0
     began = 0.0
     for number in range(warm_up + steps):

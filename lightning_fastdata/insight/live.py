@@ -84,7 +84,7 @@ class Status:
     found: str | None = None
     """What limits the run, as judged last, and what to try; None: nothing yet."""
     pid: int = field(default_factory=os.getpid)
-    written_s: float = field(default_factory=lambda: clock.unix_s())
+    written_s: float = field(default_factory=clock.unix_s)
     """When this was written, seconds since 1970."""
     started_s: float = 0.0
     """When the run began, likewise."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias
@@ -309,27 +309,14 @@ def simulate(
 class EventModel:
     """One run of a training whose batches cost what is given, over and over.
 
-    Several of them, each a rank that waits for the others at the end of a step, are a training on
-    several devices: :meth:`step` and :meth:`rest_until` take them through it step by step.
-
     Args:
         costs: Of the batches, at least one.
         setup: The loader, with at least one worker.
-        carried: What brings a batch from its workers to the training, such as a network: given its
-            number and when its last task ended (ns), it returns when it has arrived (ns, not
-            before). It is called once for each batch, as they are made. None: they are there at
-            once.
     """
 
-    def __init__(
-        self,
-        costs: Sequence[BatchCost],
-        setup: LoaderSetup,
-        carried: Callable[[int, float], float] | None = None,
-    ) -> None:
+    def __init__(self, costs: Sequence[BatchCost], setup: LoaderSetup) -> None:
         self._costs = costs
         self._setup = setup
-        self._carried = carried
         self._taking_cpus = _TAKING_FROM_TORCH if setup.scheduling == "batch" else 1.0
         self._now_ns = 0.0
         self._elsewhere = setup.scheduling == "actors"
@@ -377,13 +364,8 @@ class EventModel:
         self._steps += 1
         return waited
 
-    def rest_until(self, moment_ns: float) -> None:
-        """Let the training do nothing until then, as one that waits for other ranks."""
-        self._pass(moment_ns - self._now_ns, cpus=0.0)
-
-    @property
-    def now_ns(self) -> float:
-        """What the clock shows, which begins at 0."""
+    def arrival_ns(self, batch: int) -> float:  # noqa: ARG002
+        """Return when a batch is there whose last task ends now."""
         return self._now_ns
 
     def _cost(self, number: int) -> BatchCost:
@@ -489,10 +471,7 @@ class EventModel:
             self._open[job.batch] -= 1
             if not self._open[job.batch]:
                 del self._open[job.batch]
-                arrived_ns = self._now_ns
-                if self._carried is not None:
-                    arrived_ns = self._carried(job.batch, arrived_ns)
-                self._complete[job.batch] = arrived_ns
+                self._complete[job.batch] = self.arrival_ns(job.batch)
         if ended:
             self._start()
         return span / own_stretch
