@@ -24,7 +24,7 @@ from lightning_fastdata.insight.model.evidence import (
 )
 from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
+from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
 
@@ -126,15 +126,11 @@ class StageMeter:
             loader, stamps = None, []  # waited for most is a loader that takes no stamps
         times = stage_times(summary, stamps, self._cpu.used())
         measured["model_computes"] = model_computes(summary, times)
-        others = self.stamps.other_loaders()
-        left = max(min(1.0, cpus), round(cpus - sum(cpus_used(each) for *_, each in others), 1))
         setup = None
         if loader is not None and stamps:
-            setup = setup_of(loader, cpus=left, step_cpus=times.step_cpus)
+            setup = setup_of(loader, cpus=cpus, step_cpus=times.step_cpus)
             measured["stream_samples"] = self.stamps.stream_samples()
-            phases = filter(None, (summary.step, summary.gap))
-            step_ms = sum(phase.mean_ms for phase in phases)
-            measured["one_of"] = self.stamps.one_of(step_ms)
+            measured["one_of"] = self.stamps.one_of()
         return stage_evidence(
             summary,
             stamps,

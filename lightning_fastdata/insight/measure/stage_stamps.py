@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
-_EACH_STEP: Final = 0.9
-"""Batches a step: a loader with fewer does not set the pace of all steps."""
 _KEPT_STAMPS: Final = 512
 """The newest batches of each loader are kept for predictions."""
 
@@ -206,13 +204,8 @@ class StageStamps:
         found |= stamped
         if self.step_wait_ms is None:
             return found
-        # No stamp shows what it takes to end a pass over a loader and to begin the next one.
-        left_ms = max(0.0, self.step_wait_ms - sum(stamped.values()))
-        begins = sum(each.begins for each in mine.values())
         if len(silent) == 1:
-            found[silent[0]] = left_ms
-        elif begins and not silent:
-            found |= {key: stamped[key] + left_ms * o.begins / begins for key, o in mine.items()}
+            found[silent[0]] = max(0.0, self.step_wait_ms - sum(stamped.values()))
         return found
 
     def slowest(self) -> CauseTotals | None:
@@ -227,45 +220,19 @@ class StageStamps:
     def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
         """Return the loader that was waited for most (None: gone), and its newest stamps."""
         source = self.slowest()
-        return (None, []) if source is None else self._newest_of(source.key)
-
-    def _newest_of(self, key: LoaderKey | None) -> tuple[FastDataLoader | None, list[BatchStamps]]:
-        mine = [watched for watched in self._watched if watched.key == key]
+        mine = [each for each in self._watched if source is not None and each.key == source.key]
         slowest = max(mine, key=lambda each: each.waited_ns, default=None)
         return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
 
-    def one_of(self, step_ms: float) -> OneOfSeveral | None:
-        """Return which of several loaders is waited for most, in steps that take so long.
-
-        No step takes less than the other loaders are busy in it. None where there is one loader.
-        """
+    def one_of(self) -> OneOfSeveral | None:
+        """Return which of several loaders is waited for most; None where there is one."""
         source = self.slowest()
-        if source is None or source.key is None or not self._steps:
+        if source is None or source.key is None:
             return None
         waits = self._waits_ms()
         mine_ms, all_ms = waits[source.key] or 0.0, sum(each or 0.0 for each in waits.values())
-        within_ms = source.waited_ms(self._steps, within_passes=True)
-        return OneOfSeveral(
-            label=source.key.label,
-            wait_ms=mine_ms,
-            wait_share=mine_ms / all_ms if all_ms else 0.0,
-            batches_per_step=source.batches / self._steps,
-            begins_ms=mine_ms - within_ms if source.begins else 0.0,
-            limits=tuple(
-                (key.label, step_ms * (busy_share(stamps, loader.num_workers) or 0.0))
-                for key, loader, stamps in self.other_loaders()
-            ),
-        )
-
-    def other_loaders(self) -> list[tuple[LoaderKey, FastDataLoader, list[BatchStamps]]]:
-        """Return the other loaders of which nearly every step takes a batch, and their stamps."""
-        slowest, found = self.slowest(), []
-        for source in self._sources.values():
-            loader, stamps = self._newest_of(source.key)
-            paces = source.batches >= _EACH_STEP * self._steps
-            if source is not slowest and source.key and loader is not None and stamps and paces:
-                found.append((source.key, loader, stamps))
-        return found
+        share = mine_ms / all_ms if all_ms else 0.0
+        return OneOfSeveral(label=source.key.label, wait_share=share)
 
     def stream_samples(self) -> tuple[int, ...]:
         """Return the samples that each worker of that loader made of a stream.

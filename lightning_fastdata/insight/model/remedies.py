@@ -51,15 +51,7 @@ def _gain(
         return None
     now = simulate(evidence.costs, evidence.setup).step_ms
     ratio = simulate(costs, setup).step_ms / now if now > 0 else 1.0
-    after_ms = scaled_step_ms(evidence, ratio)
-    return Gain(before_ms=evidence.step_ms, after_ms=after_ms, basis=basis)
-
-
-def scaled_step_ms(evidence: Evidence, ratio: float) -> float:
-    """Return the measured step, of which the loader's own time between batches has changed."""
-    step_ms = evidence.step_ms or 0.0
-    one_of = evidence.one_of
-    return step_ms * ratio if one_of is None else one_of.changed_step_ms(step_ms, ratio)
+    return Gain(before_ms=evidence.step_ms, after_ms=ratio * evidence.step_ms, basis=basis)
 
 
 def with_workers(setup: LoaderSetup, workers: int) -> LoaderSetup:

@@ -424,7 +424,7 @@ def _gain_of_even_shares(e: Evidence) -> Gain | None:
     even = simulate(e.costs, replace(e.setup, workers=len(e.stream_samples))).step_ms
     if now <= 0:
         return None
-    after_ms = remedies.scaled_step_ms(e, min(1.0, even / now))
+    after_ms = e.step_ms * min(1.0, even / now)
     return Gain(before_ms=e.step_ms, after_ms=after_ms, basis="simulated")
 
 

@@ -119,8 +119,6 @@ class CauseTotals:
         """Samples, by the number of the process that made them."""
         # Of the steps that are not first in an epoch:
         self.batches = self.waited_ns = 0
-        self.begins = self.begins_ns = 0
-        """Passes over the loader that began, and of the wait, that for their first batches."""
         self.window_batches = 0
         """Batches since the last metrics."""
         self._cutters: dict[int, WaitCutter] = {}
@@ -159,18 +157,13 @@ class CauseTotals:
         self.rates = batch.rates or self.rates
         if opening:
             return
-        waited_ns = batch.delivered_ns - batch.requested_ns
         self.batches += 1
         self.window_batches += 1
-        self.waited_ns += waited_ns
-        if batch.first:
-            self.begins += 1
-            self.begins_ns += waited_ns
+        self.waited_ns += batch.delivered_ns - batch.requested_ns
 
-    def waited_ms(self, steps: int, *, within_passes: bool = False) -> float:
-        """Return the mean wait over so many steps, maybe without first batches of passes."""
-        waited_ns = self.waited_ns - (self.begins_ns if within_passes else 0)
-        return waited_ns / steps / _NS_PER_MS
+    def waited_ms(self, steps: int) -> float:
+        """Return the mean wait over so many steps."""
+        return self.waited_ns / steps / _NS_PER_MS
 
     def _cut_held(self) -> None:
         for loader, held in self._held.items():

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +50,12 @@ class LoaderWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneOfSeveral:
-    """Of which of several loaders the evidence is, and how it belongs to the steps."""
+    """Of which of several loaders the evidence is."""
 
     label: str
     """The loader, e.g. ``loader 'images'``."""
-    wait_ms: float
-    """Of a step, the wait for it."""
     wait_share: float
     """Its part of the wait for all of them, 0 to 1."""
-    batches_per_step: float = 1.0
-    """Its batches over the steps."""
-    begins_ms: float = 0.0
-    """Of a step, what it waits for the first batches of passes that begin within an epoch."""
-    limits: tuple[tuple[str, float], ...] = ()
-    """The other loaders, and the ms a step takes at least because of them."""
-
-    def changed_step_ms(self, step_ms: float, ratio: float) -> float:
-        """Return a step if the time between two batches of this loader changes by a ratio."""
-        # Steps that take no batch of it are as long as the others without the wait for it.
-        rest_ms = max(0.0, step_ms - self.wait_ms) * min(1.0, self.batches_per_step)
-        return max(0.0, step_ms - min(step_ms, rest_ms + self.wait_ms) * (1 - ratio))
 
 
 def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:
@@ -86,12 +71,3 @@ def waits_line(loaders: Sequence[LoaderWait]) -> str:
         for each in loaders
     ]
     return f"waits: {', '.join(waits)}" if waits else ""
-
-
-def cpus_used(stamps: Sequence[BatchStamps]) -> float:
-    """Return how many CPUs the workers of a loader use, the mean over its newest batches."""
-    if len(stamps) < 2:
-        return 0.0
-    span = stamps[-1].delivered_ns - stamps[0].requested_ns
-    used = sum(task.cpu_ns or 0 for batch in stamps for task in batch.tasks if task.process >= 0)
-    return used / span if span > 0 else 0.0
