@@ -31,7 +31,7 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, FastImage
 from lightning_fastdata.errors import FastDataError, require
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import bar
+from lightning_fastdata.insight.report.run_report import bar
 
 if TYPE_CHECKING:
     from albumentations import Compose

@@ -279,7 +279,7 @@ class WorkerWatch:
         return f", {ready} batches ready, {made} being made", lines
 
     def _line(self, loader: FastDataLoader, worker: WorkerNow, now_s: float, *, hangs: bool) -> str:
-        from lightning_fastdata.insight.measure.stage_stamps import sample_path
+        from lightning_fastdata.insight.measure.stage import sample_path
 
         for_s, doing, at = now_s - self._since[worker.child.pid][1], str(worker.state), ""
         if worker.state == "reading" and hangs and for_s >= _LONG_S:

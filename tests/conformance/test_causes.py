@@ -21,7 +21,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.insight.measure.stage_stamps import sample_path
+from lightning_fastdata.insight.measure.stage import sample_path
 from lightning_fastdata.insight.waits.causes import cause_lines
 
 KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}

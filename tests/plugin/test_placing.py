@@ -26,7 +26,7 @@ from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.insight.measure.timeline import EventClock, HostClock
 from lightning_fastdata.planning.loader_plan import LoaderSpec
-from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs, time_on_device
+from lightning_fastdata.plugin.placing.trial import PlaceTask, read_place_costs, time_on_device
 from lightning_fastdata.plugin.placing.decision import (
     PlaceCosts,
     SampleCosts,

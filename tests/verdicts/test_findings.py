@@ -26,7 +26,7 @@ from lightning_fastdata.insight.model.remedies import (
 )
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
-from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS
+from lightning_fastdata.insight.model.finding import SMALL_COSTS
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming

@@ -34,7 +34,7 @@ from lightning_fastdata.insight.model.finding import FAMILIES, Advice, Finding, 
 from lightning_fastdata.insight.model.loader_seen import model_computes
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
-from lightning_fastdata.insight.verdicts.rule import passed
+from lightning_fastdata.insight.model.finding import passed
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.tuning.tuner import Tuner

@@ -14,7 +14,7 @@ from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.verdicts.late_batches import working_workers
 from lightning_fastdata.insight.waits.attribution import WaitParts
-from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
+from lightning_fastdata.insight.waits.causes import LoaderKey, OneOfSeveral
 from lightning_fastdata.plugin.seams.loaders import keyed
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.simulate import simulate

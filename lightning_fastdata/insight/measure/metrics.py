@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.insight.waits.several_loaders import LoaderWait
+    from lightning_fastdata.insight.waits.causes import LoaderWait
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]

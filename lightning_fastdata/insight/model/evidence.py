@@ -19,7 +19,7 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
-from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
+from lightning_fastdata.insight.waits.causes import OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup

@@ -27,18 +27,16 @@ from lightning_fastdata.insight.model.finding import (
 from lightning_fastdata.insight.verdicts import (
     late_batches,
     pauses,
-    remote,
     step_costs,
     without_stamps,
 )
-from lightning_fastdata.insight.verdicts.rule import Found, Rule, passed
+from lightning_fastdata.insight.model.finding import Found, Rule, passed
 
 RULES: Final[tuple[Rule, ...]] = tuple(
     sorted(
         (
             *late_batches.RULES,
             *pauses.RULES,
-            *remote.RULES,
             *step_costs.RULES,
         ),
         key=lambda rule: (rule.after or rule.code, rule.code),

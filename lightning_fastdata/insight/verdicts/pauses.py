@@ -16,7 +16,7 @@ from lightning_fastdata.insight.model.finding import (
     Kind,
     duration_text,
 )
-from lightning_fastdata.insight.verdicts.rule import KEEP, Rule, found
+from lightning_fastdata.insight.model.finding import KEEP, Rule, found
 
 _PAUSE_HIGH: Final = 0.05
 """Part of a run: what takes less is no finding."""

@@ -16,7 +16,7 @@ from lightning_fastdata.insight.model.finding import (
     Finding,
 )
 from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.verdicts.rule import OPTIMIZE, PIN, Rule, found
+from lightning_fastdata.insight.model.finding import OPTIMIZE, PIN, Rule, found
 
 
 def own_evidence(e: Evidence) -> Evidence:

@@ -21,7 +21,7 @@ from lightning_fastdata.insight.model.finding import (
     Gain,
     costs_much,
 )
-from lightning_fastdata.insight.verdicts.rule import OPTIMIZE, Found, Rule, found
+from lightning_fastdata.insight.model.finding import OPTIMIZE, Found, Rule, found
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 

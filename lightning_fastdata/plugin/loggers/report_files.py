@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import Line, page_line, print_lines
+from lightning_fastdata.insight.report.run_report import Line, page_line, print_lines
 
 _Given = ParamSpec("_Given")
 

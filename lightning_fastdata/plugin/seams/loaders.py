@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_fastdata.insight.waits.several_loaders import LoaderKey
+from lightning_fastdata.insight.waits.causes import LoaderKey
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
 from lightning_fastdata.order.samplers import EvaluationBatchSampler
