@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.insight.waits.causes import LoaderWait
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]
@@ -156,10 +155,7 @@ class StageSummary:
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
-    """Why batches were late; None where no loader of this package took stamps. Of several loaders,
-    about the one that is waited for most."""
-    loaders: tuple[LoaderWait, ...] = ()
-    """What each of several loaders costs, in their order; empty where there is one."""
+    """Why batches were late; None where a loader took no stamps."""
 
     def __repr__(self) -> str:
         return f"<StageSummary: {self.stage} {', '.join(self.words)}>"
@@ -328,7 +324,6 @@ class StepHistory:
             dropped_steps=dropped_steps,
             causes=None,
             updates=None,
-            loaders=(),
             **phases,
         )
 

@@ -19,7 +19,6 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.lines import LineShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
-from lightning_fastdata.insight.waits.causes import OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
@@ -53,8 +52,6 @@ class LoaderFacts:
     """None: there are none, or they must not be kept, as what they read changes with the epochs."""
     streamed: bool | None = None
     """The dataset is an iterable one."""
-    loader: str | None = None
-    """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 
 
 def read_loader(loader: object) -> LoaderFacts:
@@ -213,11 +210,6 @@ class Evidence:
     """Of the validation loader."""
     usable_cpus: int | None = None
     """That this process may use."""
-    val_loader: str | None = None
-    """Of several validation loaders, the one that is waited for most."""
-    one_of: OneOfSeveral | None = None
-    """Of several loaders, the one that the parts of the wait, the setup, the costs and what is
-    derived from them are about; None: there is one."""
     wall: WallTime = _NO_TIME
     """Where the wall time of the whole run went; of a loop, as its stages tell."""
 

@@ -82,11 +82,10 @@ def _dataset_s(e: Evidence) -> float:
 
 
 def _validation(e: Evidence) -> Finding | None:
-    which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
-    text = f"give {which} the options of the training loader, num_workers above all"
+    text = "give the validation loader the options of the training loader, num_workers above all"
     if e.val_workers is not None and e.usable_cpus is not None:
         free = max(1, e.usable_cpus - round(e.taken_cpus(e.usable_cpus)))
-        text = f"num_workers {e.val_workers} -> {free} for {which}"
+        text = f"num_workers {e.val_workers} -> {free} for the validation loader"
     # One that has a worker for each CPU needs no more.
     enough = bool(e.val_workers) and (e.val_workers or 0) >= (e.usable_cpus or math.inf)
     advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)
