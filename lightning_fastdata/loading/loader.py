@@ -48,7 +48,7 @@ from lightning_fastdata.loading.source import (
     splits_batches,
     tuner_for,
 )
-from lightning_fastdata.loading.state_watch import StateWatch
+from lightning_fastdata.loading.position import StateWatch
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import (
@@ -59,7 +59,7 @@ from lightning_fastdata.order.samplers import (
     set_epoch,
 )
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
+from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
 from lightning_fastdata.planning.plan_for import plan_asked
 from lightning_fastdata.randomness.search import find_composes

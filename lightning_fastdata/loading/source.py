@@ -50,7 +50,7 @@ from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
+    from lightning_fastdata.planning.plan_for import LoaderPlan
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
 Loader: TypeAlias = "FastDataLoader[Any] | SourceSettings"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.insight.measure.metrics import Cold
-from lightning_fastdata.insight.measure.timeline import EventClock, HostClock, StepTimeline
+from lightning_fastdata.insight.measure.metrics import EventClock, HostClock, StepTimeline
 
 US = 1e-3
 

@@ -34,7 +34,7 @@ from lightning_fastdata.planning.facts.inspection import (
     refuse_empty,
 )
 from lightning_fastdata.planning.facts.probe_process import try_apart
-from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.plan_for import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import plan_for
 

@@ -47,7 +47,7 @@ from lightning_fastdata.planning.facts.probe import (
     probe_indices,
     spread_indices,
 )
-from lightning_fastdata.planning.loader_plan import ExecutorChoice, LoaderSpec, Situation
+from lightning_fastdata.planning.plan_for import ExecutorChoice, LoaderSpec, Situation
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import choose_executor, plan_loader
 from lightning_fastdata.planning.worker_count import (

@@ -24,8 +24,8 @@ from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.timeline import EventClock, HostClock
-from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.insight.measure.metrics import EventClock, HostClock
+from lightning_fastdata.planning.plan_for import LoaderSpec
 from lightning_fastdata.plugin.placing.trial import PlaceTask, read_place_costs, time_on_device
 from lightning_fastdata.plugin.placing.decision import (
     PlaceCosts,

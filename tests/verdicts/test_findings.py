@@ -18,7 +18,7 @@ from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.model.finding import gain_text
-from lightning_fastdata.insight.model.loader_seen import NodeSeen, RemoteSeen
+from lightning_fastdata.insight.model.evidence import NodeSeen, RemoteSeen
 from lightning_fastdata.insight.model.remedies import (
     best_workers,
     choose,

@@ -31,7 +31,7 @@ from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, closed_options
 from lightning_fastdata.insight.model.finding import FAMILIES, Advice, Finding, Gain, family_of
-from lightning_fastdata.insight.model.loader_seen import model_computes
+from lightning_fastdata.insight.model.evidence import model_computes
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
 from lightning_fastdata.insight.model.finding import passed

@@ -16,7 +16,7 @@ from rig.machine import machine, sleep, work
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.timeline import StepTimeline
+from lightning_fastdata.insight.measure.metrics import StepTimeline
 from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader

@@ -16,14 +16,14 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
 from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
-from lightning_fastdata.insight.measure.timeline import EventClock, StepTimeline
+from lightning_fastdata.insight.measure.metrics import EventClock, StepTimeline
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
     closed_options,
     read_loader,
     stage_evidence,
 )
-from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
+from lightning_fastdata.insight.model.evidence import model_computes, stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
-from lightning_fastdata.insight.model.loader_seen import busy_share
+from lightning_fastdata.insight.model.evidence import busy_share
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.tree import held

@@ -14,7 +14,7 @@ from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Finding, Gain
 from lightning_fastdata.insight.model.finding import ALL_COSTS, Rule, found, of_wait
-from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
+from lightning_fastdata.insight.waits.causes import lock_between_processes, where_text
 from lightning_fastdata.tuning.simulate import BatchCost
 from lightning_fastdata.tuning.simulate import scaled, simulate
 import statistics

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.loader_plan import LoaderSpec
+    from lightning_fastdata.planning.plan_for import LoaderSpec
 
 # What a system says of an open file that is not what the program thinks it is.
 _HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)

@@ -37,7 +37,7 @@ from lightning_fastdata.tree import held_by
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Stage
 
 M = TypeVar("M", bound="DataModule")

@@ -22,7 +22,7 @@ from lightning_fastdata.planning.facts.inspection import (
     inspect_dataset,
     refuse_empty,
 )
-from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.plan_for import LoaderSpec
 from lightning_fastdata.planning.options import check_dataset
 from lightning_fastdata.planning.plan_for import plan_for
 from lightning_fastdata.plugin.data.arguments import (
@@ -92,8 +92,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.planning.plan_for import LoaderPlan
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.plugin.placing.transfer import Prefetching
     from lightning_fastdata.tuning.tuner import Tuner
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.caches.cached import CachedDataset
     from lightning_fastdata.caches.gain import CacheGain
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
+    from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.types import Shuffle, Stage
 
 _CAME_WITHOUT: Final = (

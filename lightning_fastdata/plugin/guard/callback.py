@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.guard.prediction import GuardDecision
 
 

@@ -35,11 +35,11 @@ from lightning_fastdata.errors import FastDataWarning
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Batch
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Batch
 
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]

@@ -72,12 +72,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Batch
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Batch
 
 _LOG = logging.getLogger(__name__)

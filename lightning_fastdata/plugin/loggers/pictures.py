@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from PIL.Image import Image
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
 
 TAG: Final = "data/batch"
 """What the pictures are called on a board."""

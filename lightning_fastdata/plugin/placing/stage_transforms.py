@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.loader_plan import LoaderSpec
+    from lightning_fastdata.planning.plan_for import LoaderSpec
     from lightning_fastdata.types import Batch, PixelPlace
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import Precision
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Batch, Stage
 

@@ -31,7 +31,7 @@ from lightning_fastdata.batches.staged import (
 from lightning_fastdata.device.backend import current, default_type, has_streams, synchronize
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.timeline import EventClock, HostClock
+from lightning_fastdata.insight.measure.metrics import EventClock, HostClock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import spread_indices
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
+    from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms
     from lightning_fastdata.types import PixelPlace, Stage
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.insight.measure.timeline import DeviceClock
+    from lightning_fastdata.insight.measure.metrics import DeviceClock
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 
 AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]

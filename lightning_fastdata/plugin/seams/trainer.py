@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
