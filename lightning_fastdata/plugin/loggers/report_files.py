@@ -59,17 +59,23 @@ class Misfortunes:
         return guarded
 
 
+_OfRun: TypeAlias = Callable[Concatenate[Any, Any, _Given], None]
 _Hook: TypeAlias = Callable[Concatenate[Any, _Given], None]
 
 
-def harmless(what: str) -> Callable[[_Hook[_Given]], _Hook[_Given]]:
-    """Make a hook of a callback warn of its errors, which are kept in its ``misfortunes``."""
+def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
+    """Make a hook of a callback from one that takes its run, too, and is not called without one.
 
-    def guard(hook: _Hook[_Given]) -> _Hook[_Given]:
+    It warns of its errors, which are kept in its ``misfortunes``.
+    """
+
+    def guard(hook: _OfRun[_Given]) -> _Hook[_Given]:
         @wraps(hook)
         def guarded(self: Any, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
+            if self._run is None:
+                return
             try:
-                hook(self, *args, **kwargs)
+                hook(self, self._run, *args, **kwargs)
             except Exception as error:
                 self.misfortunes.tell(what, error)
 
