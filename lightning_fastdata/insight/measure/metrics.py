@@ -360,16 +360,9 @@ def measured(values: Values) -> Values:
 
 
 def p50_and_p95(values: Values) -> tuple[float, float]:
-    """Return what ``np.percentile`` would, at a tenth of its price for so few values."""
-    ordered = np.sort(values).tolist()
-    last = len(ordered) - 1
-
-    def percentile(share: float) -> float:
-        below = int(share * last)
-        low, high = ordered[below], ordered[min(below + 1, last)]
-        return float(low + (share * last - below) * (high - low))
-
-    return percentile(0.5), percentile(0.95)
+    """Return the median and the 95th percentile."""
+    p50, p95 = np.percentile(values, (50, 95)).tolist()
+    return p50, p95
 
 
 def warm_steps(columns: Columns) -> Columns:
