@@ -183,7 +183,8 @@ def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
     s = history.summarize("train", duration_s=10.0)
     assert (s.cold_steps, s.cold_wait_ms) == (4, 2000.0)
     for kept in (None, True, False):
-        first = judge(s, evidence=stage_evidence(s, persistent_workers=kept)).findings[0]
+        facts = LoaderFacts(persistent_workers=kept)
+        first = judge(s, facts, stage_evidence(s, facts=facts)).findings[0]
         assert first.code == "FD310"
         assert ("persistent_workers=True" in first.remedy) is (kept is False)
 

@@ -16,7 +16,7 @@ from thoroughness import max_examples
 import lightning_fastdata
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
+from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, stage_evidence
 from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.model.evidence import NodeSeen, RemoteSeen
 from lightning_fastdata.insight.model.remedies import (
@@ -376,11 +376,11 @@ def test_slow_samples_are_answered_by_the_smallest_change_that_passes_them():
 def test_pinned_batches_are_not_told_to_be_pinned():
     evidence = TABLE["FD312"][0]
     assert "pin_memory=True" in findings(evidence)[0].remedy
-    assert "pin_memory" not in findings(replace(evidence, pinned=True))[0].remedy
+    assert "pin_memory" not in findings(replace(evidence, loader=LoaderFacts(pinned=True)))[0].remedy
 
 
 def test_kept_workers_are_not_told_to_be_kept():
-    evidence = replace(TABLE["FD310"][0], persistent_workers=True)
+    evidence = replace(TABLE["FD310"][0], loader=LoaderFacts(persistent_workers=True))
     assert "persistent_workers" not in findings(evidence)[0].remedy
 
 
@@ -529,18 +529,19 @@ def test_a_stream_whose_iter_opens_an_index_is_not_told_to_keep_its_workers():
         named_s={Activity("epoch_starts", "later epochs"): 12.0},
     )  # fmt: skip
     evidence = replace(
-        TABLE["FD310"][0], wall=wall, epochs=5, persistent_workers=False,
-        first_parts=WaitParts(read_cpu_ms=2500.0),
+        TABLE["FD310"][0], wall=wall, epochs=5, first_parts=WaitParts(read_cpu_ms=2500.0),
+        loader=LoaderFacts(persistent_workers=False),
     )  # fmt: skip
     assert "persistent_workers=True" in findings(evidence)[0].remedy
-    found = findings(replace(evidence, streamed=True))[0]
+    stream = replace(evidence.loader, streamed=True)
+    found = findings(replace(evidence, loader=stream))[0]
     assert "persistent_workers" not in found.remedy
     assert "__iter__" in found.remedy
-    unstamped = replace(evidence, streamed=True, first_parts=None)
+    unstamped = replace(evidence, loader=stream, first_parts=None)
     found = findings(unstamped)[0]
     assert "__iter__" in found.remedy
     assert "persistent_workers=True" in found.remedy
-    found = findings(replace(unstamped, persistent_workers=True))[0]
+    found = findings(replace(unstamped, loader=replace(stream, persistent_workers=True)))[0]
     assert "persistent_workers" not in found.remedy
 
 

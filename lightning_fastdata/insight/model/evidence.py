@@ -183,7 +183,6 @@ class Evidence:
     remote: RemoteSeen | None = None
     """What its batches tell of the cluster whose actors make them."""
     epochs: int | None = None
-    persistent_workers: bool | None = None
     device_could_augment: bool | None = None
     """Workers transform samples beside a device that could, and that is not known to be slower."""
     device: str | None = None
@@ -193,21 +192,16 @@ class Evidence:
     closed: Mapping[str, str] = field(default_factory=dict)
     """Option -> why nobody is told to change it: the package chose it, this run has tried another
     value, or the package would not take one. Those of validation begin with ``"val."``."""
-    workers: int | None = None
-    """That the loader has, of whatever kind it is."""
     model_computes: bool | None = None
     """The time of a step was seen to be the model's own: a CPU that computes and waits for nothing,
     or a device that has work while the host waits."""
     loaders_anew: bool = False
     """The trainer makes its loaders anew in the course of the training."""
-    streamed: bool | None = None
     first_parts: WaitParts | None = None
     """Where the loader's wait for the first batch of an epoch went."""
     transfer_ms: float | None = None
     transfer_hook: str = ""
     """The user's hook that moves it, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
-    pinned: bool | None = None
-    """Batches arrive in page-locked memory."""
     augment_ms: float | None = None
     augment_hook: str = ""
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
@@ -223,8 +217,6 @@ class Evidence:
     """What the steps of each rank took, by rank; empty where that of one is not known."""
     val_workers: int | None = None
     """Of the validation loader."""
-    usable_cpus: int | None = None
-    """That this process may use."""
     wall: WallTime = _NO_TIME
     """Where the wall time of the whole run went; of a loop, as its stages tell."""
 
@@ -330,8 +322,7 @@ def stage_evidence(
     if facts is not None:
         timed = causes is not None and bool(causes.operations)
         known |= {
-            **{name: getattr(facts, name) for name in ("pinned", "streamed", "persistent_workers")},
-            "workers": facts.num_workers,
+            "loader": facts,
             "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
         }
     return Evidence(**{**known, **measured})

@@ -162,7 +162,7 @@ def alone_wait_ms(e: Evidence) -> float:
     Workers make one batch in a step, beside it; the training process makes it in the wait.
     """
     left, wait_ms = 1 - min(1.0, runqueue_share(e)), e.wait_ms or 0.0
-    workers = e.workers if e.setup is None else e.setup.workers
+    workers = e.loader.num_workers if e.setup is None else e.setup.workers
     if workers == 0:
         return left * wait_ms
     return max(0.0, (e.step_ms or 0.0) * (left - 1) + wait_ms)

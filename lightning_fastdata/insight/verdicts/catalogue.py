@@ -158,11 +158,12 @@ def judge(
 
     Args:
         summary: The measured stage.
-        facts: What is known about the loader; None: nothing.
+        facts: What is known about the loader; None: what ``evidence`` says.
         evidence: What the stamps of its batches say; None: there are no stamps.
     """
-    facts = LoaderFacts() if facts is None else facts
-    evidence = replace(evidence or Evidence(), summary=summary, loader=facts)
+    evidence = evidence or Evidence()
+    facts = facts or evidence.loader
+    evidence = replace(evidence, summary=summary, loader=facts)
     cost = without_stamps.largest_cost(evidence)
     stall = summary.stall
     if cost.rule.code == "FD000" or stall is None:

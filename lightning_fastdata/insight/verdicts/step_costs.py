@@ -58,7 +58,7 @@ def _phase(
 def _transfer(e: Evidence) -> Finding | None:
     what = "copying a batch to the device"
     small = Advice(text="send uint8 and normalize on the device", joins=True)
-    remedy: str | tuple[Advice, ...] = (small,) if e.pinned else (PIN, small)
+    remedy: str | tuple[Advice, ...] = (small,) if e.loader.pinned else (PIN, small)
     if e.transfer_hook:
         what = e.transfer_hook
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "

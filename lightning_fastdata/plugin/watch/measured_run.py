@@ -132,7 +132,6 @@ class RunJudge:
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
             closed=self._closed(),
             val_workers=getattr(self._val_loader, "num_workers", None),
-            usable_cpus=self._usable_cpus,
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
             ranks=() if ranks is None else all_known(ranks.so_far),
