@@ -1,5 +1,4 @@
-"""All commands but ``prove``: they run a script, show trainings, look at a machine, make a batch again.
-"""
+"""All commands but ``prove``: they run scripts, show trainings and the machine, make batches again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A loader that is to be made, and its plan: every setting, chosen for its dataset and this machine,
-with the reason for each.
+"""A loader that is to be made, and its plan: every setting, chosen for its dataset and this
+machine, with the reason for each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several loaders that are read in the same steps count as one, whose waits are those of the step."""
+"""Several loaders that are read in the same steps count as one, which waits as the step does."""
 
 from __future__ import annotations
 

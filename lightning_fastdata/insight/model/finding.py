@@ -1,4 +1,4 @@
-"""A finding is one cause of a slow step, its remedy, and what that would gain; a rule looks for one.
+"""A finding is one cause of a slow step, its remedy, and what it would gain; a rule looks for one.
 
 All that rules advise passes one gate before anybody is told of it. What it leaves out stays in the
 report, with the reason.
@@ -206,8 +206,8 @@ class Rule:
     find: Callable[[Evidence], Finding | None]
     """None where the facts do not show the cause, or were not measured."""
     about: Literal["stage", "machine", "rank", "run"] = "stage"
-    """What the cause belongs to. ``"machine"``: the remedy is no option of a loader. ``"rank"``: one of
-    several processes that train together. ``"run"``: a pause between steps."""
+    """What the cause belongs to. ``"machine"``: the remedy is no option of a loader. ``"rank"``: one
+    of several processes that train together. ``"run"``: a pause between steps."""
     replaces: frozenset[str] = SMALL_COSTS
     """Codes of findings that are left out beside this one: it says why, or they rest on what it
     shows to be wrong."""

@@ -1,4 +1,4 @@
-"""What a change of the loader would gain, which one to recommend, and who has the CPUs meanwhile."""
+"""What a change of the loader would gain, which one to recommend, and who has the CPUs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A run reported to people and to programs: a summary in lines of pieces with a style, JSON, a page.
-"""
+"""A run reported to people and programs: a summary in lines of pieces with a style, JSON, a page."""
 
 from __future__ import annotations
 

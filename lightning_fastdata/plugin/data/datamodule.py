@@ -426,7 +426,7 @@ class DataModuleHooks(NeedsConstruction):
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)
 
-    # -- the transfer of a batch; each hook calls that of the LightningModule ------------------------
+    # -- the transfer of a batch; each hook calls that of the LightningModule ----------------------
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the LightningModule's hook of this name, if it has one."""
