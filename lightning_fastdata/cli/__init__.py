@@ -6,7 +6,6 @@ from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata import __version__
-from lightning_fastdata.cli.proofs import prove, takes_prove
 from lightning_fastdata.cli.commands import (
     compare,
     doctor,
@@ -21,6 +20,7 @@ from lightning_fastdata.cli.commands import (
     takes_top,
     top,
 )
+from lightning_fastdata.cli.proofs import prove, takes_prove
 from lightning_fastdata.errors import FastDataError
 
 if TYPE_CHECKING:

@@ -1,11 +1,7 @@
-"""All commands but ``prove``: they run scripts, show trainings and the machine, make batches again."""
+"""All commands but ``prove``: they run scripts, show trainings, make batches again."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
-
-from lightning_fastdata.errors import OptionsError
 import os
 import shutil
 import subprocess
@@ -14,7 +10,7 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 from json import dumps as dump_json
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import FastDataError, OptionsError, printable
 from lightning_fastdata.host import clock
@@ -22,9 +18,7 @@ from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Callable, Mapping
-    from argparse import ArgumentParser
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 GROUP: Final = "lightning.pytorch.callbacks_factory"
 _EVERY_S: Final = 1.0

@@ -19,7 +19,14 @@ from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.executors.torch_guard import OpenedNotes
 from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
-from lightning_fastdata.loading.position import CountedBatches, LoaderState, Pass, Position, Run
+from lightning_fastdata.loading.position import (
+    CountedBatches,
+    LoaderState,
+    Pass,
+    Position,
+    Run,
+    StateWatch,
+)
 from lightning_fastdata.loading.resume import (
     DigestedBatches,
     WatchedBatches,
@@ -48,7 +55,6 @@ from lightning_fastdata.loading.source import (
     splits_batches,
     tuner_for,
 )
-from lightning_fastdata.loading.position import StateWatch
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import (
@@ -59,9 +65,8 @@ from lightning_fastdata.order.samplers import (
     set_epoch,
 )
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
-from lightning_fastdata.planning.plan_for import plan_asked
+from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
@@ -322,18 +327,21 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self.stall_timeout = stall_timeout
         self.faults = FaultLog.of(on_bad_sample, dataset)
         self.on_bad_sample = self.faults.rule
+        self.run = run
+        self.tune = tune
+        self._nothing_is_read_yet()
+        if isinstance(tune, Tuner):
+            self.set_workers(tune.workers or self.num_workers)
+
+    def _nothing_is_read_yet(self) -> None:
         self._reported: dict[str, int] = {}
         self._epoch_cell = EpochCell()
-        self.run = run
         self._position = Position()
         self._indices: EpochIndices | None = None
-        self.tune = tune
+        self._ledger = Ledger()
         self.records: deque[BatchStamps] | None = None
         """Where the stamps of delivered batches go; None: no stamps are taken."""
         self.tuning_records: deque[BatchStamps] | None = None
-        self._ledger = Ledger()
-        if isinstance(tune, Tuner):
-            self.set_workers(tune.workers or self.num_workers)
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more of torch's workers than CPUs; this package's may well wait."""

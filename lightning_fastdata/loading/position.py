@@ -5,21 +5,17 @@ What counts is what the training took, not what was fetched or handed out ahead 
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
-from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order.indices import Drawn
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Final
-
 from lightning_fastdata.caches.folders import Kept
-from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
+from lightning_fastdata.order.indices import Drawn
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting
 

@@ -138,6 +138,7 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
 
 
 def tell_unknown(state: LoaderState, where: str) -> None:
+    """Warn that it is not known which batches were taken; the epoch goes on ``where``."""
     warnings.warn(
         f"The training took {state.batches} batches of epoch {state.epoch} before it was saved, "
         "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
@@ -149,6 +150,7 @@ def tell_unknown(state: LoaderState, where: str) -> None:
 
 
 def tell_ranks(state: LoaderState) -> None:
+    """Warn that what other ranks had taken is not known."""
     warnings.warn(
         f"Batches come as they are ready (in_order=False), and each of the {state.world_size} "
         "ranks had taken others when the training was saved. Those of rank 0 are known, so that "
@@ -160,6 +162,7 @@ def tell_ranks(state: LoaderState) -> None:
 
 
 def tell_draws(stream: object) -> None:
+    """Warn that a stream draws from generators that no state holds."""
     warnings.warn(
         f"{type(stream).__name__} draws from global generators (random, numpy.random, torch). "
         "Those of the training process are not saved, and workers that are started anew for each "
@@ -173,6 +176,7 @@ def tell_draws(stream: object) -> None:
 
 
 def tell_left(stream: object, epoch: int) -> None:
+    """Warn that a stream was left before its end, and its state from then is not known."""
     warnings.warn(
         f"The pass over {type(stream).__name__} before epoch {epoch} was left before its end (as "
         "with limit_train_batches), and its state_dict() from then is not known. The epoch begins "

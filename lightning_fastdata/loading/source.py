@@ -1,6 +1,4 @@
-"""What gives the batches of a FastDataLoader, torch's loader or an executor, and what the model and
-the tuner know of it.
-"""
+"""What gives the batches of a FastDataLoader, and what the model and the tuner know of it."""
 
 from __future__ import annotations
 

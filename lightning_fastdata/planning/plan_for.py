@@ -1,16 +1,16 @@
-"""A loader that is to be made, and its plan: every setting, chosen for its dataset and this
-machine, with the reason for each.
-"""
+"""A loader that is to be made, and its plan: every setting, with the reason for each."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import sys
 import warnings
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
@@ -35,18 +35,10 @@ from lightning_fastdata.planning.worker_count import (
     torch_prefetch,
     waits,
 )
-import math
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
-
-from torch.utils.data import IterableDataset
-
-from lightning_fastdata.executors.kinds import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
     from torch.utils.data import Dataset
 
     from lightning_fastdata.batches.bad_samples import BadSamplePolicy

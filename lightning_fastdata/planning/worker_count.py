@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.plan_for import Situation
     from lightning_fastdata.planning.options import LoaderOptions
+    from lightning_fastdata.planning.plan_for import Situation
     from lightning_fastdata.planning.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import scaled, simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, scaled, simulate
 
 if TYPE_CHECKING:
     from collections import deque

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
@@ -31,20 +33,14 @@ from lightning_fastdata.tuning.moves import (
     paid,
     propose,
     still_open,
+    window_of,
+    without_pauses,
 )
-import threading
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
-
-from lightning_fastdata.host import clock
-from lightning_fastdata.tuning.simulate import BatchCost
-from lightning_fastdata.tuning.moves import Window, window_of, without_pauses
-from lightning_fastdata.tuning.simulate import TrainingTimes, batch_costs, by_epoch
+from lightning_fastdata.tuning.simulate import BatchCost, TrainingTimes, batch_costs, by_epoch
 
 if TYPE_CHECKING:
-    from lightning_fastdata.types import Batch
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
+    from lightning_fastdata.types import Batch
 
 log: Final = logging.getLogger("lightning_fastdata.tuning")
 

@@ -30,7 +30,6 @@ from misses import Misses
 from pairwise import pairwise
 from thoroughness import LONG, some
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.host.memory import (
-    HostMemory,
     cgroup_available,
     parse_memory_limit,
     read_host_memory,

@@ -26,8 +26,7 @@ from lightning_fastdata.insight.live import (
     page_text,
     read_all,
 )
-from lightning_fastdata.insight.measure.stage import StageMeter
-from lightning_fastdata.insight.measure.stage import StageStamps
+from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers need Linux")
 NOW_S = 1_000_000.0

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from misses import each
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.stage import StageMeter, window_means
-from lightning_fastdata.insight.measure.stage import StageStamps
+from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps, window_means
 from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
 from lightning_fastdata.insight.report.html import report_html
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.run_report import as_ascii, bar, print_lines
+from lightning_fastdata.insight.report.run_report import RunReport, as_ascii, bar, print_lines
 from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses

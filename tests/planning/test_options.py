@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.planning.plan_for import ExecutorChoice, LoaderPlan, Situation
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import plan_loader
+from lightning_fastdata.planning.plan_for import ExecutorChoice, LoaderPlan, Situation, plan_loader
 from lightning_fastdata.types import STAGES
 
 GIB = 2**30

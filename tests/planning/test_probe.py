@@ -47,9 +47,14 @@ from lightning_fastdata.planning.facts.probe import (
     probe_indices,
     spread_indices,
 )
-from lightning_fastdata.planning.plan_for import ExecutorChoice, LoaderSpec, Situation
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import choose_executor, plan_loader
+from lightning_fastdata.planning.plan_for import (
+    ExecutorChoice,
+    LoaderSpec,
+    Situation,
+    choose_executor,
+    plan_loader,
+)
 from lightning_fastdata.planning.worker_count import (
     alone_ms,
     by_workers_ms,
@@ -728,15 +733,29 @@ def test_a_loader_chooses_around_whatever_else_is_set(settings, waits_s):
         loader.close()
 
 
+class Slow(Dataset):
+    """Samples that take long to make."""
+
+    def __init__(self) -> None:
+        self.times = Times()
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.times.compute(0.002)
+        return torch.zeros(4)
+
+
 def test_num_workers_means_what_it_means_to_torch_unless_it_is_auto():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
     assert (loader.num_workers, loader.persistent_workers, loader.executor) == (0, False, "torch")
     loader = FastDataLoader(TensorDataset(torch.arange(4)), num_workers="auto")
     assert (loader.num_workers, loader.executor) == (1, "gather")
     assert loader.plan is not None
-    four = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers=4)
+    four = FastDataLoader(Slow(), 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
-    none = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers=0)
+    none = FastDataLoader(Slow(), 4, num_workers=0)
     assert (none.num_workers, KINDS[none.executor].side_processes) == (0, False)
 
 
@@ -745,9 +764,7 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     script.write_text("loader = ...")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
-    loader = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers="auto")
+    loader = FastDataLoader(Slow(), 4, num_workers="auto")
     assert (loader.executor, loader.num_workers) == ("torch", 0)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()
-
-

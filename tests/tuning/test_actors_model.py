@@ -8,9 +8,8 @@ import pytest
 
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 from lightning_fastdata.stamps.travel import Way
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import Window, propose
-from lightning_fastdata.tuning.simulate import batch_costs, simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, batch_costs, simulate
 
 MS = 10**6
 
@@ -45,9 +44,7 @@ def test_taking_a_batch_costs_the_training_however_many_actors_there_are() -> No
 
 def test_actors_elsewhere_take_no_cpu_of_the_training() -> None:
     costs = [cost(cpu=40.0, step=10.0)]
-    far, near = (
-        simulate(costs, setup(4, scheduling=how)).step_ms for how in ("actors", "queue")
-    )
+    far, near = (simulate(costs, setup(4, scheduling=how)).step_ms for how in ("actors", "queue"))
     assert far == pytest.approx(11.0, rel=0.05)
     assert near > 20.0
 

@@ -12,8 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

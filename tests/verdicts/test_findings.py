@@ -16,9 +16,14 @@ from thoroughness import max_examples
 import lightning_fastdata
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, stage_evidence
-from lightning_fastdata.insight.model.finding import gain_text
-from lightning_fastdata.insight.model.evidence import NodeSeen, RemoteSeen
+from lightning_fastdata.insight.model.evidence import (
+    Evidence,
+    LoaderFacts,
+    NodeSeen,
+    RemoteSeen,
+    stage_evidence,
+)
+from lightning_fastdata.insight.model.finding import SMALL_COSTS, gain_text
 from lightning_fastdata.insight.model.remedies import (
     best_workers,
     choose,
@@ -26,15 +31,12 @@ from lightning_fastdata.insight.model.remedies import (
 )
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
-from lightning_fastdata.insight.model.finding import SMALL_COSTS
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import left_over
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH
-from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over, simulate
 
 MS = 1e6
 CODES = [
@@ -376,7 +378,9 @@ def test_slow_samples_are_answered_by_the_smallest_change_that_passes_them():
 def test_pinned_batches_are_not_told_to_be_pinned():
     evidence = TABLE["FD312"][0]
     assert "pin_memory=True" in findings(evidence)[0].remedy
-    assert "pin_memory" not in findings(replace(evidence, loader=LoaderFacts(pinned=True)))[0].remedy
+    assert (
+        "pin_memory" not in findings(replace(evidence, loader=LoaderFacts(pinned=True)))[0].remedy
+    )
 
 
 def test_kept_workers_are_not_told_to_be_kept():

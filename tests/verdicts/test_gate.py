@@ -29,12 +29,22 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.host_metrics import queued_share
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, closed_options
-from lightning_fastdata.insight.model.finding import FAMILIES, Advice, Finding, Gain, family_of
-from lightning_fastdata.insight.model.evidence import model_computes
+from lightning_fastdata.insight.model.evidence import (
+    Evidence,
+    LoaderFacts,
+    closed_options,
+    model_computes,
+)
+from lightning_fastdata.insight.model.finding import (
+    FAMILIES,
+    Advice,
+    Finding,
+    Gain,
+    family_of,
+    passed,
+)
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
-from lightning_fastdata.insight.model.finding import passed
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.tuning.tuner import Tuner
@@ -226,7 +236,8 @@ def run_of(**parts_s):
 
 
 STARVED = Evidence(step_ms=50.0, wait_ms=0.1, stall_ms=0.1, val_workers=0,
-                   loader=LoaderFacts(usable_cpus=4), wall=run_of(compute=5.0, validation=4.0, val_waits=3.5))  # fmt: skip
+                   loader=LoaderFacts(usable_cpus=4),
+                   wall=run_of(compute=5.0, validation=4.0, val_waits=3.5))  # fmt: skip
 
 
 def test_validation_that_the_package_loads_is_no_fault_of_the_user():

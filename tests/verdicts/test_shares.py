@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
@@ -14,8 +13,7 @@ from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.verdicts.late_batches import working_workers
 from lightning_fastdata.insight.waits.attribution import WaitParts
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
 
 MS = 1e6
 

@@ -13,30 +13,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from lightning_fastdata.insight.model.finding import duration_text
-from collections import deque
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
 import torch
 
 from lightning_fastdata.device.backend import current_stream, default_type, new_event
 from lightning_fastdata.host import clock
+from lightning_fastdata.insight.model.finding import duration_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lightning_fastdata.insight.waits.causes import WaitCauses
-    from collections.abc import Callable
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]

@@ -1,32 +1,8 @@
-"""What is measured of one stage of a run: its steps, the stamps of its loaders, what its waits were
-made of, and what loggers get of them.
-"""
+"""What is measured of one stage of a run: its steps, its loaders' stamps, and what loggers get."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
-import torch
-
-from lightning_fastdata.device.backend import has_streams
-from lightning_fastdata.device.prefetch import Prefetched
-from lightning_fastdata.host import clock
-from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.usage import SpentMeter
-from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
-from lightning_fastdata.insight.measure.metrics import EventClock, StepTimeline
-from lightning_fastdata.insight.model.evidence import (
-    LoaderFacts,
-    closed_options,
-    read_loader,
-    stage_evidence,
-)
-from lightning_fastdata.insight.model.evidence import model_computes, stage_times
-from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.loading.source import setup_of
-from lightning_fastdata.tree import held
 import itertools
 import os
 import weakref
@@ -35,21 +11,45 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
-from lightning_fastdata.insight.model.evidence import busy_share
+from lightning_fastdata.device.backend import has_streams
+from lightning_fastdata.device.prefetch import Prefetched
+from lightning_fastdata.host import clock
+from lightning_fastdata.host.cpu import read_cpu_limit
+from lightning_fastdata.host.usage import SpentMeter
+from lightning_fastdata.insight.measure.metrics import (
+    EventClock,
+    StepTimeline,
+    measured,
+    p50_and_p95,
+    warm_steps,
+)
+from lightning_fastdata.insight.model.evidence import (
+    LoaderFacts,
+    busy_share,
+    closed_options,
+    model_computes,
+    read_loader,
+    stage_evidence,
+    stage_times,
+)
+from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.types import Stage
     from lightning_fastdata.insight.waits.causes import WaitCauses
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+    from lightning_fastdata.types import Stage
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""

@@ -1,10 +1,10 @@
-"""What was measured of a stage, None where it was not: what findings rest on; and what stamps tell
-of it: how busy workers were; of actors, their way and nodes.
-"""
+"""What was measured of a stage, with what its stamps tell: what findings rest on."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -12,29 +12,23 @@ from typing import Any, Final, Literal
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.caches.folders import caches_in
+from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import OperationShare
-from lightning_fastdata.insight.waits.causes import LineShare
+from lightning_fastdata.insight.waits.causes import LineShare, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
+from lightning_fastdata.tuning.simulate import (
+    BatchCost,
+    LoaderSetup,
+    TrainingTimes,
+    batch_costs,
+    by_epoch,
+)
 from lightning_fastdata.tuning.tuner import Tuner
-import statistics
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
-
-from lightning_fastdata.host.usage import SpentTime
-from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.model.finding import STALL_LOW
-from lightning_fastdata.stamps.batch_stamps import BatchStamps
-from lightning_fastdata.tuning.simulate import TrainingTimes, by_epoch
 
 _DECIDED: Final = frozenset(
     {"num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers", "split"}

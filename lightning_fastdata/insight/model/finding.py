@@ -7,12 +7,9 @@ report, with the reason.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
-
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.model.evidence import Evidence
@@ -206,8 +203,8 @@ class Rule:
     find: Callable[[Evidence], Finding | None]
     """None where the facts do not show the cause, or were not measured."""
     about: Literal["stage", "machine", "rank", "run"] = "stage"
-    """What the cause belongs to. ``"machine"``: the remedy is no option of a loader. ``"rank"``: one
-    of several processes that train together. ``"run"``: a pause between steps."""
+    """What the cause belongs to. ``"machine"``: the remedy is no option of a loader. ``"rank"``:
+    one of several processes that train together. ``"run"``: a pause between steps."""
     replaces: frozenset[str] = SMALL_COSTS
     """Codes of findings that are left out beside this one: it says why, or they rest on what it
     shows to be wrong."""

@@ -9,15 +9,8 @@ from typing import Final, Literal
 
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Gain
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import WORKERS, choose
-from lightning_fastdata.tuning.simulate import simulate
-import math
-from dataclasses import replace
-from typing import Final
-
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.tuning.simulate import scaled, simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, scaled, simulate
 
 _MOST_WORKERS: Final = 32
 _BATCHES_AHEAD: Final = 2

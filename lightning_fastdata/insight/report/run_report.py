@@ -1,4 +1,4 @@
-"""A run reported to people and programs: a summary in lines of pieces with a style, JSON, a page."""
+"""A run reported to people and to programs: a summary in styled lines, JSON, a page."""
 
 from __future__ import annotations
 
@@ -7,29 +7,19 @@ import html
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from lightning_fastdata.host.system_calls import write_atomically
-from lightning_fastdata.insight.measure.metrics import MOST_RECENT, Columns, StageSummary
-from lightning_fastdata.insight.measure.wall import WallTime
-from lightning_fastdata.insight.verdicts.catalogue import Verdict
-from lightning_fastdata.insight.waits.ranks import RankTiming
-from lightning_fastdata.tuning.moves import Move
-import html
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from lightning_fastdata.errors import has_package, printable
-from lightning_fastdata.insight.measure.metrics import StageSummary
-from lightning_fastdata.insight.measure.wall import wall_text
+from lightning_fastdata.host.system_calls import write_atomically
+from lightning_fastdata.insight.measure.metrics import MOST_RECENT, Columns, StageSummary
+from lightning_fastdata.insight.measure.wall import WallTime, wall_text
 from lightning_fastdata.insight.model.finding import (
     STALL_LOW,
     costs_much,
@@ -37,7 +27,8 @@ from lightning_fastdata.insight.model.finding import (
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
-from lightning_fastdata.insight.waits.ranks import ranks_line
+from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
+from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
 
 if TYPE_CHECKING:

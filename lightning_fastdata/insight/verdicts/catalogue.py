@@ -8,7 +8,7 @@ codes say why a step is slow; those of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
@@ -20,9 +20,12 @@ from lightning_fastdata.insight.model.finding import (
     STALL_HIGH,
     STALL_LOW,
     Finding,
+    Found,
     Kind,
+    Rule,
     costs_much,
     duration_text,
+    passed,
 )
 from lightning_fastdata.insight.verdicts import (
     late_batches,
@@ -30,7 +33,6 @@ from lightning_fastdata.insight.verdicts import (
     step_costs,
     without_stamps,
 )
-from lightning_fastdata.insight.model.finding import Found, Rule, passed
 
 RULES: Final[tuple[Rule, ...]] = tuple(
     sorted(

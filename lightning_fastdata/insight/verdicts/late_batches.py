@@ -1,10 +1,9 @@
-"""Findings about batches that came late: what the wait for them is, and how evenly workers work;
-and about those that actors of a cluster make.
-"""
+"""Findings about batches that came late, from workers of this machine or actors of a cluster."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
@@ -12,20 +11,17 @@ from typing import Final
 from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Advice, Finding, Gain
-from lightning_fastdata.insight.model.finding import ALL_COSTS, Rule, found, of_wait
+from lightning_fastdata.insight.model.finding import (
+    ALL_COSTS,
+    Advice,
+    Finding,
+    Gain,
+    Rule,
+    found,
+    of_wait,
+)
 from lightning_fastdata.insight.waits.causes import lock_between_processes, where_text
-from lightning_fastdata.tuning.simulate import BatchCost
-from lightning_fastdata.tuning.simulate import scaled, simulate
-import statistics
-from typing import Final
-
-from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.model import remedies
-from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Advice, Finding
-from lightning_fastdata.insight.model.finding import ALL_COSTS, Rule, found, of_wait
-from lightning_fastdata.tuning.simulate import scaled
+from lightning_fastdata.tuning.simulate import BatchCost, scaled, simulate
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
@@ -203,9 +199,7 @@ def _bandwidth(e: Evidence) -> Finding | None:
 def _saturated(e: Evidence) -> bool:
     loads = remedies.runqueue_share(e) >= remedies.RUNQUEUE_HIGH or remedies.throttled(e)
     reads = largest(e)[0] == "read_cpu"
-    return (
-        e.stalls and loads and reads and remedies.overcommitted(e) and not remedies.crowded(e)
-    )
+    return e.stalls and loads and reads and remedies.overcommitted(e) and not remedies.crowded(e)
 
 
 def _transforms(e: Evidence) -> tuple[Advice, ...]:

@@ -10,13 +10,15 @@ from typing import Final
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
+    KEEP,
     Advice,
     Finding,
     Gain,
     Kind,
+    Rule,
     duration_text,
+    found,
 )
-from lightning_fastdata.insight.model.finding import KEEP, Rule, found
 
 _PAUSE_HIGH: Final = 0.05
 """Part of a run: what takes less is no finding."""

@@ -9,14 +9,16 @@ from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
+    OPTIMIZE,
+    PIN,
     STALL_LOW,
     TRANSFER_HIGH,
     Advice,
     Finding,
+    Rule,
+    found,
 )
 from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.model.finding import OPTIMIZE, PIN, Rule, found
-
 
 _FREE: Final = 0.01
 _GAP_HIGH: Final = 0.10

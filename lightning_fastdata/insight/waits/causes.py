@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import TYPE_CHECKING, Final, SupportsInt
 
@@ -16,15 +16,6 @@ from lightning_fastdata.insight.waits.attribution import (
     WaitCutter,
     WaitParts,
 )
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
-
-from lightning_fastdata.errors import printable
 
 if TYPE_CHECKING:
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps

@@ -102,8 +102,10 @@ def _is_several(datasets: object) -> bool:
         return False
     # One is enough: what else is among them is refused by its position.
     # Datasets of Hugging Face have __getitems__ in common with torch's.
-    kinds = Dataset | GivenLoader
-    return any(isinstance(each, kinds) or hasattr(each, "__getitems__") for each in datasets)
+    return any(
+        isinstance(each, Dataset | GivenLoader) or hasattr(each, "__getitems__")
+        for each in datasets
+    )
 
 
 def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata.augment import prepare_kernels
-from lightning_fastdata.caches.image_cache import cache_of
-from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning
+from lightning_fastdata.batches.bad_samples import BadSamples
+from lightning_fastdata.caches.cached import CachedSource
+from lightning_fastdata.caches.folders import CacheFolder, cache_root, hold, room_bytes
+from lightning_fastdata.caches.gain import measure_gain
+from lightning_fastdata.caches.image_cache import cache_of, with_cache
+from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import gatherable
+from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.insight.report.run_report import Explanation
+from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import tuner_for
-from lightning_fastdata.order.samplers import rows_in
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
+from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
+from lightning_fastdata.order.samplers import (
+    EvaluationBatchSampler,
+    RankBatchSampler,
+    RankSampler,
+    ShuffleSampler,
+    rows_in,
+)
 from lightning_fastdata.planning.facts.inspection import (
     DatasetFacts,
     Questions,
     inspect_dataset,
     refuse_empty,
 )
-from lightning_fastdata.planning.plan_for import LoaderSpec
+from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.planning.options import check_dataset
-from lightning_fastdata.planning.plan_for import plan_for
+from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
 from lightning_fastdata.plugin.data.arguments import (
     options_from,
     options_of,
@@ -46,8 +64,10 @@ from lightning_fastdata.plugin.data.datasets import (
     taken_apart,
 )
 from lightning_fastdata.plugin.data.training_run import TrainingProgress, TrainingRun
-from lightning_fastdata.plugin.placing.trial import device_type
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
+from lightning_fastdata.plugin.placing.trial import device_type
+from lightning_fastdata.plugin.seams.internals import spreads_samples
+from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
 from lightning_fastdata.plugin.seams.trainer import (
     first_epoch,
     print_line,
@@ -55,54 +75,20 @@ from lightning_fastdata.plugin.seams.trainer import (
 )
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import global_seed
-from lightning_fastdata.types import STAGES, SampleKey
-import math
-import multiprocessing
-import os
-import tempfile
-import warnings
-from collections.abc import Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Final, cast
-
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
-
-from lightning_fastdata.batches.bad_samples import BadSamples
-from lightning_fastdata.caches.cached import CachedSource
-from lightning_fastdata.caches.folders import CacheFolder, cache_root, hold, room_bytes
-from lightning_fastdata.caches.gain import measure_gain
-from lightning_fastdata.caches.image_cache import cache_of, with_cache
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
-from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
-from lightning_fastdata.order.samplers import (
-    EvaluationBatchSampler,
-    RankBatchSampler,
-    RankSampler,
-    ShuffleSampler,
-)
-from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
-from lightning_fastdata.plugin.seams.internals import spreads_samples
-from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
-from lightning_fastdata.plugin.seams.trainer import running_stage
 from lightning_fastdata.tree import is_a
+from lightning_fastdata.types import STAGES, SampleKey
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
+    from lightning_fastdata.caches.cached import CachedDataset
+    from lightning_fastdata.caches.gain import CacheGain
     from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.plugin.placing.transfer import Prefetching
     from lightning_fastdata.tuning.tuner import Tuner
-    from lightning_fastdata.types import Stage
-    from lightning.pytorch import Trainer
-
-    from lightning_fastdata.caches.cached import CachedDataset
-    from lightning_fastdata.caches.gain import CacheGain
-    from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.types import Shuffle, Stage
 
 _CAME_WITHOUT: Final = (

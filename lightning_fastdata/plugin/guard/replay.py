@@ -15,32 +15,23 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
+from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.device.backend import free_memory, is_out_of_memory
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.guard.snapshots import Snapshot, Undo, snapshot_random_states
 from lightning_fastdata.tree import Path, children, is_named_tuple, leaves, replace_leaves
-import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
-
-from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.device.backend import free_memory, is_out_of_memory
-from lightning_fastdata.errors import FastDataWarning
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Batch
-    from lightning.pytorch import Trainer
 
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
-    from lightning_fastdata.types import Batch
 
 Run: TypeAlias = Callable[[Any, int, Mapping[str, Any]], object]
 

@@ -8,19 +8,31 @@ and no batch has been trained on. The same functions serve ``lightning.pytorch``
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.utils.data import IterableDataset, default_collate
 
+from lightning_fastdata.device.backend import is_out_of_memory, synchronize
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
+from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.plugin.data.datasets import (
+    GivenLoader,
+    datasets_of,
+    in_form_of,
+    named,
+    taken_apart,
+)
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     GuardPolicy,
@@ -31,42 +43,17 @@ from lightning_fastdata.plugin.guard.prediction import (
     probe_sizes,
     skipped,
 )
-from lightning_fastdata.plugin.guard.replay import NORMALISED, why_not_tried
+from lightning_fastdata.plugin.guard.replay import NORMALISED, rows_of, samples_of, why_not_tried
 from lightning_fastdata.plugin.guard.snapshots import (
     NoRoomError,
     Snapshot,
+    Undo,
     snapshot_random_states,
 )
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
 from lightning_fastdata.plugin.seams.trainer import loss_scaler, unseen_steps
 from lightning_fastdata.torch_internals import not_compiled
-import gc
-import inspect
-import warnings
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
-
-import torch
-from torch.utils.data import IterableDataset, default_collate
-
-from lightning_fastdata.device.backend import is_out_of_memory, synchronize
-from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.executors.kinds import KINDS
-from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.plugin.data.datasets import (
-    GivenLoader,
-    datasets_of,
-    in_form_of,
-    named,
-    taken_apart,
-)
-from lightning_fastdata.plugin.guard.prediction import Probe
-from lightning_fastdata.plugin.guard.replay import rows_of, samples_of
-from lightning_fastdata.plugin.guard.snapshots import Undo
-from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import attributes_of
-from lightning_fastdata.plugin.seams.trainer import loss_scaler
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -74,11 +61,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.device.backend import MemoryReader
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Batch
-    from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
-    from lightning_fastdata.types import Batch
 
 _LOG = logging.getLogger(__name__)
 _NO_MEMORY = 2**62  # in the place of a peak

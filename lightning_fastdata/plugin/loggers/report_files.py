@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.run_report import Line, page_line, print_lines
+from lightning_fastdata.insight.report.run_report import Line, RunReport, page_line, print_lines
 
 _Given = ParamSpec("_Given")
 

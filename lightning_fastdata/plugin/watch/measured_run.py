@@ -16,8 +16,7 @@ from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live import Status, WatchedRun
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.run_report import verdict_line
+from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.loading.loader import FastDataLoader

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.run_report import verdict_line
+from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
 from lightning_fastdata.planning.options import (
     NeedsConstruction,
