@@ -6,18 +6,20 @@ from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata import __version__
-from lightning_fastdata.cli.commands import doctor, replay, takes_replay
-from lightning_fastdata.cli.proofs import prove, takes_prove
-from lightning_fastdata.cli.runs import (
+from lightning_fastdata.cli.commands import (
     compare,
+    doctor,
+    replay,
     report,
     run,
     takes_compare,
+    takes_replay,
     takes_report,
     takes_run,
     takes_top,
     top,
 )
+from lightning_fastdata.cli.proofs import prove, takes_prove
 from lightning_fastdata.errors import FastDataError
 
 if TYPE_CHECKING:

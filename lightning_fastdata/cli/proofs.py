@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.cli.runs import check_found_by_lightning, program_of
+from lightning_fastdata.cli.commands import check_found_by_lightning, program_of
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.prove.settings import VARIABLE, ProveSettings

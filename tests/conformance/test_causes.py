@@ -21,7 +21,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.insight.measure.stage_stamps import sample_path
+from lightning_fastdata.insight.measure.stage import sample_path
 from lightning_fastdata.insight.waits.causes import cause_lines
 
 KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}
@@ -174,7 +174,7 @@ def test_loaders_are_found_wherever_they_come_from(tmp_path):
     for data, model, batches in (
         ({"train_dataloaders": loader}, None, 3),
         ({}, OwnModule(), 3),
-        (OwnData(), Sums(), 3),
+        (OwnData(), Sums(), 6),  # of two loaders
         (combined, PlainSum(), 3),
     ):
         report, _ = fit(tmp_path, data, model=model)

@@ -32,10 +32,10 @@ from lightning_fastdata.insight.model.finding import Finding
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.waits.attribution import WaitCutter
 from lightning_fastdata.insight.waits.causes import CauseTotals
-from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.travel import ClusterSeen
-from lightning_fastdata.tuning.costs import LoaderSetup
+from lightning_fastdata.tuning.simulate import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -26,7 +26,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.plugin.data.loaders import bad_samples_of
+from lightning_fastdata.plugin.data.module_loaders import bad_samples_of
 
 
 class Numbers(Dataset):

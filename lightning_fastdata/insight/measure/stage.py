@@ -1,38 +1,60 @@
-"""What is measured of one stage of a run: its steps, its waits, and what loggers get of them."""
+"""What is measured of one stage of a run: its steps, its loaders' stamps, and what loggers get."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import weakref
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
+from lightning_fastdata.batches.layout import decodes_in_place
 from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.usage import SpentMeter
-from lightning_fastdata.insight.measure.metrics import measured, p50_and_p95, warm_steps
-from lightning_fastdata.insight.measure.stage_stamps import StageStamps
-from lightning_fastdata.insight.measure.timeline import EventClock, StepTimeline
+from lightning_fastdata.insight.measure.metrics import (
+    EventClock,
+    StepTimeline,
+    measured,
+    p50_and_p95,
+    warm_steps,
+)
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
+    busy_share,
     closed_options,
+    model_computes,
     read_loader,
     stage_evidence,
+    stage_times,
 )
-from lightning_fastdata.insight.model.loader_seen import model_computes, stage_times
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.several_loaders import costliest, cpus_used
-from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
+    from lightning_fastdata.insight.waits.causes import WaitCauses
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
     from lightning_fastdata.types import Stage
+
+_MOST_UNCUT: Final = 256
+"""Waits are cut when a result is asked for, at the latest when there are so many."""
+_KEPT_STAMPS: Final = 512
+"""The newest batches of each loader are kept for predictions."""
 
 
 class StageMeter:
@@ -63,7 +85,6 @@ class StageMeter:
     def epoch_opens(self) -> None:
         """Note that the next step is the first of an epoch, and counted apart."""
         self.timeline.epoch_began()
-        self.stamps.epoch_began()
 
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
@@ -105,12 +126,9 @@ class StageMeter:
             device=self._device.type,
             dropped_steps=self.timeline.dropped_steps,
         )
-        self.stamps.step_wait_ms = None if summary.wait is None else summary.wait.mean_ms
-        loaders = self.stamps.loader_waits()
-        most = costliest(loaders)
         waits = sum(spike.phase == "stall" for spike in summary.spikes)
-        causes = self.stamps.summary(spikes=waits) if most is None else most.causes
-        return dataclasses.replace(summary, causes=causes, loaders=loaders, updates=self.updates)
+        causes = self.stamps.summary(spikes=waits)
+        return dataclasses.replace(summary, causes=causes, updates=self.updates)
 
     def _drop_foreign(self) -> None:
         """Forget stamps of batches that were read outside of the steps."""
@@ -119,29 +137,20 @@ class StageMeter:
         self, summary: StageSummary, facts: LoaderFacts, *, cpus: float, **measured: Any
     ) -> Evidence:
         """Return everything that is known of the stage; ``measured`` is added to it."""
-        totals = self.stamps.slowest()
         loader, stamps = self.stamps.slowest_loader()
-        most = costliest(summary.loaders)
-        if most is not None and most.causes is None:
-            loader, stamps = None, []  # waited for most is a loader that takes no stamps
         times = stage_times(summary, stamps, self._cpu.used())
         measured["model_computes"] = model_computes(summary, times)
-        others = self.stamps.other_loaders()
-        left = max(min(1.0, cpus), round(cpus - sum(cpus_used(each) for *_, each in others), 1))
         setup = None
         if loader is not None and stamps:
-            setup = setup_of(loader, cpus=left, step_cpus=times.step_cpus)
+            setup = setup_of(loader, cpus=cpus, step_cpus=times.step_cpus)
             measured["stream_samples"] = self.stamps.stream_samples()
-            phases = filter(None, (summary.step, summary.gap))
-            step_ms = sum(phase.mean_ms for phase in phases)
-            measured["one_of"] = self.stamps.one_of(step_ms)
         return stage_evidence(
             summary,
             stamps,
             setup,
             facts,
             step_queued=times.step_queued,
-            read_rates=None if totals is None else totals.rates,
+            read_rates=self.stamps.rates,
             **measured,
         )
 
@@ -265,3 +274,193 @@ def window_means(columns: Columns, prefix: str = "data") -> dict[str, float]:
             band = {"p50": p50, "p95": p95, "max": float(values.max())}
             scalars |= {f"{prefix}_band/{phase}_{key}_ms": ms for key, ms in band.items()}
     return dict(sorted(scalars.items()))
+
+
+class StampQueue(deque["BatchStamps"]):
+    """Stamps of a loader that a later :class:`StageStamps` may take over."""
+
+
+class _Watched:
+    """The stamps of one loader, which is not kept alive."""
+
+    def __init__(self, number: int, loader: FastDataLoader, *, lendable: bool) -> None:
+        self.number = number
+        self.loader = weakref.ref(loader)
+        # Bounded, as stamps of batches that are read outside of the steps are not cut.
+        kind = StampQueue if lendable else deque
+        self.records: deque[BatchStamps] = kind(maxlen=2 * _MOST_UNCUT)
+        self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
+        self.made: Counter[int] = Counter()
+        """Samples, by the number of the process that made them."""
+
+    @property
+    def waited_ns(self) -> int:
+        return sum(batch.delivered_ns - batch.requested_ns for batch in self.newest)
+
+
+class StageStamps:
+    """The stamps of one stage's loaders, and what the waits for their batches were made of.
+
+    Several loaders count as one: what is asked of "the" loader is about the one that is waited for
+    most. Where one of them takes no stamps, nothing is known.
+
+    Args:
+        prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
+        lendable: Let a later one take over a loader, and take over those of earlier ones that do.
+    """
+
+    def __init__(self, prefix: str, *, lendable: bool = False) -> None:
+        self.prefix = prefix
+        self._lendable = lendable
+        self._totals = CauseTotals(prefix)
+        self._watched: list[_Watched] = []
+        self._numbers = itertools.count()
+        self._unwatched: dict[str, None] = {}
+        """Why some of the loaders there are now are not watched."""
+        self._stamped = False
+
+    def watch(self, loaders: Iterable[object]) -> None:
+        """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
+        loaders = list(loaders)
+        unknown = [each for each in loaders if not self._recognized(each)]
+        if unknown:
+            self.cut()
+            self._watched = [each for each in self._watched if each.loader() is not None]
+        if loaders:
+            reasons = map(self._begin_watching, unknown)
+            self._unwatched = dict.fromkeys(filter(None, reasons))
+
+    def _begin_watching(self, loader: object) -> str:
+        """Have a loader record its stamps, or return why it does not."""
+        if not isinstance(loader, FastDataLoader):
+            return f"a {type(loader).__name__} does not tell, FastDataLoader does"
+        mine = self._lendable and isinstance(loader.records, StampQueue)
+        if loader.records is not None and not mine:
+            return "other code takes the stamps of its loader"
+        watched = next((each for each in self._watched if each.loader() is loader), None)
+        if watched is None:  # else it was taken over in between
+            watched = _Watched(next(self._numbers), loader, lendable=self._lendable)
+            self._watched.append(watched)
+        loader.record_stamps(watched.records)
+        return ""
+
+    def _recognized(self, loader: object) -> bool:
+        """Note a loader that records for us: maybe one that Lightning made from one of ours."""
+        if isinstance(loader, FastDataLoader):
+            for watched in self._watched:
+                if loader.records is watched.records:
+                    watched.loader = weakref.ref(loader)
+                    return True
+        return False
+
+    def restart(self) -> None:
+        """Forget what was recorded so far."""
+        self._totals = CauseTotals(self.prefix)
+        self.drop_uncut()
+        for watched in self._watched:
+            watched.newest.clear()
+            watched.made.clear()
+
+    def drop_uncut(self) -> None:
+        """Forget what was recorded since stamps were last cut: of batches of no step."""
+        for watched in self._watched:
+            watched.records.clear()
+
+    def stop(self) -> None:
+        """Take no more stamps; what was taken is kept."""
+        for watched in self._watched:
+            loader = watched.loader()
+            if loader is not None and loader.records is watched.records:
+                loader.record_stamps(None)
+
+    def step_ended(self) -> None:
+        """Cut what has come together, if it is much."""
+        if any(len(each.records) > _MOST_UNCUT for each in self._watched):
+            self.cut()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean parts of the waits for a batch since the last call."""
+        self.cut()
+        return self._totals.window()
+
+    def summary(self, *, spikes: int = 0) -> WaitCauses | None:
+        """Return why batches were late, without so many of the longest waits; None: not known."""
+        known = self.missing() is None
+        return self._totals.summary(self._path_of, spikes=spikes) if known else None
+
+    @property
+    def rates(self) -> ReadRates | None:
+        """What half of the workers and all of them read, if that was tried."""
+        return self._totals.rates
+
+    def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
+        """Return the loader that was waited for most (None: gone), and its newest stamps."""
+        slowest = self._slowest()
+        return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
+
+    def _slowest(self) -> _Watched | None:
+        known = self._watched if self.missing() is None else []
+        return max(known, key=lambda each: each.waited_ns, default=None)
+
+    def stream_samples(self) -> tuple[int, ...]:
+        """Return the samples that each worker of that loader made of a stream.
+
+        Empty where it reads no stream, has one worker at most, or delivers batches out of order:
+        then workers make as much as they are fast.
+        """
+        slowest = self._slowest()
+        loader = None if slowest is None else slowest.loader()
+        if slowest is None or loader is None or loader.num_workers < 2 or not loader.in_order:
+            return ()
+        if not isinstance(loader.dataset, IterableDataset):
+            return ()
+        return tuple(slowest.made[number] for number in range(loader.num_workers))
+
+    def busy_share(self) -> float | None:
+        """Return the part of the time, 0 to 1, in which that loader's workers had a task lately."""
+        loader, stamps = self.slowest_loader()
+        return None if loader is None else busy_share(stamps, loader.num_workers)
+
+    def missing(self) -> str | None:
+        """Return why nothing is known about the waits; None if something is."""
+        self.cut()
+        if self._stamped and not self._unwatched:
+            return None
+        loaders = [each.loader() for each in self._watched]
+        executors = dict.fromkeys(
+            f"executor {each.executor!r} does not tell" for each in loaders if each is not None
+        )
+        return ", ".join(self._unwatched or executors) or "nothing was noted"
+
+    def cut(self) -> None:
+        """Cut the waits of all batches that were recorded."""
+        for watched in self._watched:
+            self._stamped |= bool(watched.records)
+            while watched.records:
+                batch = watched.records.popleft()
+                self._totals.add(batch, watched.number)
+                watched.newest.append(batch)
+                for task in batch.tasks:
+                    watched.made[task.process] += task.samples
+
+    def _path_of(self, number: int, index: object) -> str | None:
+        owner = next((each.loader() for each in self._watched if each.number == number), None)
+        return None if owner is None else sample_path(owner.dataset, index)
+
+
+def sample_path(dataset: Any, index: Any) -> str | None:
+    """Return the file of a sample of an image folder, also within subsets, if it is known."""
+    try:
+        while isinstance(dataset, Subset | ConcatDataset):
+            if isinstance(dataset, Subset):
+                dataset, index = dataset.dataset, dataset.indices[index]
+            else:
+                ends = dataset.cumulative_sizes
+                which = bisect_right(ends, index)
+                index -= ends[which - 1] if which else 0
+                dataset = dataset.datasets[which]
+        # Only our own list is a property: one of the user may open a file.
+        samples = dataset.samples if decodes_in_place(dataset) else held(dataset, "samples")
+        return os.fsdecode(samples[index][0])
+    except Exception:  # `samples` is the user's, and may be anything
+        return None

@@ -33,7 +33,7 @@ from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
     from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.loader_plan import LoaderSpec
+    from lightning_fastdata.planning.plan_for import LoaderSpec
 
 # What a system says of an open file that is not what the program thinks it is.
 _HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)

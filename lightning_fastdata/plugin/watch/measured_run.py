@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
@@ -12,20 +13,19 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.insight.live import Status, WatchedRun
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
-from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
-from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
-from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
+from lightning_fastdata.plugin.seams.loaders import flattened, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
-from lightning_fastdata.plugin.watch.live import LiveRun
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
@@ -39,9 +39,25 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
+    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
     from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
+_DOING: Final = {
+    "wait": "waiting for a batch",
+    "transfer": "moving a batch to the device",
+    "augment": "augmenting a batch",
+    "compute": "computing a step",
+    "epoch_starts": "starting an epoch",
+    "validation": "validating",
+    "checkpoints": "saving a checkpoint",
+    "logging": "logging",
+    "callbacks": "in a callback",
+    "setup": "setting up",
+    "measuring": "measuring",
+    "other": "between steps",
+}
+"""Part of a run's wall time -> what is being done in it."""
 _COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -65,7 +81,7 @@ class RunJudge:
 
     def epoch_began(self) -> None:
         """Compare what is read with what it was in the epoch before."""
-        _, loader = _costliest_loader(self._recording.loaders(), None)
+        loader = next(flattened(self._recording.loaders()), None)
         read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
         now = fingerprint(*read, within_s=_COMPARED_WITHIN_S)
         self._changes |= self._epochs > 0 and (now is None or now != self._read)
@@ -77,10 +93,16 @@ class RunJudge:
         lasted_s = self._clock() - self._began_s
         return self._spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s or not self._spent_s
 
-    def facts(self, main: StageSummary | None = None) -> LoaderFacts:
-        """Return what the loader says about itself: the costliest one, else the first."""
-        stage = self._recording.main.stage
-        label, loader = _costliest_loader(self._recording.loaders(), main)
+    @property
+    def _loader(self) -> object:
+        """The loader that is waited for most, as far as that is known; else the first."""
+        slowest, _ = self._recording.main.stamps.slowest_loader()
+        first = next(flattened(self._recording.loaders()), None)
+        return first if slowest is None else slowest
+
+    def facts(self) -> LoaderFacts:
+        """Return what the loader says about itself."""
+        stage, loader = self._recording.main.stage, self._loader
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
         known = read_loader(loader)
@@ -93,26 +115,22 @@ class RunJudge:
             usable_cpus=self._usable_cpus,
             augment_on="device" if self._recording.augments(stage) else augment_on,
             augment_settled=settled or known.augment_settled,
-            loader=label,
         )
 
-    def judged(self, train: StageSummary, val: StageSummary | None, wall: WallTime) -> Verdict:
+    def judged(self, train: StageSummary, wall: WallTime) -> Verdict:
         """Return what limits the training."""
         host, ranks = self._recording.host, self.ranks
-        slowest = None if val is None else costliest(val.loaders)
-        ours, facts = own_datamodule(self._trainer), self.facts(train)
+        ours, facts = own_datamodule(self._trainer), self.facts()
         evidence = self._recording.main.evidence(
             train,
             facts,
             cpus=float(self._usable_cpus),
-            val_loader=None if slowest is None else slowest.label,
             wall=wall,
             transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
             augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
-            closed=self._closed(train, val),
-            val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
-            usable_cpus=self._usable_cpus,
+            closed=self._closed(),
+            val_workers=getattr(self._val_loader, "num_workers", None),
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
             ranks=() if ranks is None else all_known(ranks.so_far),
@@ -120,14 +138,13 @@ class RunJudge:
         return judge(train, facts, evidence)
 
     @property
-    def _val_loaders(self) -> object:
-        return self._trainer.val_dataloaders if self._recording.fits else None
+    def _val_loader(self) -> object:
+        loaders = self._trainer.val_dataloaders if self._recording.fits else None
+        return next(flattened(loaders), None)
 
-    def _closed(self, train: StageSummary, val: StageSummary | None) -> dict[str, str]:
+    def _closed(self) -> dict[str, str]:
         """Return the options that nobody is told to change, and why."""
-        _, loader = _costliest_loader(self._recording.loaders(), train)
-        _, of_val = _costliest_loader(self._val_loaders, val)
-        found = {**closed_options(loader), **closed_options(of_val, prefix="val.")}
+        found = {**closed_options(self._loader), **closed_options(self._val_loader, prefix="val.")}
         ours = own_datamodule(self._trainer)
         if ours is not None and ours.cache is not None:
             found["cache"] = "cache= is set"
@@ -152,20 +169,6 @@ class RunJudge:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
 
 
-def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[str | None, object]:
-    """Return the label of the loader that is waited for most, and it; no label where one is all.
-
-    If it is not known which of several that is, the label names them all, and the first is meant.
-    """
-    most = None if summary is None else costliest(summary.loaders)
-    several = keyed(loaders)
-    for key, loader in several:
-        if most is not None and key.label == most.label:
-            return key.label, loader
-    labels = " or ".join(key.label for key, _ in several)
-    return labels or None, next(flattened(loaders), None)
-
-
 FIRST_WORD_STEPS: Final = 50
 """After so many steps something is said for the first time."""
 _JUDGED_EVERY_S = 120.0
@@ -182,6 +185,60 @@ def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
     if worst is None or here is None:
         return 0.0
     return ((worst.stall_ms or 0.0) - (here.stall_ms or 0.0)) * here.steps / 1e3
+
+
+class LiveRun:
+    """Publishes the status of one run of a trainer on this rank, from its setup to its end.
+
+    ``undo`` gets what ends it. Where the status cannot be published, as where the place for it
+    belongs to another user, that is a warning. On Windows none is.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        recording: Recording,
+        undo: list[Callable[[], None]],
+        misfortunes: Misfortunes,
+    ) -> None:
+        self._trainer, self._recording = trainer, recording
+        self.log_dir: str = trainer.default_root_dir
+        self.verdict: Verdict | None = None
+        """The newest one."""
+        self._watched: WatchedRun | None = None
+        if sys.platform != "win32":
+            with misfortunes.survived("`fastdata top` does not show this run"):
+                self._watched = WatchedRun(self._known)
+                undo.append(self._watched.close)
+
+    def step_ended(self) -> None:
+        """Note that a step has ended, of the main stage or of validation."""
+        if self._watched is not None:
+            self._watched.pace.step_ended(self._recording.main)
+
+    def _known(self) -> tuple[Status, tuple[FastDataLoader, ...]]:
+        trainer, recording = self._trainer, self._recording
+        activity = recording.wall.clock.under_way
+        steps = 0 if self._watched is None else self._watched.pace.steps
+        known = Status(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            log_dir=self.log_dir,
+            method=recording.method,
+            activity=_DOING[activity.part] + (f" ({activity.name})" if activity.name else ""),
+            epoch=trainer.current_epoch,
+            step=trainer.global_step if recording.fits else steps,
+            found=None if self.verdict is None else verdict_line(self.verdict),
+        )
+        return known, self._loaders()
+
+    def _loaders(self) -> tuple[FastDataLoader, ...]:
+        loaders = self._recording.loaders()
+        if self._recording.fits and self._recording.wall.clock.state.part == "validation":
+            loaders = self._trainer.val_dataloaders
+        with suppress(RuntimeError):  # what holds them has changed meanwhile
+            return tuple(each for each in flattened(loaders) if isinstance(each, FastDataLoader))
+        return ()
 
 
 class MeasuredRun:
@@ -280,7 +337,7 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
-            verdict = self.judge.judged(summary, self._validation(), wall)
+            verdict = self.judge.judged(summary, wall)
             self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
@@ -349,7 +406,7 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
-            verdict = self.judge.judged(main, val, self.wall())
+            verdict = self.judge.judged(main, self.wall())
         return RunReport(
             ended=ended,
             moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),
