@@ -53,7 +53,7 @@ class Waits(Rows):
 
 
 def module(train, val=None, executor="torch", num_workers=1, **arguments):
-    options = LoaderOptions(executor=executor, num_workers=num_workers)
+    options = LoaderOptions(executor=executor, num_workers=num_workers, probe=False)
     return FastDataModule.from_datasets(train, val, batch_size=4, options=options, **arguments)
 
 
