@@ -165,12 +165,12 @@ def test_uneven_shares_that_nothing_waits_for_are_not_told(tmp_path):
     assert "FD325" not in codes(report)
 
 
-def test_of_several_loaders_the_uneven_stream_is_told(tmp_path):
+def test_of_several_loaders_the_one_with_the_uneven_stream_is_named(tmp_path):
     quick = FastDataLoader(list(torch.zeros(96, 4)), BATCH, num_workers=0)
     train = {"rows": quick, "stream": read(Files(96), 2, "torch")}
     report = fit(tmp_path, train)
     found = told(report)
-    assert found.cause.startswith("one of 2 workers makes 100% ")
+    assert found.cause.startswith("loader 'stream': one of 2 workers makes 100% ")
     # Where other programs have the CPUs, it gains nothing, and is left out.
     advice = found.remedy or found.left_out[0].text
-    assert advice.startswith("share the stream out evenly")
+    assert advice.startswith("loader 'stream': share the stream out evenly")

@@ -275,7 +275,7 @@ def test_json_is_written_whole_and_reads_back(tmp_path):
     report.write_json(path)
     read = json.loads(path.read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(report.as_dict()))
-    assert read["schema_version"] == 10
+    assert read["schema_version"] == 9
     assert read["stages"]["train"]["stall"]["mean_ms"] == pytest.approx(32.1)
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 

@@ -30,7 +30,7 @@ from lightning_fastdata.insight.model.finding import duration_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lightning_fastdata.insight.waits.causes import WaitCauses
+    from lightning_fastdata.insight.waits.causes import LoaderWait, WaitCauses
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Values]
@@ -168,7 +168,10 @@ class StageSummary:
     dropped_steps: int = 0
     """Steps whose device figures were given up because the device lagged too far behind."""
     causes: WaitCauses | None = None
-    """Why batches were late; None where a loader took no stamps."""
+    """Why batches were late; None where no loader of this package took stamps. Of several loaders,
+    about the one that is waited for most."""
+    loaders: tuple[LoaderWait, ...] = ()
+    """What each of several loaders costs, in their order; empty where there is one."""
 
     def __repr__(self) -> str:
         return f"<StageSummary: {self.stage} {', '.join(self.words)}>"
@@ -337,6 +340,7 @@ class StepHistory:
             dropped_steps=dropped_steps,
             causes=None,
             updates=None,
+            loaders=(),
             **phases,
         )
 

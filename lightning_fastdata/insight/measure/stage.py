@@ -7,8 +7,8 @@ import itertools
 import os
 import weakref
 from bisect import bisect_right
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -38,7 +38,7 @@ from lightning_fastdata.insight.model.evidence import (
     stage_times,
 )
 from lightning_fastdata.insight.verdicts.catalogue import judge
-from lightning_fastdata.insight.waits.causes import CauseTotals
+from lightning_fastdata.insight.waits.causes import CauseTotals, LoaderWait, OneOfSeveral, costliest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.tree import held
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.measure.metrics import Columns, StageSummary
     from lightning_fastdata.insight.model.evidence import Evidence
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
-    from lightning_fastdata.insight.waits.causes import WaitCauses
-    from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
+    from lightning_fastdata.insight.waits.causes import LoaderKey, WaitCauses
+    from lightning_fastdata.stamps.batch_stamps import BatchStamps
     from lightning_fastdata.types import Stage
 
 _MOST_UNCUT: Final = 256
@@ -85,6 +85,7 @@ class StageMeter:
     def epoch_opens(self) -> None:
         """Note that the next step is the first of an epoch, and counted apart."""
         self.timeline.epoch_began()
+        self.stamps.epoch_began()
 
     def began(self) -> None:
         """Note that the stage is under way, if it was not before."""
@@ -126,9 +127,12 @@ class StageMeter:
             device=self._device.type,
             dropped_steps=self.timeline.dropped_steps,
         )
+        self.stamps.step_wait_ms = None if summary.wait is None else summary.wait.mean_ms
+        loaders = self.stamps.loader_waits()
+        most = costliest(loaders)
         waits = sum(spike.phase == "stall" for spike in summary.spikes)
-        causes = self.stamps.summary(spikes=waits)
-        return dataclasses.replace(summary, causes=causes, updates=self.updates)
+        causes = self.stamps.summary(spikes=waits) if most is None else most.causes
+        return dataclasses.replace(summary, causes=causes, loaders=loaders, updates=self.updates)
 
     def _drop_foreign(self) -> None:
         """Forget stamps of batches that were read outside of the steps."""
@@ -137,20 +141,25 @@ class StageMeter:
         self, summary: StageSummary, facts: LoaderFacts, *, cpus: float, **measured: Any
     ) -> Evidence:
         """Return everything that is known of the stage; ``measured`` is added to it."""
+        totals = self.stamps.slowest()
         loader, stamps = self.stamps.slowest_loader()
+        most = costliest(summary.loaders)
+        if most is not None and most.causes is None:
+            loader, stamps = None, []  # waited for most is a loader that takes no stamps
         times = stage_times(summary, stamps, self._cpu.used())
         measured["model_computes"] = model_computes(summary, times)
         setup = None
         if loader is not None and stamps:
             setup = setup_of(loader, cpus=cpus, step_cpus=times.step_cpus)
             measured["stream_samples"] = self.stamps.stream_samples()
+            measured["one_of"] = self.stamps.one_of()
         return stage_evidence(
             summary,
             stamps,
             setup,
             facts,
             step_queued=times.step_queued,
-            read_rates=self.stamps.rates,
+            read_rates=None if totals is None else totals.rates,
             **measured,
         )
 
@@ -283,15 +292,16 @@ class StampQueue(deque["BatchStamps"]):
 class _Watched:
     """The stamps of one loader, which is not kept alive."""
 
-    def __init__(self, number: int, loader: FastDataLoader, *, lendable: bool) -> None:
+    def __init__(
+        self, number: int, loader: FastDataLoader, key: LoaderKey | None, *, lendable: bool
+    ) -> None:
         self.number = number
+        self.key = key
         self.loader = weakref.ref(loader)
         # Bounded, as stamps of batches that are read outside of the steps are not cut.
         kind = StampQueue if lendable else deque
         self.records: deque[BatchStamps] = kind(maxlen=2 * _MOST_UNCUT)
         self.newest: deque[BatchStamps] = deque(maxlen=_KEPT_STAMPS)
-        self.made: Counter[int] = Counter()
-        """Samples, by the number of the process that made them."""
 
     @property
     def waited_ns(self) -> int:
@@ -301,8 +311,8 @@ class _Watched:
 class StageStamps:
     """The stamps of one stage's loaders, and what the waits for their batches were made of.
 
-    Several loaders count as one: what is asked of "the" loader is about the one that is waited for
-    most. Where one of them takes no stamps, nothing is known.
+    Where several loaders are known by their keys, each is reported by itself, and what is asked of
+    "the" loader is about the one that is waited for most.
 
     Args:
         prefix: Of the names for loggers: ``data`` for training, ``data_val`` for validation.
@@ -311,26 +321,40 @@ class StageStamps:
 
     def __init__(self, prefix: str, *, lendable: bool = False) -> None:
         self.prefix = prefix
+        self.step_wait_ms: float | None = None
         self._lendable = lendable
-        self._totals = CauseTotals(prefix)
+        self._sources: dict[LoaderKey | None, CauseTotals] = {}
         self._watched: list[_Watched] = []
         self._numbers = itertools.count()
+        self._keys: dict[LoaderKey, str] = {}
+        """Of several loaders, in their order: why one is not watched; empty: it is."""
         self._unwatched: dict[str, None] = {}
-        """Why some of the loaders there are now are not watched."""
         self._stamped = False
+        self._opening = True
+        """The first step of an epoch is under way."""
+        self._steps = self._window_steps = 0
+        """Steps that were not the first of an epoch: all, and since the last metrics."""
 
-    def watch(self, loaders: Iterable[object]) -> None:
-        """Have each FastDataLoader among some loaders record its stamps, if no other code does."""
+    def watch(self, loaders: Iterable[object], keys: Sequence[LoaderKey] = ()) -> None:
+        """Have each FastDataLoader among some loaders record its stamps, if no other code does.
+
+        Several that are read in the same steps or in turn have keys; else they count as one.
+        """
         loaders = list(loaders)
-        unknown = [each for each in loaders if not self._recognized(each)]
+        key_of = {id(loader): key for loader, key in zip(loaders, keys, strict=False)}
+        unknown = {id(each) for each in loaders if not self._recognized(each)}
         if unknown:
             self.cut()
             self._watched = [each for each in self._watched if each.loader() is not None]
-        if loaders:
-            reasons = map(self._begin_watching, unknown)
-            self._unwatched = dict.fromkeys(filter(None, reasons))
+        for loader in loaders:
+            key = key_of.get(id(loader))
+            why = self._begin_watching(loader, key) if id(loader) in unknown else ""
+            if why:
+                self._unwatched[why] = None
+            if key is not None:
+                self._keys[key] = why
 
-    def _begin_watching(self, loader: object) -> str:
+    def _begin_watching(self, loader: object, key: LoaderKey | None) -> str:
         """Have a loader record its stamps, or return why it does not."""
         if not isinstance(loader, FastDataLoader):
             return f"a {type(loader).__name__} does not tell, FastDataLoader does"
@@ -339,7 +363,7 @@ class StageStamps:
             return "other code takes the stamps of its loader"
         watched = next((each for each in self._watched if each.loader() is loader), None)
         if watched is None:  # else it was taken over in between
-            watched = _Watched(next(self._numbers), loader, lendable=self._lendable)
+            watched = _Watched(next(self._numbers), loader, key, lendable=self._lendable)
             self._watched.append(watched)
         loader.record_stamps(watched.records)
         return ""
@@ -355,11 +379,11 @@ class StageStamps:
 
     def restart(self) -> None:
         """Forget what was recorded so far."""
-        self._totals = CauseTotals(self.prefix)
+        self._sources.clear()
+        self._opening, self._steps, self._window_steps = True, 0, 0
         self.drop_uncut()
         for watched in self._watched:
             watched.newest.clear()
-            watched.made.clear()
 
     def drop_uncut(self) -> None:
         """Forget what was recorded since stamps were last cut: of batches of no step."""
@@ -373,34 +397,97 @@ class StageStamps:
             if loader is not None and loader.records is watched.records:
                 loader.record_stamps(None)
 
+    def epoch_began(self) -> None:
+        """Note that the next step is the first of an epoch."""
+        self.cut()
+        self._opening = True
+
     def step_ended(self) -> None:
-        """Cut what has come together, if it is much."""
-        if any(len(each.records) > _MOST_UNCUT for each in self._watched):
+        """Cut what has come together, if it is much or of the first step of an epoch."""
+        if self._opening:
             self.cut()
+            self._opening = False
+            return
+        self._steps += 1
+        self._window_steps += 1
+        for watched in self._watched:
+            if len(watched.records) > _MOST_UNCUT:
+                self.cut()
+                return
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean parts of the waits for a batch since the last call."""
+        """Return the mean parts of the waits since the last call, a batch or a step with keys."""
         self.cut()
-        return self._totals.window()
+        steps, self._window_steps = self._window_steps, 0
+        found: dict[str, float] = {}
+        for source in self._sources.values():
+            batches, source.window_batches = source.window_batches, 0
+            per_step = 1.0 if source.key is None else batches / max(1, steps)
+            for name, ms in source.window().items():
+                found[name] = found.get(name, 0.0) + ms * per_step
+        return found
 
     def summary(self, *, spikes: int = 0) -> WaitCauses | None:
-        """Return why batches were late, without so many of the longest waits; None: not known."""
-        known = self.missing() is None
-        return self._totals.summary(self._path_of, spikes=spikes) if known else None
+        """Return why batches were late, without so many of the longest waits; None: no stamps."""
+        source = self.slowest()
+        return None if source is None else source.summary(self._path_of, spikes=spikes)
 
-    @property
-    def rates(self) -> ReadRates | None:
-        """What half of the workers and all of them read, if that was tried."""
-        return self._totals.rates
+    def loader_waits(self) -> tuple[LoaderWait, ...]:
+        """Return what each of several loaders costs, in their order; empty where there is one."""
+        self.cut()
+        waits = self._waits_ms()
+        return tuple(
+            LoaderWait(
+                name=key.name,
+                label=key.label,
+                wait_ms=waits[key],
+                batches=None if source is None else source.batches,
+                causes=None if source is None else source.summary(self._path_of),
+            )
+            for key in self._keys
+            for source in (self._sources.get(key),)
+        )
+
+    def _waits_ms(self) -> dict[LoaderKey, float | None]:
+        """Return what a step waits for each of several loaders; None: not known."""
+        found: dict[LoaderKey, float | None] = dict.fromkeys(self._keys)
+        if not self._steps:
+            return found
+        mine = {key: self._sources[key] for key in found if key in self._sources}
+        stamped = {key: each.waited_ms(self._steps) for key, each in mine.items()}
+        silent = [key for key in found if key not in mine]
+        found |= stamped
+        if self.step_wait_ms is None:
+            return found
+        if len(silent) == 1:
+            found[silent[0]] = max(0.0, self.step_wait_ms - sum(stamped.values()))
+        return found
+
+    def slowest(self) -> CauseTotals | None:
+        """Return what is known of the loader that was waited for most; None without stamps."""
+        self.cut()
+        waits = self._waits_ms()
+        keyed = {key: each for key, each in self._sources.items() if key is not None}
+        if not keyed:
+            return self._sources.get(None)
+        return keyed[max(keyed, key=lambda key: waits.get(key) or 0.0)]
 
     def slowest_loader(self) -> tuple[FastDataLoader | None, list[BatchStamps]]:
         """Return the loader that was waited for most (None: gone), and its newest stamps."""
-        slowest = self._slowest()
+        source = self.slowest()
+        mine = [each for each in self._watched if source is not None and each.key == source.key]
+        slowest = max(mine, key=lambda each: each.waited_ns, default=None)
         return (None, []) if slowest is None else (slowest.loader(), list(slowest.newest))
 
-    def _slowest(self) -> _Watched | None:
-        known = self._watched if self.missing() is None else []
-        return max(known, key=lambda each: each.waited_ns, default=None)
+    def one_of(self) -> OneOfSeveral | None:
+        """Return which of several loaders is waited for most; None where there is one."""
+        source = self.slowest()
+        if source is None or source.key is None:
+            return None
+        waits = self._waits_ms()
+        mine_ms, all_ms = waits[source.key] or 0.0, sum(each or 0.0 for each in waits.values())
+        share = mine_ms / all_ms if all_ms else 0.0
+        return OneOfSeveral(label=source.key.label, wait_share=share)
 
     def stream_samples(self) -> tuple[int, ...]:
         """Return the samples that each worker of that loader made of a stream.
@@ -408,13 +495,12 @@ class StageStamps:
         Empty where it reads no stream, has one worker at most, or delivers batches out of order:
         then workers make as much as they are fast.
         """
-        slowest = self._slowest()
-        loader = None if slowest is None else slowest.loader()
-        if slowest is None or loader is None or loader.num_workers < 2 or not loader.in_order:
+        source, (loader, _) = self.slowest(), self.slowest_loader()
+        if source is None or loader is None or loader.num_workers < 2 or not loader.in_order:
             return ()
         if not isinstance(loader.dataset, IterableDataset):
             return ()
-        return tuple(slowest.made[number] for number in range(loader.num_workers))
+        return tuple(source.made[number] for number in range(loader.num_workers))
 
     def busy_share(self) -> float | None:
         """Return the part of the time, 0 to 1, in which that loader's workers had a task lately."""
@@ -424,7 +510,7 @@ class StageStamps:
     def missing(self) -> str | None:
         """Return why nothing is known about the waits; None if something is."""
         self.cut()
-        if self._stamped and not self._unwatched:
+        if self._stamped:
             return None
         loaders = [each.loader() for each in self._watched]
         executors = dict.fromkeys(
@@ -432,16 +518,21 @@ class StageStamps:
         )
         return ", ".join(self._unwatched or executors) or "nothing was noted"
 
+    def missing_loaders(self) -> dict[str, str]:
+        """Return which of several loaders take no stamps, and why, where others do."""
+        return {key.label: why for key, why in self._keys.items() if why and self._stamped}
+
     def cut(self) -> None:
         """Cut the waits of all batches that were recorded."""
         for watched in self._watched:
             self._stamped |= bool(watched.records)
             while watched.records:
                 batch = watched.records.popleft()
-                self._totals.add(batch, watched.number)
+                source = self._sources.get(watched.key)
+                if source is None:
+                    source = self._sources[watched.key] = CauseTotals(self.prefix, watched.key)
+                source.add(batch, watched.number, opening=self._opening)
                 watched.newest.append(batch)
-                for task in batch.tasks:
-                    watched.made[task.process] += task.samples
 
     def _path_of(self, number: int, index: object) -> str | None:
         owner = next((each.loader() for each in self._watched if each.number == number), None)

@@ -17,7 +17,7 @@ from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummar
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import LineShare, OperationShare
+from lightning_fastdata.insight.waits.causes import LineShare, OneOfSeveral, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
@@ -61,6 +61,8 @@ class LoaderFacts:
     """None: there are none, or they must not be kept, as what they read changes with the epochs."""
     streamed: bool | None = None
     """The dataset is an iterable one."""
+    loader: str | None = None
+    """Which of several loaders this is about, e.g. ``loader 'images'``; None: there is one."""
 
 
 def read_loader(loader: object) -> LoaderFacts:
@@ -211,6 +213,11 @@ class Evidence:
     """What the steps of each rank took, by rank; empty where that of one is not known."""
     val_workers: int | None = None
     """Of the validation loader."""
+    val_loader: str | None = None
+    """Of several validation loaders, the one that is waited for most."""
+    one_of: OneOfSeveral | None = None
+    """Of several loaders, the one that the parts of the wait, the setup, the costs and what is
+    derived from them are about; None: there is one."""
     wall: WallTime = _NO_TIME
     """Where the wall time of the whole run went; of a loop, as its stages tell."""
 

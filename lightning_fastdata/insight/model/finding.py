@@ -202,9 +202,10 @@ class Rule:
     title: str
     find: Callable[[Evidence], Finding | None]
     """None where the facts do not show the cause, or were not measured."""
-    about: Literal["stage", "machine", "rank", "run"] = "stage"
-    """What the cause belongs to. ``"machine"``: the remedy is no option of a loader. ``"rank"``:
-    one of several processes that train together. ``"run"``: a pause between steps."""
+    about: Literal["stage", "loader", "machine", "rank", "run"] = "stage"
+    """What the cause belongs to. ``"loader"``: of several loaders, the one that is waited for most,
+    which the finding names. ``"machine"``: the same, but the remedy is no option of a loader.
+    ``"rank"``: one of several processes that train together. ``"run"``: a pause between steps."""
     replaces: frozenset[str] = SMALL_COSTS
     """Codes of findings that are left out beside this one: it says why, or they rest on what it
     shows to be wrong."""

@@ -26,7 +26,7 @@ from lightning_fastdata.insight.model.finding import (
     gain_text,
 )
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
-from lightning_fastdata.insight.waits.causes import cause_lines
+from lightning_fastdata.insight.waits.causes import cause_lines, waits_line
 from lightning_fastdata.insight.waits.ranks import RankTiming, ranks_line
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.types import STAGE_WORDS
@@ -34,7 +34,7 @@ from lightning_fastdata.types import STAGE_WORDS
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 9
 """Raised when the form of the JSON report changes."""
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
@@ -208,6 +208,7 @@ def summary_lines(report: RunReport, width: int) -> list[Line]:
         lines.append(rule(f"fastdata · {first.title} {so_far}", width))
         lines += _verdict_lines(verdict, width)
         lines += [[], *_phase_rows(first, width), []]
+        lines += _words("", waits_line(first.loaders), width, "")
         lines += _figure_lines(report, width)
     if verdict is not None:
         lines += _finding_lines(verdict, report.stages, width)
@@ -215,6 +216,7 @@ def summary_lines(report: RunReport, width: int) -> list[Line]:
         lines += _words(label, str(move), width, "")
     for stage in report.stages[1:]:
         lines += _words(stage.stage, "  ·  ".join(stage.words), width, "")
+        lines += _words("", waits_line(stage.loaders), width, "")
     lines += _words("ranks", ranks_line(report.ranks) or "", width, "")
     for note in report.notes:
         lines += _words("note", note, width, "dim")

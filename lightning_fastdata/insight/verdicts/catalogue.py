@@ -8,7 +8,7 @@ codes say why a step is slow; those of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Final, NamedTuple
@@ -78,8 +78,7 @@ def ranked(evidence: Evidence, cost: Found | None = None) -> Ranking:
     than late batches do, and then a rank that holds up this one: no other remedy would help.
     ``cost`` is what was found without stamps.
     """
-    every = ((rule, rule.find(evidence)) for rule in RULES)
-    found = [Found(rule, finding) for rule, finding in every if finding is not None]
+    found = list(_found(evidence))
     replaced = frozenset[str]().union(*(each.rule.replaces for each in found))
     if cost is not None:
         found.insert(0, cost)
@@ -104,6 +103,18 @@ def _passed(found: Found, e: Evidence) -> Found:
     if e.settings_in == "FastDataLoader":
         remedy = remedy.replace(cache, "CachedDataset(dataset)")
     return Found(found.rule, replace(finding, remedy=remedy))
+
+
+def _found(evidence: Evidence) -> Iterator[Found]:
+    """Yield what each rule finds; of several loaders, a loader's findings name it."""
+    own = step_costs.own_evidence(evidence)
+    for rule in RULES:
+        if rule.about not in ("loader", "machine"):
+            finding = rule.find(evidence)
+        elif (finding := rule.find(own)) is not None:
+            finding = step_costs.of_loader(own, finding, remedy_too=rule.about == "loader")
+        if finding is not None:
+            yield Found(rule, finding)
 
 
 def _worst_pause(found: Iterable[Found], wall: WallTime) -> Found | None:
@@ -222,13 +233,14 @@ def _evidence(summary: StageSummary, facts: LoaderFacts) -> tuple[str, ...]:
             evidence.append(f"waits come in bursts (p50 {wait.p50_ms:.1f}, p95 {wait.p95_ms:.1f})")
     if summary.cold_wait_ms is not None:
         evidence.append(f"first batch of an epoch after {summary.cold_wait_ms:.0f} ms")
+    which = "" if facts.loader is None else f"{facts.loader}: "
     if facts.num_workers is None:
-        evidence.append("number of workers not known")
+        evidence.append(f"{which}number of workers not known")
     else:
         workers = f"{facts.num_workers} worker{'' if facts.num_workers == 1 else 's'}"
         cpus = "" if facts.usable_cpus is None else f"{facts.usable_cpus} "
         unknown = "" if cpus else " not known"
-        evidence.append(f"{workers}, {cpus}usable CPUs{unknown}")
+        evidence.append(f"{which}{workers}, {cpus}usable CPUs{unknown}")
     if facts.augment_on is not None:
         evidence.append(f"transforms run on the {'CPU' if facts.augment_on == 'cpu' else 'device'}")
     return tuple(evidence)

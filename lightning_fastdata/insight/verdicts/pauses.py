@@ -85,11 +85,12 @@ def _dataset_s(e: Evidence) -> float:
 
 
 def _validation(e: Evidence) -> Finding | None:
-    text = "give the validation loader the options of the training loader, num_workers above all"
+    which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
+    text = f"give {which} the options of the training loader, num_workers above all"
     cpus = e.loader.usable_cpus
     if e.val_workers is not None and cpus is not None:
         free = max(1, cpus - round(e.taken_cpus(cpus)))
-        text = f"num_workers {e.val_workers} -> {free} for the validation loader"
+        text = f"num_workers {e.val_workers} -> {free} for {which}"
     # One that has a worker for each CPU needs no more.
     enough = bool(e.val_workers) and (e.val_workers or 0) >= (cpus or math.inf)
     advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Final
 
 from lightning_fastdata.insight.model import remedies
@@ -19,6 +20,31 @@ from lightning_fastdata.insight.model.finding import (
     found,
 )
 from lightning_fastdata.insight.verdicts import pauses
+
+
+def own_evidence(e: Evidence) -> Evidence:
+    """Return the evidence with the waits of its one loader in the place of those of all."""
+    if e.one_of is None:
+        return e
+    share = e.one_of.wait_share
+    return replace(
+        e,
+        wait_ms=None if e.wait_ms is None else e.wait_ms * share,
+        stall_ms=None if e.stall_ms is None else e.stall_ms * share,
+    )
+
+
+def of_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
+    """Return a finding that names its loader; ``remedy_too``: its remedy is an option of that."""
+    if e.one_of is None:
+        return finding
+    label = e.one_of.label
+    finding = replace(finding, cause=f"{label}: {finding.cause}")
+    if not remedy_too or not finding.advice:
+        return finding
+    first, *others = finding.advice
+    return replace(finding, advice=(replace(first, text=f"{label}: {first.text}"), *others))
+
 
 _FREE: Final = 0.01
 _GAP_HIGH: Final = 0.10

@@ -139,6 +139,8 @@ def _late(e: Evidence, code: str, remedy: Advice, *, least_ms: float = 0.0) -> F
         return None
     cause, gain, step = waiting_text(e.summary), None, e.summary.step
     small = _small_costs(e) if remedy is _LEARN else ""
+    if e.loader.loader is not None:
+        remedy = replace(remedy, text=f"{e.loader.loader}: {remedy.text}")
     if small:
         cause = f"{cause}; {small}"
     if step is not None:

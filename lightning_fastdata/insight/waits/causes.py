@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import TYPE_CHECKING, Final, SupportsInt
@@ -114,13 +114,22 @@ class _Total:
 class CauseTotals:
     """Adds up the waits of one stage, whichever objects deliver its batches in each epoch.
 
-    ``prefix`` is of the names for loggers.
+    Args:
+        prefix: Of the names for loggers.
+        key: Of several loaders, the one that these batches are of.
     """
 
-    def __init__(self, prefix: str = "data") -> None:
+    def __init__(self, prefix: str = "data", key: LoaderKey | None = None) -> None:
         self._prefix = prefix
+        self.key = key
         self.rates: ReadRates | None = None
-        """What half of the workers and all of them read, if that was tried."""
+        """What half of its workers and all of them read, if that was tried."""
+        self.made: Counter[int] = Counter()
+        """Samples, by the number of the process that made them."""
+        # Of the steps that are not first in an epoch:
+        self.batches = self.waited_ns = 0
+        self.window_batches = 0
+        """Batches since the last metrics."""
         self._cutters: dict[int, WaitCutter] = {}
         self._held: dict[int, deque[BatchStamps]] = {}
         # Of warm batches: since the last window was taken, and before.
@@ -130,9 +139,15 @@ class CauseTotals:
         self._timed_ns = 0
         self._lines = LineTotals()
 
-    def add(self, batch: BatchStamps, loader: int = 0) -> None:
-        """Cut the wait for a batch and add it; to be called in the order of a loader's batches."""
-        self.rates = batch.rates or self.rates
+    def add(self, batch: BatchStamps, loader: int = 0, *, opening: bool = False) -> None:
+        """Cut the wait for a batch and add it; to be called in the order of a loader's batches.
+
+        ``opening``: it came in the first step of an epoch.
+        """
+        self._count(batch, opening=opening)
+        if self.key is not None:
+            # Of several loaders, one may begin anew within an epoch, and its step is as the others.
+            batch = batch._replace(first=opening)
         cutter = self._cutters.get(loader)
         if cutter is None:
             if not batch.tasks:
@@ -144,6 +159,20 @@ class CauseTotals:
         held.append(batch)
         while held and (len(held) > _MOST_HELD or cutter.complete(held[0])):
             self._cut(held.popleft(), loader)
+
+    def _count(self, batch: BatchStamps, *, opening: bool) -> None:
+        for task in batch.tasks:
+            self.made[task.process] += task.samples
+        self.rates = batch.rates or self.rates
+        if opening:
+            return
+        self.batches += 1
+        self.window_batches += 1
+        self.waited_ns += batch.delivered_ns - batch.requested_ns
+
+    def waited_ms(self, steps: int) -> float:
+        """Return the mean wait over so many steps."""
+        return self.waited_ns / steps / _NS_PER_MS
 
     def _cut_held(self) -> None:
         for loader, held in self._held.items():
@@ -278,6 +307,66 @@ def _plain(index: object) -> int | str | None:
         return int(index) if isinstance(index, SupportsInt) else repr(index)
     except Exception:  # whatever the user's own keys raise
         return repr(index)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderKey:
+    """Where a loader stands in the list or dict that the user wrote."""
+
+    path: tuple[Hashable, ...]
+    """Keys and positions, the outermost first."""
+
+    @property
+    def name(self) -> str:
+        """For lists, e.g. ``images``, ``1`` or ``pairs[0]``."""
+        return f"{self.path[0]}{''.join(f'[{key!r}]' for key in self.path[1:])}"
+
+    @property
+    def label(self) -> str:
+        """For sentences, e.g. ``loader 'images'``, ``loader 1`` or ``loader 'pairs'[0]``."""
+        return f"loader {self.path[0]!r}{''.join(f'[{key!r}]' for key in self.path[1:])}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderWait:
+    """What one of several loaders costs the steps of its stage."""
+
+    name: str
+    """Its key or position as the user wrote it, e.g. ``images``, ``1`` or ``pairs[0]``."""
+    label: str
+    """The same for sentences, e.g. ``loader 'images'``."""
+    wait_ms: float | None
+    """Wait for it, the mean over the steps that are not first in an epoch; those of all loaders add
+    up to that of the step. None: not known, as where several loaders take no stamps."""
+    batches: int | None
+    """Its batches in these steps; None where it takes no stamps."""
+    causes: WaitCauses | None
+    """Why its batches were late; None where it takes no stamps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneOfSeveral:
+    """Of which of several loaders the evidence is."""
+
+    label: str
+    """The loader, e.g. ``loader 'images'``."""
+    wait_share: float
+    """Its part of the wait for all of them, 0 to 1."""
+
+
+def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:
+    """Return the loader that is waited for most; None if no wait of any is known."""
+    known = [each for each in loaders if each.wait_ms is not None]
+    return max(known, key=lambda each: each.wait_ms or 0.0, default=None)
+
+
+def waits_line(loaders: Sequence[LoaderWait]) -> str:
+    """Return ``waits: images 12.3 ms, text 0.1 ms``; empty without several loaders."""
+    waits = [
+        f"{each.name} {'not known' if each.wait_ms is None else f'{each.wait_ms:.1f} ms'}"
+        for each in loaders
+    ]
+    return f"waits: {', '.join(waits)}" if waits else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_fastdata.insight.waits.causes import LoaderKey
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
 from lightning_fastdata.order.samplers import EvaluationBatchSampler
@@ -103,6 +104,12 @@ def mapped(loaders: Any, function: Callable[[Any], object]) -> Any:
     if isinstance(loaders, list | tuple):
         return [mapped(loader, function) for loader in loaders]
     return None if loaders is None else function(loaders)
+
+
+def keyed(loaders: object) -> list[tuple[LoaderKey, Any]]:
+    """Return several loaders with their keys as the user wrote them; empty if there is one."""
+    found = [(LoaderKey(path), loader) for path, loader in with_paths(loaders)]
+    return found if len(found) > 1 else []
 
 
 def with_paths(

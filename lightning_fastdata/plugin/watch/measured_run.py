@@ -18,13 +18,14 @@ from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_s
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
+from lightning_fastdata.insight.waits.causes import costliest
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
-from lightning_fastdata.plugin.seams.loaders import flattened, tuned_loaders
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
@@ -81,7 +82,7 @@ class RunJudge:
 
     def epoch_began(self) -> None:
         """Compare what is read with what it was in the epoch before."""
-        loader = next(flattened(self._recording.loaders()), None)
+        _, loader = _costliest_loader(self._recording.loaders(), None)
         read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
         now = fingerprint(*read, within_s=_COMPARED_WITHIN_S)
         self._changes |= self._epochs > 0 and (now is None or now != self._read)
@@ -93,16 +94,10 @@ class RunJudge:
         lasted_s = self._clock() - self._began_s
         return self._spent_s + self._dearest_s <= _MOST_OF_RUN * lasted_s or not self._spent_s
 
-    @property
-    def _loader(self) -> object:
-        """The loader that is waited for most, as far as that is known; else the first."""
-        slowest, _ = self._recording.main.stamps.slowest_loader()
-        first = next(flattened(self._recording.loaders()), None)
-        return first if slowest is None else slowest
-
-    def facts(self) -> LoaderFacts:
-        """Return what the loader says about itself."""
-        stage, loader = self._recording.main.stage, self._loader
+    def facts(self, main: StageSummary | None = None) -> LoaderFacts:
+        """Return what the loader says about itself: the costliest one, else the first."""
+        stage = self._recording.main.stage
+        label, loader = _costliest_loader(self._recording.loaders(), main)
         ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
         known = read_loader(loader)
@@ -115,22 +110,25 @@ class RunJudge:
             usable_cpus=self._usable_cpus,
             augment_on="device" if self._recording.augments(stage) else augment_on,
             augment_settled=settled or known.augment_settled,
+            loader=label,
         )
 
-    def judged(self, train: StageSummary, wall: WallTime) -> Verdict:
+    def judged(self, train: StageSummary, val: StageSummary | None, wall: WallTime) -> Verdict:
         """Return what limits the training."""
         host, ranks = self._recording.host, self.ranks
-        ours, facts = own_datamodule(self._trainer), self.facts()
+        slowest = None if val is None else costliest(val.loaders)
+        ours, facts = own_datamodule(self._trainer), self.facts(train)
         evidence = self._recording.main.evidence(
             train,
             facts,
             cpus=float(self._usable_cpus),
+            val_loader=None if slowest is None else slowest.label,
             wall=wall,
             transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
             augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
-            closed=self._closed(),
-            val_workers=getattr(self._val_loader, "num_workers", None),
+            closed=self._closed(train, val),
+            val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
             ranks=() if ranks is None else all_known(ranks.so_far),
@@ -138,13 +136,14 @@ class RunJudge:
         return judge(train, facts, evidence)
 
     @property
-    def _val_loader(self) -> object:
-        loaders = self._trainer.val_dataloaders if self._recording.fits else None
-        return next(flattened(loaders), None)
+    def _val_loaders(self) -> object:
+        return self._trainer.val_dataloaders if self._recording.fits else None
 
-    def _closed(self) -> dict[str, str]:
+    def _closed(self, train: StageSummary, val: StageSummary | None) -> dict[str, str]:
         """Return the options that nobody is told to change, and why."""
-        found = {**closed_options(self._loader), **closed_options(self._val_loader, prefix="val.")}
+        _, loader = _costliest_loader(self._recording.loaders(), train)
+        _, of_val = _costliest_loader(self._val_loaders, val)
+        found = {**closed_options(loader), **closed_options(of_val, prefix="val.")}
         ours = own_datamodule(self._trainer)
         if ours is not None and ours.cache is not None:
             found["cache"] = "cache= is set"
@@ -167,6 +166,20 @@ class RunJudge:
     @cached_property
     def _usable_cpus(self) -> int:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
+
+
+def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[str | None, object]:
+    """Return the label of the loader that is waited for most, and it; no label where one is all.
+
+    If it is not known which of several that is, the label names them all, and the first is meant.
+    """
+    most = None if summary is None else costliest(summary.loaders)
+    several = keyed(loaders)
+    for key, loader in several:
+        if most is not None and key.label == most.label:
+            return key.label, loader
+    labels = " or ".join(key.label for key, _ in several)
+    return labels or None, next(flattened(loaders), None)
 
 
 FIRST_WORD_STEPS: Final = 50
@@ -337,7 +350,7 @@ class MeasuredRun:
             return None
         with self.judge.spending():
             wall = self.wall()
-            verdict = self.judge.judged(summary, wall)
+            verdict = self.judge.judged(summary, self._validation(), wall)
             self.live.verdict = verdict
             with self._ours.misfortunes.survived("The report was not written"):
                 report = self.report(ended=False, verdict=verdict)
@@ -406,7 +419,7 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
-            verdict = self.judge.judged(main, self.wall())
+            verdict = self.judge.judged(main, val, self.wall())
         return RunReport(
             ended=ended,
             moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),

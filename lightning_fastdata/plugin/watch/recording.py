@@ -15,7 +15,7 @@ from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of
-from lightning_fastdata.plugin.seams.loaders import flattened
+from lightning_fastdata.plugin.seams.loaders import flattened, keyed
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
 
 if TYPE_CHECKING:
@@ -255,7 +255,11 @@ class Recording:
     def watch(self, stage: Stage, loaders: object) -> None:
         """Take stamps of what the trainer's loaders of a stage deliver."""
         stamps = (self.main if stage == self.main.stage else self.evaluated).stamps
-        stamps.watch(flattened(loaders))
+        several = keyed(loaders)
+        if several:
+            stamps.watch([loader for _, loader in several], [key for key, _ in several])
+        else:
+            stamps.watch(flattened(loaders))
         if stage == self.main.stage:
             self._shown = loaders
             self.wall.loaders_came()
@@ -288,11 +292,16 @@ class Recording:
     def notes(self) -> tuple[str, ...]:
         """Return why it is not known why batches were late, of stages in which they were."""
         meters = [meter for meter in self.meters if _waits(meter.summary())]
+        some = tuple(
+            f"Why batches of {label} were late is not known for {m.stage}: {why}."
+            for m in meters
+            for label, why in m.stamps.missing_loaders().items()
+        )
         missing = {m.stage: why for m in meters if (why := m.stamps.missing()) is not None}
         if not missing:
-            return ()
+            return some
         names, reasons = " and ".join(missing), "; ".join(dict.fromkeys(missing.values()))
-        return (f"Why batches were late is not known for {names}: {reasons}.",)
+        return (f"Why batches were late is not known for {names}: {reasons}.", *some)
 
     def listener(self, action: str) -> Listener | None:
         """Return what to call when Lightning announces an action; None: nothing."""
