@@ -24,6 +24,7 @@ from lightning_fastdata.loading.position import (
     Pass,
     Position,
     Run,
+    SizeWatch,
     StateWatch,
 )
 from lightning_fastdata.loading.resume import (
@@ -368,7 +369,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             self.run.resumed(self)
         watch = self._state_watch()
         settle = self._position.settle
-        return CountedBatches(self._next_pass, self._begin, settle, self, watch)
+        size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
+        return CountedBatches(self._next_pass, self._begin, settle, self, watch, size)
 
     def _state_watch(self) -> StateWatch | None:
         """Return what sees that steps change what is read; None: what is read is always right."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
+from torch.utils.data import BatchSampler
+
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
@@ -233,10 +235,12 @@ class CountedBatches:
         settle: Callable[[Pass], None],
         loader: Sized,
         watch: StateWatch | None = None,
+        size: SizeWatch | None = None,
     ) -> None:
         self._ask: tuple[Any, ...] | None = next_pass, begin, settle
         self._loader = loader
         self._watch = watch
+        self._size = size
         self._pass: Pass | None = None
         self._batches: Iterator[Batch] = iter(())
 
@@ -253,6 +257,8 @@ class CountedBatches:
         begun, watch = cast("Pass", self._pass), self._watch
         if watch is not None:
             watch.asked()
+        if self._size is not None:
+            self._size.asked()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -267,7 +273,7 @@ class CountedBatches:
         return len(self._loader)  # as torch's iterators, which have a length
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_ask", "_batches", "_loader", "_pass", "_watch"):
+        if name in ("_ask", "_batches", "_loader", "_pass", "_size", "_watch"):
             raise AttributeError(name)
         return getattr(self._batches, name)
 
@@ -462,3 +468,29 @@ class StateWatch:
         drawn = lasting(find_composes(self._objects))
         how = {"roughly": True, "with_globals": False}
         return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
+
+
+class SizeWatch:
+    """Warns, once, of a step that changes the size of batches that are drawn ahead of it.
+
+    Args:
+        source: A batch sampler, or a sampler, whose batches have no size.
+    """
+
+    def __init__(self, source: object) -> None:
+        self._source = source if isinstance(source, BatchSampler) else None
+        self._size: int | None = None
+
+    def asked(self) -> None:
+        """Look whether the size is what it was when the last batch was asked for."""
+        if self._source is None:
+            return
+        size, self._size = self._size, self._source.batch_size
+        if size not in (None, self._size):
+            warnings.warn(
+                f"The batch sampler's batch_size was {size} and is {self._size} since the last "
+                "step. Batches that were drawn ahead keep the size that they had: change it "
+                "between epochs.",
+                FastDataWarning,
+                stacklevel=3,
+            )

@@ -30,6 +30,7 @@ from misses import Misses
 from pairwise import pairwise
 from thoroughness import LONG, some
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
@@ -689,6 +690,20 @@ def test_an_epoch_that_has_grown_too_large_to_be_read_at_once_is_warned_of(monke
     monkeypatch.setattr(inline, "_MOST_BYTES", 1)
     with pytest.warns(FastDataWarning, match="larger than was seen"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [1, "auto"])
+def test_another_size_of_batches_that_are_drawn_ahead_is_warned_of(workers) -> None:
+    batches = BatchSampler(range(LENGTH), 2, drop_last=False)
+    loader = FastDataLoader(Rows(lambda *_: 0), batch_sampler=batches, num_workers=workers)
+    for size in (1, 2):  # between epochs it may be another one
+        batches.batch_size = size
+        assert [len(batch) for batch in loader] == [size] * (LENGTH // size)
+    begun = iter(loader)
+    next(begun)
+    batches.batch_size = 3
+    with pytest.warns(FastDataWarning, match="batch_size was 2 and is 3"):
+        next(begun)
 
 
 def _plain(data: Any, workers: int, sampler: Any) -> Any:
