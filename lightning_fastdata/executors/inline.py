@@ -15,16 +15,12 @@ from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.executors.fetch import AT_START_BYTES, Fetcher
 from lightning_fastdata.executors.stream_position import (
     NO_NOTE,
+    LanePosition,
     StreamHistory,
     StreamNote,
     StreamPosition,
 )
-from lightning_fastdata.executors.stream_state import (
-    LanePosition,
-    ReadSamples,
-    StateTaker,
-    set_generator_states,
-)
+from lightning_fastdata.executors.stream_state import ReadSamples, StateTaker, set_generator_states
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps, TaskWatch, WaitWatch
@@ -171,6 +167,7 @@ class StreamFetcher:
             sample = next(self._samples, END_OF_STREAM)
             again, self._again = self._again, False
             if sample is END_OF_STREAM and again:
+                self._note = self._note._replace(empty_pass=self._states.empty_pass())
                 self._samples = self._states.samples(LanePosition())
                 sample = next(self._samples, END_OF_STREAM)
             self._ended = sample is END_OF_STREAM

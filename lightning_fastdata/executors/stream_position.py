@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.stream_state import (
-    LanePosition,
+    HasBatchSize,
     counts_samples,
+    own_stream,
+    tell_empty_pass,
     tell_others,
     tell_read_again,
     tells_state,
@@ -32,6 +33,37 @@ _KEPT_DIGESTS: Final = 256
 """Of a lane: those of batches that were handed out, and of batches made ahead of them."""
 NOTHING: Final = pickle.dumps((None, None, None))
 """Neither a state of the dataset nor of its iterator nor of the generators."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePosition:
+    """How far one worker has come in its part of a stream."""
+
+    batches: int = 0
+    """Delivered in this epoch."""
+    ended: bool = False
+    """There are no more."""
+    state: dict[str, Any] | None = None
+    """The dataset's own, to be loaded; None: it is read from its beginning."""
+    iterator: dict[str, Any] | None = None
+    """That of the iterator that the dataset gave; None: it has none, or is at its beginning."""
+    skip: int = 0
+    """Batches to read and drop after that."""
+    generators: dict[str, Any] | None = None
+    """States of the worker's global generators where its reading begins; None: as they are when the
+    worker has started."""
+    digest: int | None = None
+    """Of the samples to be read again, as :class:`.ReadSamples` has it; None: not known."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the dataset is given a state."""
+        return self.state is not None or self.iterator is not None
+
+    @property
+    def from_start(self) -> bool:
+        """Whether the pass is read from its beginning; a state is that from before it."""
+        return self.skip == self.batches and not self.ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +173,8 @@ class StreamNote(NamedTuple):
     """Of all samples that it has read in this epoch; None: it did not begin at its beginning."""
     drew: bool = False
     """The stream draws from global generators."""
+    empty_pass: str = ""
+    """What a pass that gave nothing has made of the state that was loaded."""
     others: bool = False
     """Those that it has read again are not those that were delivered before."""
 
@@ -197,7 +231,7 @@ class StreamHistory:
         base_seed: int | None = None,
     ) -> None:
         self.workers = workers
-        self._stream: Any = own_dataset(dataset)
+        self._stream = own_stream(dataset)
         self._batch_size = batch_size
         self._base_seed = base_seed
         starts = (LanePosition(),) * max(1, workers) if resume is None else resume.lanes
@@ -210,7 +244,7 @@ class StreamHistory:
             start.skip and not start.has_state for start in starts
         )
         self._skipped = 0, 0.0
-        self._told_others = False
+        self._told_others = self._told_empty = False
         self._refused = ""
         self.drew = False
         """The stream was seen to draw from global generators."""
@@ -242,6 +276,9 @@ class StreamHistory:
             self._lanes[lane].snapshots[0] = Snapshot(0, note.at_start)
         self._refused = self._refused or note.refused
         self.drew |= note.drew
+        if note.empty_pass and not self._told_empty:
+            self._told_empty = True
+            tell_empty_pass(self._stream, note.empty_pass)
         if note.others and not self._told_others:
             self._told_others = True
             tell_others(self._stream)
@@ -309,7 +346,7 @@ class StreamHistory:
         # It gives what was read to the workers in turn, in batches of its own size. So each lane
         # gets a state of its own, as if the turn had come to it just now.
         workers, size = max(1, self.workers), self._batch_size or 1
-        own: int = getattr(stream, "batch_size", size)  # whatever the loader has
+        own = stream.batch_size if isinstance(stream, HasBatchSize) else size
         whole = math.lcm(own, size) // size
         most = len(stream) if isinstance(stream, Sized) else math.inf
         for batches in range(lane.batches - lane.batches % whole, 0, -whole):

@@ -10,20 +10,19 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.batches.keyed import KeyedIterableDataset, own_dataset
+from lightning_fastdata.batches.keyed import KeyedIterableDataset
 from lightning_fastdata.batches.libraries import tell_epoch
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.indices import Stateful
 from lightning_fastdata.randomness.global_generators import DrawWatch
-from lightning_fastdata.tree import has_method, held_by, is_a, leaves
+from lightning_fastdata.tree import held_by, is_a, leaves
 
 _SHARE: Final = 0.01
 """Of the time that taking states may cost."""
@@ -40,35 +39,40 @@ batches of which it is seen whether they draw."""
 _COUNTED: Final = ("num_samples_yielded", "num_workers", "batch_size")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanePosition:
-    """How far one worker has come in its part of a stream."""
+class CountedState(Protocol):
+    """A stream that makes its state from how much was read, as LitData's ``StreamingDataset``.
 
-    batches: int = 0
-    """Delivered in this epoch."""
-    ended: bool = False
-    """There are no more."""
-    state: dict[str, Any] | None = None
-    """The dataset's own, to be loaded; None: it is read from its beginning."""
-    iterator: dict[str, Any] | None = None
-    """That of the iterator that the dataset gave; None: it has none, or is at its beginning."""
-    skip: int = 0
-    """Batches to read and drop after that."""
-    generators: dict[str, Any] | None = None
-    """States of the worker's global generators where its reading begins; None: as they are when the
-    worker has started."""
-    digest: int | None = None
-    """Of the samples to be read again, as :class:`.ReadSamples` has it; None: not known."""
+    It is asked in the training process, and each worker loads what it said.
+    """
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the dataset is given a state."""
-        return self.state is not None or self.iterator is not None
+    def state_dict(
+        self, num_samples_yielded: int, num_workers: int, batch_size: int
+    ) -> dict[str, Any]:
+        """Return the state after so many samples, read in batches of the workers in turn."""
 
-    @property
-    def from_start(self) -> bool:
-        """Whether the pass is read from its beginning; a state is that from before it."""
-        return self.skip == self.batches and not self.ended
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from a state."""
+
+
+@runtime_checkable
+class HasBatchSize(Protocol):
+    """A stream that reckons with batches of its own size, whatever those of the loader have."""
+
+    batch_size: int
+
+
+@runtime_checkable
+class _Resets(Protocol):
+    def reset_state_dict(self) -> None: ...
+
+
+def own_stream(dataset: Any) -> Any:
+    """Return the user's stream, also where this package reads it through a wrapper."""
+    return vars(dataset)["_keying"].dataset if _is_keyed(dataset) else dataset
+
+
+def _is_keyed(dataset: object) -> TypeGuard[KeyedIterableDataset]:
+    return isinstance(dataset, KeyedIterableDataset)
 
 
 def tells_state(stream: object) -> TypeGuard[Stateful]:
@@ -83,11 +87,8 @@ def tells_state(stream: object) -> TypeGuard[Stateful]:
     return True
 
 
-def counts_samples(stream: object) -> bool:
-    """Return whether a stream makes its state from how much was read, as LitData's does.
-
-    It is asked in the training process, and each worker loads what it said.
-    """
+def counts_samples(stream: object) -> TypeGuard[CountedState]:
+    """Return whether a stream has the ``state_dict`` of :class:`CountedState`."""
     if not isinstance(stream, Stateful):
         return False
     try:
@@ -189,6 +190,17 @@ def _some_of(leaf: object) -> str:
     return repr(leaf)
 
 
+class _Begin(Protocol):
+    """Where a pass begins."""
+
+    @property
+    def state(self) -> dict[str, Any] | None: ...
+    @property
+    def iterator(self) -> dict[str, Any] | None: ...
+    @property
+    def from_start(self) -> bool: ...
+
+
 class StateTaker:
     """Takes the states of one stream between its batches, where that costs next to nothing.
 
@@ -202,7 +214,7 @@ class StateTaker:
         self, dataset: Any, *, worker: bool, clock_s: Callable[[], float] = clock.monotonic
     ) -> None:
         self._dataset = dataset
-        self._stream: Any = own_dataset(dataset)
+        self._stream = own_stream(dataset)
         self._takes = tells_state(self._stream)
         self._iterator: object = self._stream if isinstance(self._stream, Iterator) else None
         """What the stream has given last: it may be the stream itself."""
@@ -216,6 +228,7 @@ class StateTaker:
         self._clock = clock_s
         self._next_s = 0.0
         self._loaded = False
+        self._loaded_state: dict[str, Any] | None = None
         self.refused = ""
         """Why its state cannot be saved, to go on with after ``state_dict()``."""
         self._told = False
@@ -264,7 +277,7 @@ class StateTaker:
             _state_of(self._iterator) if tells_state(self._iterator) else None,
         )
 
-    def samples(self, begin: LanePosition) -> Iterator[Any]:
+    def samples(self, begin: _Begin) -> Iterator[Any]:
         """Begin the pass, where :meth:`begin` was told the same state."""
         stream: Any = self._stream
         kept = True
@@ -281,10 +294,15 @@ class StateTaker:
             iterator.load_state_dict(copy.deepcopy(begin.iterator))
             if iterator is stream and begin.from_start:
                 iterator = iter(self._stream)
-        if isinstance(self._dataset, KeyedIterableDataset):
-            iterator = self._dataset.over(iterator)
-        samples: Iterator[Any] = iterator
-        return samples
+        return self._dataset.over(iterator) if _is_keyed(self._dataset) else iterator
+
+    def empty_pass(self) -> str:
+        """Return what a pass without samples has made of the state that was loaded; "": nothing."""
+        with suppress(Exception):
+            loaded, now = self._loaded_state, _state_of(self._stream)
+            if loaded is not None and now != loaded:
+                return f"{loaded!r:.100} became {now!r:.100}"
+        return ""
 
     def begin(self, state: dict[str, Any] | None, samples: int, epoch: int) -> None:
         """Have the next pass over the stream go on from a state; None: from the beginning.
@@ -292,14 +310,14 @@ class StateTaker:
         ``samples`` were read before in this epoch.
         """
         self._next_s, self._told = 0.0, False
-        if self._loaded and has_method(self._stream, "reset_state_dict"):
+        if self._loaded and isinstance(self._stream, _Resets):
             # It would go on from what it was given for another pass, in the epoch of that.
             self._stream.reset_state_dict()
             tell_epoch(self._dataset, epoch)
-        self._loaded = state is not None
+        self._loaded, self._loaded_state = state is not None, state
         if state is not None:
             self._stream.load_state_dict(copy.deepcopy(state))  # it may go on in that very object
-        if isinstance(self._dataset, KeyedIterableDataset):
+        if _is_keyed(self._dataset):
             self._dataset.number_from(samples)
 
     def about_to_read(self) -> None:
@@ -367,6 +385,18 @@ def tell_read_again(stream: object, what: str, seconds: float, why: str) -> None
     warnings.warn(
         f"To go on where the training was saved, {what} of {type(stream).__name__} that were "
         f"delivered before were read again and dropped, in {seconds:.1f} s, as {why}.",
+        FastDataWarning,
+        stacklevel=4,
+    )
+
+
+def tell_empty_pass(stream: object, became: str) -> None:
+    """Say that a state from behind a pass counted an empty one when it was loaded."""
+    name = type(stream).__name__
+    warnings.warn(
+        f"{name}.state_dict() from the end of a pass was loaded, and {name} gave nothing and "
+        f"counted that as a pass: {became}. The pass that follows may be another one than without "
+        "a break. At its end, have __iter__ set its place back to the beginning.",
         FastDataWarning,
         stacklevel=4,
     )

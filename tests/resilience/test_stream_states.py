@@ -294,6 +294,34 @@ def test_a_stream_that_is_read_again_and_gives_others_is_told(executor, workers,
     assert sum("gave other samples" in str(warning.message) for warning in told) == time
 
 
+class CountsAtItsEnd(Resumes):
+    """Counts its passes, and does not set back where it is."""
+
+    passes = 0
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.passes += 1
+
+    def state_dict(self):
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.resume, self.passes = state["at"], state["passes"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_that_counts_the_end_of_a_pass_twice_is_told(workers):
+    stopped = loader_of(CountsAtItsEnd, workers)
+    list(stopped)
+    again = loader_of(CountsAtItsEnd, workers)
+    again.load_state_dict(stopped.state_dict())
+    stopped.close()
+    with pytest.warns(FastDataWarning, match="'passes': 1} became .*'passes': 2}"):
+        list(again)
+    again.close()
+
+
 class Asks(Callback):
     """Saves at the end of the first epoch."""
 
