@@ -49,6 +49,12 @@ def test_actors_elsewhere_take_no_cpu_of_the_training() -> None:
     assert near > 20.0
 
 
+def test_actors_elsewhere_are_not_slowed_by_other_programs_of_this_machine() -> None:
+    costs = [cost(cpu=40.0, step=10.0)]
+    crowded = setup(1, cpus=1.0, step_cpus=1.0, other_cpus=1.0)
+    assert simulate(costs, crowded).step_ms == pytest.approx(40.0, rel=0.05)
+
+
 def stamps(count: int = 24, *, way_ms: float = 20.0) -> list[BatchStamps]:
     """Batches of one actor that takes 30 ms for each, all waited for; the step is nothing."""
     found = []
