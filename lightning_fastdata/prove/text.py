@@ -138,7 +138,8 @@ def conclude(trial: Trial) -> Conclusion:
         name, gain = found
         calls = [CallSeen(**each) for each in trial.facts.get("calls", [])]
         given = bool(trial.facts.get("given_to_fit"))
-        code = code_of(trial.remedies[name].change, calls, given_to_fit=given)
+        home = trial.facts.get("home", "lightning_fastdata")
+        code = code_of(trial.remedies[name].change, calls, given_to_fit=given, home=home)
         verdict = (
             f"{name}: an epoch takes {1 / gain.factor:.0%} of its time, {gain.factor:.2f}x as "
             f"fast ({gain.low:.2f} to {gain.high:.2f})."

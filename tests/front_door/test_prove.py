@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from importlib import import_module
 
 import lightning.pytorch as lightning
 import pytest
@@ -141,6 +142,27 @@ def test_a_training_whose_steps_change_what_is_read_keeps_its_workers(tried, pac
     assert {each["name"] for each in refused} >= {"num_workers=2", "a cache in memory"}
     assert all("steps change what is read" in each["why"] for each in refused)
     assert found.outcome == "nothing found"
+    own = import_module(found.trial.facts["home"]).FastDataModule
+    assert issubclass(own, package.LightningDataModule)
+
+
+LAST_STEP = [0.0]
+
+
+def test_globals_that_steps_change_are_told_as_such(tried):
+    def script(the_clock):
+        def change():
+            LAST_STEP[0] += 1.0
+
+        trainer = quiet(lightning, max_epochs=3, logger=False)
+        model = module_of(lightning, the_clock, each_step=change)
+        trainer.fit(model, DataLoader(Slow(), ROWS))
+
+    refused = tried(script).as_dict()["not_tried"]
+    assert {each["name"] for each in refused} >= {"num_workers=2", "a cache in memory"}
+    assert all(
+        "steps change globals" in each["why"] for each in refused if "CUDA" not in each["why"]
+    )
 
 
 def test_what_changes_with_the_epoch_is_not_kept_from_the_first(tried):
