@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
+    from lightning_fastdata.sources.shared import share as share
     from lightning_fastdata.types import SampleKey as SampleKey
 
 __version__ = "0.1.0"
@@ -83,6 +84,7 @@ _HOME = {
     "decode_crop": "images.reading",
     "prefetch": "device.prefetch",
     "register": "augment.registry",
+    "share": "sources.shared",
 }
 
 # Written out, as type checkers read it.
@@ -121,6 +123,7 @@ __all__ = [
     "decode_crop",
     "prefetch",
     "register",
+    "share",
 ]
 
 # Type checkers would take any name for one of the package's.

@@ -1,0 +1,602 @@
+"""One copy of a dataset's objects in memory that all processes map, and none can change.
+
+A list becomes the numbers themselves, or its items written one after the other, with a table of
+where each starts. Reading an item makes it anew, so that no reference to what is shared is counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import hashlib
+import io
+import marshal
+import mmap
+import os
+import pickle
+import sys
+import tempfile
+import warnings
+import weakref
+import zlib
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from multiprocessing import context, reduction
+from operator import index as as_index
+from pathlib import Path, PurePath
+from typing import IO, Any, Final, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+
+from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.sources.attributes import CONTAINERS, attributes
+
+T = TypeVar("T")
+
+_FEW: Final = 1000
+"""A list or dict of no more elements is looked into, and stays as it is."""
+_ALIGNED: Final = 16
+_NAME: Final = "fastdata-shared"
+_DIGEST_BYTES: Final = 32
+"""Of what follows; at the begin of the memory."""
+_MARSHAL: Final = 2
+"""The newest form whose bytes do not depend on who else refers to an object."""
+_FLAT: Final = frozenset({str, int, float, bool, complex, bytes, type(None)})
+_UNCHANGING: Final = (PurePath, datetime.date, datetime.timedelta, np.generic)
+"""Values that nobody can change, and that pickle alone writes."""
+_READ_ONLY: Final = (
+    "{name}() would change what share() has put into memory of all processes, where nothing can be "
+    "changed. Change it before share() is called, or change a copy: list(x), dict(x), or "
+    "copy.deepcopy(x) of a sample."
+)
+_HINTS: Final = {
+    "Tensor": "stack them into one tensor, or keep arrays (x.numpy())",
+    "set": "keep a tuple or a sorted list",
+}
+
+
+def share(dataset: T) -> T:
+    """Move the lists and dicts that a dataset holds into memory that all processes share.
+
+    Forked workers copy what they read of a list of objects, since each reference is counted in the
+    object itself; spawned ones get a copy of everything. What is shared exists once for all workers
+    of all ranks of a machine, however they are started. Call it last in ``__init__``, or on the
+    finished dataset: ``FastDataLoader(share(dataset))``.
+
+    Shared are lists and dicts of more than 1000 elements in attributes of the dataset, and of the
+    objects that it holds, as the dataset of a ``Subset``. They hold text, bytes, numbers, ``None``,
+    paths, dates, arrays, and lists, tuples and dicts of these. They are read as before: by index,
+    slice and key, ``len``, ``in``, ``==``, ``copy``, iteration. What is read is equal to what was
+    there, but another object each time, and cannot be changed. A warning names each that holds
+    something else. An array of numbers needs none of this: forked workers have its pages together.
+
+    Args:
+        dataset: A dataset, which is changed in place; or a list or a dict.
+
+    Returns:
+        The dataset itself; of a list or dict, what takes its place.
+
+    Raises:
+        DatasetError: It is a list or dict, and holds something that cannot be shared.
+    """
+    writer = _Writer()
+    if type(dataset) in CONTAINERS:
+        try:
+            made = writer.shared(dataset, "dataset", least=-1)
+        except _NotShareableError as error:
+            raise DatasetError(f"Nothing is shared: {error}.") from None
+        writer.finish()
+        return made  # type: ignore[no-any-return]
+    for each in attributes(dataset):
+        writer.share_parts(each.owner, [(each.key, each.value, each.name)])
+    writer.finish()
+    said = f"Not shared, and left as it is: {'; '.join(writer.left)}." if writer.left else ""
+    if not writer.left and not writer.places:
+        said = (
+            f"Nothing of this {type(dataset).__name__} is shared: it holds no list or dict of more "
+            f"than {_FEW} elements. Call share() when it is complete."
+        )
+    if said:
+        warnings.warn(said, FastDataWarning, stacklevel=2)
+    return dataset
+
+
+class _NotShareableError(Exception):
+    """Names what cannot be shared, and where it is."""
+
+
+# -- the memory ------------------------------------------------------------------------------------
+
+
+class Block(mmap.mmap):
+    """Memory that cannot be changed: a file without a name, mapped.
+
+    It is sent to a process that is being started as an open file. Any other pickle has a copy.
+    """
+
+    _descriptor: int
+
+    @classmethod
+    def of(cls, file: IO[bytes]) -> Block:
+        """Return what is written, behind a digest that is still to be written."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        file.seek(_DIGEST_BYTES)
+        while part := file.read(2**20):
+            digest.update(part)
+        file.seek(0)
+        file.write(digest.digest())
+        file.flush()
+        return cls.at(_published(file.fileno(), digest.digest()))
+
+    @classmethod
+    def at(cls, descriptor: int) -> Block:
+        """Return the memory of a descriptor, which is closed with it."""
+        if sys.platform == "win32":
+            made = cls(descriptor, 0, access=mmap.ACCESS_READ)
+        else:  # older kernels refuse a mapping that is not private of a sealed file
+            made = cls(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        made._descriptor = descriptor
+        weakref.finalize(made, os.close, descriptor).atexit = False
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is not None and sys.platform != "win32":
+            return _received, (reduction.DupFd(self._descriptor),)
+        return _copied, (bytes(memoryview(self)[_DIGEST_BYTES:]),)
+
+
+def _received(descriptor: Any) -> Block:
+    return Block.at(descriptor.detach())
+
+
+def _copied(content: bytes) -> Block:
+    with _memory_file() as file:
+        file.write(b"\0" * _DIGEST_BYTES + content)
+        return Block.of(file)
+
+
+def _memory_file() -> IO[bytes]:
+    with suppress(AttributeError, OSError):  # no Linux, or a filter that forbids it
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        return os.fdopen(os.memfd_create(_NAME, flags), "w+b", buffering=2**20)
+    return tempfile.TemporaryFile()
+
+
+def _published(descriptor: int, digest: bytes) -> int:
+    """Return a descriptor of a file that is complete, or of one like it that was there before."""
+    with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
+        import fcntl
+
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # of several ranks one is the first
+            known = _written_before(digest, os.fstat(descriptor).st_size)
+            if known is not None:
+                return known
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        finally:
+            os.close(folder)
+    return os.dup(descriptor)
+
+
+def _written_before(digest: bytes, size_bytes: int) -> int | None:
+    """Return a descriptor of the same content in a process of this user; None: there is none."""
+    import fcntl
+
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # of other users, and what ends meanwhile
+            if _NAME not in str(link.readlink()) or link.stat().st_size != size_bytes:
+                continue
+            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+            if sealed and os.pread(descriptor, _DIGEST_BYTES, 0) == digest:
+                return descriptor
+            os.close(descriptor)
+    return None
+
+
+# -- what takes the place of a list or a dict ------------------------------------------------------
+
+
+def _refusing(*names: str) -> Callable[[type[T]], type[T]]:
+    """Have methods of a class raise DatasetError, which says that nothing can be changed."""
+
+    def refused(name: str) -> Callable[..., NoReturn]:
+        def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+            raise DatasetError(_READ_ONLY.format(name=name))
+
+        return refuse
+
+    def decorate(kind: type[T]) -> type[T]:
+        for name in names:
+            setattr(kind, name, refused(name))
+        return kind
+
+    return decorate
+
+
+_OF_LISTS: Final = (
+    "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
+    "__delitem__", "__iadd__", "__imul__", "__setitem__",
+)  # fmt: skip
+_OF_DICTS: Final = (
+    "clear", "pop", "popitem", "setdefault", "update", "__delitem__", "__ior__", "__setitem__",
+)  # fmt: skip
+
+
+class _Copied:
+    """Read-only, but a copy or a pickle is as any other."""
+
+    __slots__ = ()
+    _plain: type
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
+        return self._plain, (self._plain(self),)
+
+    def __copy__(self) -> Any:
+        return self._plain(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain(self), memo)
+
+
+@_refusing(*_OF_LISTS)
+class ReadOnlyList(_Copied, list[Any]):
+    """A list within something shared."""
+
+    __slots__ = ()
+    _plain = list
+
+
+@_refusing(*_OF_DICTS)
+class ReadOnlyDict(_Copied, dict[Any, Any]):
+    """A dict within something shared."""
+
+    __slots__ = ()
+    _plain = dict
+
+
+def _frozen(value: Any) -> Any:
+    """Return a value in which nothing can be changed, apart from arrays."""
+    kind = type(value)
+    if kind in (list, tuple):
+        parts = value if _FLAT.issuperset(map(type, value)) else map(_frozen, value)
+        return ReadOnlyList(parts) if kind is list else tuple(parts)
+    if kind is dict:
+        return ReadOnlyDict(zip(value, map(_frozen, value.values()), strict=True))
+    # Pickle writes others within the item, where they would be read as arrays of their own.
+    return np.require(value, requirements="C") if kind is np.ndarray else value
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what is read-only as such."""
+
+    dispatch_table = {  # noqa: RUF012
+        ReadOnlyList: lambda value: (ReadOnlyList, (list(value),)),
+        ReadOnlyDict: lambda value: (ReadOnlyDict, (dict(value),)),
+    }
+
+
+class _Form(NamedTuple):
+    """How a list is written."""
+
+    kind: str
+    """``"q"`` and ``"d"``: numbers of 8 bytes; others are of items, see :func:`_how`."""
+    start: int
+    """Of the numbers, or of a table of where each item starts, in bytes."""
+    length: int
+    keys: tuple[str, ...] | None = None
+    """Of all items, which are dicts: their values alone are written."""
+
+
+def _reader(block: Block, form: _Form) -> Callable[[int], Any]:
+    """Return what makes an item from its number."""
+    view, keys = memoryview(block), form.keys
+    table: Any = view[form.start : form.start + 8 * form.length]
+    if form.kind in ("q", "d"):
+        return table.cast(form.kind).__getitem__  # type: ignore[no-any-return]
+    starts = table.cast("Q")
+
+    def with_arrays(data: memoryview) -> Any:
+        pickled, spans = marshal.loads(data)
+        return pickle.loads(pickled, buffers=[view[start:stop] for start, stop in spans])
+
+    kinds = {"flat": marshal.loads, "nested": pickle.loads, "with arrays": with_arrays}
+    loads: Any = kinds[form.kind]
+
+    def item(number: int) -> Any:
+        return loads(view[starts[number] :])  # what follows the item is not looked at
+
+    def record(number: int) -> Any:
+        return ReadOnlyDict(zip(keys or (), loads(view[starts[number] :]), strict=True))
+
+    return item if keys is None else record
+
+
+class _Shared:
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(copy.copy(self))
+
+    def __deepcopy__(self, _memo: object) -> Any:
+        return self  # as of a tuple: nothing in it can change
+
+
+@_refusing(*_OF_LISTS)
+class SharedList(_Shared, Sequence[Any]):
+    """What takes the place of a list. A slice, ``copy`` and ``list(x)`` are plain lists."""
+
+    __slots__ = ("_block", "_form", "_length", "_read")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, block: Block | None, form: _Form) -> None:
+        self._form, self._length = form, form.length
+        if block is not None:
+            self.attach(block)
+
+    def attach(self, block: Block) -> None:
+        """Read from this memory from now on."""
+        self._block, self._read = block, _reader(block, self._form)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if type(index) is int and 0 <= index < self._length:
+            return self._read(index)
+        if isinstance(index, slice):
+            return [self._read(number) for number in range(*index.indices(self._length))]
+        number = as_index(index)
+        number += self._length if number < 0 else 0
+        if not 0 <= number < self._length:
+            raise IndexError("list index out of range")
+        return self._read(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._read, range(self._length))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, list | SharedList):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __add__(self, other: Iterable[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedList, (self._block, self._form)
+
+    def __copy__(self) -> list[Any]:
+        return list(self)
+
+    copy = __copy__
+
+
+def _hash(key: Any) -> int:
+    """Return a number that is the same in all processes, and of all keys that are equal."""
+    if isinstance(key, str | bytes):
+        return zlib.crc32(key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key)
+    if isinstance(key, tuple):
+        return hash(tuple(map(_hash, key)))
+    return 0 if key is None else hash(key)
+
+
+@_refusing(*_OF_DICTS)
+class SharedDict(_Shared, Mapping[Any, Any]):
+    """What takes the place of a dict. ``copy`` and ``dict(x)`` are plain dicts.
+
+    Args:
+        lists: The keys, in the order of the dict; their values; the hashes of the keys, sorted; and
+            where the key of each hash is.
+        default: Makes the value of a missing key, as that of a ``defaultdict`` does.
+    """
+
+    __slots__ = ("_default", "_keys", "_lists", "_values")
+
+    def __init__(self, lists: Sequence[SharedList], default: Callable[[], Any] | None) -> None:
+        self._lists, self._default = lists, default
+        self._keys, self._values, _, _ = lists
+
+    def _position(self, key: Any) -> int:
+        """Return where a key is; -1: nowhere."""
+        _, _, hashes, order = self._lists
+        wanted = _hash(key)
+        at = bisect_left(range(len(self)), wanted, key=hashes._read)
+        while at < len(self) and hashes[at] == wanted:
+            if self._keys[order[at]] == key:
+                return int(order[at])
+            at += 1
+        return -1
+
+    def __getitem__(self, key: Any) -> Any:
+        position = self._position(key)
+        if position >= 0:
+            return self._values[position]
+        if self._default is None:
+            raise KeyError(key)
+        return _frozen(self._default())
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the value of a key, or ``default``."""
+        position = self._position(key)
+        return default if position < 0 else self._values[position]
+
+    def __contains__(self, key: object) -> bool:
+        return self._position(key) >= 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedDict, (self._lists, self._default)
+
+    def __copy__(self) -> dict[Any, Any]:
+        pairs = zip(self._keys, self._values, strict=True)
+        return dict(pairs) if self._default is None else defaultdict(self._default, pairs)
+
+    copy = __copy__
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes what is to be shared, and puts it in its places when all is written."""
+
+    def __init__(self) -> None:
+        self._file = _memory_file()
+        self._at = 0
+        self._write(b"\0" * _DIGEST_BYTES)
+        self._lists: list[SharedList] = []
+        self._known: dict[int, tuple[Any, Any]] = {}
+        """By the ids of originals, which are kept so that nothing else gets their ids."""
+        self.places: list[tuple[Any, Any, Any]] = []
+        """Container, key, and what is to be there."""
+        self.left: list[str] = []
+        """What is not shared, and why."""
+
+    def share_parts(self, container: Any, parts: Iterable[tuple[Any, Any, str]]) -> None:
+        """Share what a container holds: key, value, and what it is called."""
+        for key, value, name in parts:
+            try:
+                made = self.shared(value, name)
+            except _NotShareableError as error:
+                self.left.append(str(error))
+                continue
+            if made is not value:
+                self.places.append((container, key, made))
+
+    def shared(self, value: Any, name: str, least: int = _FEW) -> Any:
+        """Return what takes the place of a value; the value where nothing is to be shared.
+
+        Args:
+            value: Of any kind.
+            name: What it is called where something in it cannot be shared.
+            least: Of a list or dict with no more elements the parts are shared.
+        """
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        kind, made = type(value), value
+        if kind not in CONTAINERS:
+            return value
+        if len(value) > least:
+            made = self._list(value, name) if kind is list else self._dict(value, name)
+        else:
+            pairs = enumerate(value) if kind is list else list(value.items())
+            self.share_parts(value, [(key, part, f"{name}[{key!r}]") for key, part in pairs])
+        self._known[id(value)] = value, made
+        return made
+
+    def finish(self) -> None:
+        """Make the memory, and put everything in its place."""
+        with self._file as file:
+            block = Block.of(file)
+        for each in self._lists:
+            each.attach(block)
+        for container, key, made in self.places:
+            container[key] = made
+
+    def _write(self, data: Any) -> int:
+        """Write some bytes, and return where they begin."""
+        began = self._at
+        self._at += self._file.write(data)
+        return began
+
+    def _write_aligned(self, data: Any) -> int:
+        self._write(b"\0" * (-self._at % _ALIGNED))
+        return self._write(data)
+
+    def _dict(self, value: Any, name: str) -> SharedDict:
+        for key in value:
+            if not _FLAT.issuperset(map(type, key if type(key) is tuple else (key,))):
+                raise _NotShareableError(f"{name} has a {type(key).__name__} among its keys")
+        hashes = np.fromiter(map(_hash, value), np.int64, len(value))
+        order = np.argsort(hashes, kind="stable")
+        parts = list(value), list(value.values()), hashes[order].tolist(), order.tolist()
+        lists = [self._list(part, name) for part in parts]
+        return SharedDict(lists, getattr(value, "default_factory", None))
+
+    def _list(self, value: list[Any], name: str) -> SharedList:
+        kinds = set(map(type, value))
+        form = None
+        for kind, code in ((int, "q"), (float, "d")):
+            with suppress(OverflowError):
+                if kinds == {kind}:
+                    start = self._write_aligned(array(code, value).tobytes())
+                    form = _Form(code, start, len(value))
+        made = SharedList(None, form or self._items(value, name, kinds))
+        self._lists.append(made)
+        return made
+
+    def _items(self, value: list[Any], name: str, kinds: set[type]) -> _Form:
+        keys, items = None, value
+        if kinds == {dict}:
+            keys = tuple(value[0])
+            alike = all(tuple(item) == keys for item in value)
+            keys = keys if alike and all(type(key) is str for key in keys) else None
+        if keys is not None:
+            items = [tuple(item.values()) for item in value]
+        try:
+            kinds_written = set(map(_how, items))
+        except RecursionError:
+            kinds_written = {""}
+        if "" in kinds_written:
+            raise _NotShareableError(_culprit(value, name))
+        kind = max(kinds_written, default="flat")
+        starts = array("Q", (self._write(self._written(item, kind)) for item in items))
+        return _Form(kind, self._write_aligned(starts.tobytes()), len(value), keys)
+
+    def _written(self, item: Any, kind: str) -> bytes:
+        if kind == "flat":
+            return marshal.dumps(item, _MARSHAL)
+        buffers, pickled = list[Any](), io.BytesIO()
+        arrays = buffers.append if kind == "with arrays" else None
+        _Pickler(pickled, 5, buffer_callback=arrays).dump(_frozen(item))
+        spans = [(self._write_aligned(each.raw()), self._at) for each in buffers]
+        parts = pickled.getvalue(), spans
+        return marshal.dumps(parts, _MARSHAL) if arrays else parts[0]
+
+
+def _how(value: Any) -> str:
+    """Return how a value is written; of several the last by the alphabet. Empty: not at all.
+
+    ``"flat"``: by marshal, as nobody can change it; ``"nested"``: by pickle, with lists and dicts
+    that are read-only; ``"with arrays"``: by pickle, the arrays beside it.
+    """
+    kind = type(value)
+    if kind in _FLAT:
+        return "flat"
+    if kind in (list, dict, tuple, frozenset):
+        parts = list(chain(value, value.values())) if kind is dict else value
+        own = "nested" if kind in (list, dict) else "flat"
+        if _FLAT.issuperset(map(type, parts)):
+            return own
+        found = set(map(_how, parts))
+        return "" if "" in found else max(own, *found)
+    if kind is np.ndarray:
+        return "" if value.dtype.hasobject else "with arrays"
+    return "nested" if isinstance(value, _UNCHANGING) else ""
+
+
+def _culprit(value: Any, name: str) -> str:
+    """Return in words what in a value cannot be shared."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    with suppress(RecursionError):
+        if type(value) in (list, tuple, dict):
+            pairs = value.items() if type(value) is dict else enumerate(value)
+        for key, part in pairs:
+            if not _how(part):
+                return _culprit(part, f"{name}[{key!r}]")
+        kind = type(value).__name__
+        hint = _HINTS.get(kind, "turn it into a dict or a tuple of text, numbers and arrays")
+        return f"{name} is a {kind}; {hint}"
+    return f"{name} holds itself, or lists within lists without end"

@@ -1,0 +1,301 @@
+"""What share() puts in the place of lists and dicts reads as they did, once for all processes."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+from collections import defaultdict
+from datetime import date
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from misses import Misses
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_fastdata import DatasetError, FastDataLoader, FastDataWarning, share
+from lightning_fastdata.sources.shared import Block
+
+TEXT = st.text(st.characters(), max_size=8)  # lone surrogates too, as paths may hold
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT, st.binary(max_size=5)
+)
+PLAIN = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(TEXT, inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+RECORDS = st.fixed_dictionaries({"path": TEXT, "label": st.integers(), "boxes": st.lists(PLAIN)})
+LISTS = st.one_of(
+    *(st.lists(kind, max_size=12) for kind in (PLAIN, RECORDS, st.integers(), st.floats(), TEXT))
+)
+KEYS = st.one_of(SCALARS, st.tuples(TEXT, st.integers()))
+MANY = 1001
+"""Lists of so many elements are shared."""
+
+
+def same(one, other):
+    """Compare values, nan with nan, and their types: True is not 1."""
+    return repr(one) == repr(other)
+
+
+@given(LISTS, st.integers(-14, 14), st.slices(12))
+def test_a_shared_list_reads_as_the_list(items, number, some):
+    shared = share(items)
+    assert len(shared) == len(items)
+    assert same(list(shared), items)
+    assert same(shared[some], items[some])
+    assert repr(shared) == repr(items)
+    assert same(pickle.loads(pickle.dumps(shared)), items)
+    assert same(copy.copy(shared), items)
+    assert type(shared.copy()) is type(copy.copy(shared)) is list
+    if -len(items) <= number < len(items):
+        assert same(shared[number], items[number])
+        assert same(copy.deepcopy(shared[number]), items[number])
+        assert same(shared[np.int64(number)], items[number])
+    else:
+        with pytest.raises(IndexError):
+            shared[number]
+    if items == items:  # no nan
+        assert shared == items
+        assert items == shared
+        assert shared == share(list(items))
+        assert all(item in shared for item in items)
+    assert shared != [*items, 0]
+
+
+@given(st.dictionaries(KEYS, PLAIN, max_size=12), KEYS)
+def test_a_shared_dict_reads_as_the_dict(pairs, key):
+    shared = share(pairs)
+    assert len(shared) == len(pairs)
+    assert same(dict(shared), pairs)
+    assert list(shared) == list(pairs)
+    assert same(list(shared.items()), list(pairs.items()))
+    assert same(list(shared.values()), list(pairs.values()))
+    assert (key in shared) == (key in pairs)
+    assert same(shared.get(key, "none"), pairs.get(key, "none"))
+    assert same(pickle.loads(pickle.dumps(shared)).copy(), pairs)
+    assert shared == pairs
+    assert pairs == shared
+    assert all(same(shared[each], pairs[each]) for each in pairs)
+    if key not in pairs:
+        with pytest.raises(KeyError):
+            shared[key]
+
+
+def test_keys_that_are_equal_are_found_and_a_default_is_made_as_before():
+    numbers = share({1: "a", 2.0: "b", True + 2: "c"})
+    assert [numbers[1.0], numbers[np.int64(2)], numbers[3]] == ["a", "b", "c"]
+    by_image = defaultdict(list, {7: [1, 2]})
+    shared = share(by_image)
+    assert shared[7] == [1, 2]
+    assert shared[8] == []
+    assert shared.get(8) is by_image.get(8) is None
+    assert shared.copy() == by_image
+
+
+def test_arrays_paths_and_dates_in_items_come_back_as_they_were():
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    items = [
+        {"image": whole[:, ::2], "box": whole.T, "none": np.zeros((0, 3), np.uint8)},
+        {"path": PurePosixPath("a/b"), "day": date(2026, 1, 2), "n": np.float32(1.5)},
+        [Path("x"), (np.array(3), whole)],
+    ]
+    shared = share(items)
+    for one, other in (("image", whole[:, ::2]), ("box", whole.T)):
+        read = shared[0][one]
+        np.testing.assert_array_equal(read, other)
+        assert (read.dtype, type(read)) == (other.dtype, np.ndarray)
+        with pytest.raises(ValueError, match="read-only"):
+            read[...] = 0
+    assert shared[1] == items[1]
+    assert repr(shared[2]) == repr(items[2])
+    assert copy.deepcopy(shared[0])["image"].flags.writeable
+
+
+WRITES = {
+    "list": [
+        lambda x: x.append(1), lambda x: x.clear(), lambda x: x.extend([1]),
+        lambda x: x.insert(0, 1), lambda x: x.pop(), lambda x: x.remove(x[0]),
+        lambda x: x.reverse(), lambda x: x.sort(), lambda x: x.__setitem__(0, 1),
+        lambda x: x.__delitem__(0), lambda x: x.__iadd__([1]), lambda x: x.__imul__(2),
+    ],
+    "dict": [
+        lambda x: x.clear(), lambda x: x.pop("a"), lambda x: x.popitem(),
+        lambda x: x.setdefault("b", 1), lambda x: x.update(b=1), lambda x: x.__setitem__("a", 1),
+        lambda x: x.__delitem__("a"), lambda x: x.__ior__({"b": 1}),
+    ],
+}  # fmt: skip
+
+
+def test_a_change_after_sharing_is_an_error_at_every_level():
+    def made():
+        return [{"a": [1, 2], "deep": ({"a": [[3]]},)}, {"a": [4], "deep": None}]
+
+    shared, pairs = share(made()), share({"a": made()})
+    places = {
+        "list": [shared, shared[0]["a"], shared[0]["deep"][0]["a"], shared[0]["deep"][0]["a"][0]],
+        "dict": [pairs, shared[0], shared[0]["deep"][0], pairs["a"][0]],
+    }
+    with Misses() as misses:
+        for kind, writes in WRITES.items():
+            for number, write in enumerate(writes):
+                for place, at in enumerate(places[kind]):
+                    with misses.case(kind, number, place):
+                        with pytest.raises(DatasetError, match="share"):
+                            write(at)
+    assert shared == made()
+    assert pairs == {"a": made()}
+    mine = shared[0].copy()
+    mine["a"] = 1
+    assert type(mine) is dict
+
+
+class Photos(Dataset):
+    def __init__(self, count=MANY):
+        self.samples = [{"path": f"{n}.jpg", "label": n, "box": [n, n + 0.5]} for n in range(count)]
+        self.names = [f"class {n}" for n in range(3)]
+        self.index = {f"{n}.jpg": (n, str(n)) for n in range(count)}
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        sample = self.samples[number]
+        return {**sample, "again": self.index[sample["path"]]}
+
+
+def test_torch_makes_the_same_batches_of_a_shared_dataset():
+    plain = [batch for batch in DataLoader(Photos(), 100)]
+    photos = share(Photos())
+    assert type(photos.names) is list  # it is small
+    assert type(photos.samples) is not list
+    batches = [batch for batch in DataLoader(Subset(photos, range(MANY)), 100)]
+    assert repr(batches) == repr(plain)
+    ours = [batch for batch in FastDataLoader(photos, 100, num_workers=1)]
+    assert repr(ours) == repr(plain)
+    raw = [sample for sample in DataLoader(photos.samples, None)]
+    assert raw == Photos().samples
+
+
+def test_objects_within_a_dataset_are_shared_each_once():
+    inner = Photos()
+    inner.again = inner.samples
+    whole = share(Subset(inner, list(range(MANY))))
+    assert inner.again is inner.samples
+    assert inner.samples == Photos().samples
+    assert whole.indices == list(range(MANY))
+    assert type(whole.indices) is not list
+
+
+class Opaque:
+    pass
+
+
+def test_what_cannot_be_shared_is_named_and_left_as_it_is():
+    photos = Photos()
+    photos.others = [{"at": (n, [Opaque()])} for n in range(MANY)]
+    photos.sets = [set()] * MANY
+    others = photos.others
+    with pytest.warns(FastDataWarning) as all_:
+        share(photos)
+    assert "dataset.others[0]['at'][1][0] is a Opaque; turn it" in str(all_[0].message)
+    assert "dataset.sets[0] is a set; keep a tuple" in str(all_[0].message)
+    assert photos.others is others
+    assert photos.samples == Photos().samples
+    with pytest.raises(DatasetError, match=r"dataset\[1\] is a Opaque"):
+        share([1, Opaque()])
+    with pytest.raises(DatasetError, match="frozenset among its keys"):
+        share({frozenset(): 1})
+    endless = []
+    endless.append(endless)
+    with pytest.raises(DatasetError, match="without end"):
+        share(endless)
+    with pytest.warns(FastDataWarning, match="Nothing of this Opaque is shared"):
+        share(Opaque())
+
+
+def _read(method_dataset, end):
+    photos = method_dataset
+    copied = _copied_kib(os.getpid(), "fastdata-shared")
+    end.send((photos[3], photos.samples == Photos().samples, copied))
+
+
+def _copied_kib(pid, name):
+    """Return the kibibytes of a mapping, by a part of its name, that a process has copies of."""
+    found, within = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
+            within = name in line
+        elif within and line.startswith("Anonymous"):
+            found += int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_has_the_same_memory_however_it_is_started(method):
+    photos, plain = share(Photos()), Photos()
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_read, args=(photos, theirs))
+    process.start()
+    sample, equal, copied = ours.recv()
+    process.join()
+    assert (sample, equal) == (plain[3], True)
+    assert copied == 0
+
+
+def in_a_fork(work):
+    """Return the words that a forked process returns."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, work().encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        words = file.read().split()
+    os.waitpid(pid, 0)
+    return words
+
+
+def test_reading_in_a_forked_process_copies_no_page_of_what_is_shared():
+    shared = share([{"path": f"{n}.jpg", "box": [n, 2.5]} for n in range(20_000)])
+
+    def read():
+        length = sum(len(item["path"]) for item in shared)
+        return f"{length} {_copied_kib(os.getpid(), 'fastdata-shared')}"
+
+    assert in_a_fork(read) == [str(sum(len(f"{n}.jpg") for n in range(20_000))), "0"]
+
+
+def test_another_process_with_the_same_content_takes_over_the_memory():
+    def inode(items):
+        kept = share(items)
+        return os.fstat(kept._block._descriptor).st_ino
+
+    many = [f"{n} of many" for n in range(99)]
+    mine = share(many)
+    there = in_a_fork(lambda: f"{inode(many)} {inode(many[1:])}")
+    here = str(os.fstat(mine._block._descriptor).st_ino)
+    assert there[0] == here != there[1]
+
+
+def test_nobody_can_write_to_the_memory():
+    block = share([1, 2])._block
+    with pytest.raises(OSError):
+        os.pwrite(block._descriptor, b"x", 40)
+    with pytest.raises(TypeError):
+        block[40] = 1
+    other = Block.at(os.dup(block._descriptor))
+    assert bytes(other) == bytes(block)
