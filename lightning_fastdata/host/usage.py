@@ -163,15 +163,44 @@ def read_pressure(resource: Literal["cpu", "io"], *, root: Path = Path("/")) -> 
     return None
 
 
-def read_pss(processes: Iterable[int], *, root: Path = Path("/")) -> int | None:
-    """Bytes that processes take together; None if it is known for none of them.
+class Pages(NamedTuple):
+    """Memory of one process. Pages of several processes count by parts, if nothing else is said."""
 
-    Pages that several of them share count once. Reading takes some 10 ms for a process that has
-    loaded torch, as the kernel walks through its pages.
+    pss_bytes: int
+    """All of it."""
+    anonymous_bytes: int
+    """What belongs to no file, as objects do, as a whole: also what it has from its parent."""
+    own_bytes: int
+    """Of this, pages that no other process has."""
+    shared_bytes: int
+    """Memory files: batches on their way, and what ``share`` holds."""
+    file_bytes: int
+    """Of files that are mapped."""
+
+
+def pages_of(smaps_rollup: str, processes: int) -> Pages | None:
+    """Return what ``/proc/PID/smaps_rollup`` says; None: not enough.
+
+    Pages of memory files count as dirty and private there where one process alone has mapped them.
+    So what is its own is bounded by the parts: of what others have as well, each of so many
+    ``processes`` that have memory in common counts at least its part.
     """
-    texts = [_text_of(process, "smaps_rollup", root) for process in processes]
-    sizes = [counters(text).get("Pss") for text in texts]
-    return _sum(size * 1024 for size in sizes if size is not None)
+    kib = counters(smaps_rollup)
+    if not {"Pss", "Anonymous", "Private_Dirty"} <= kib.keys():
+        return None
+    own, whole, part = kib["Private_Dirty"], kib["Anonymous"], kib.get("Pss_Anon")
+    if part is not None and processes > 1:
+        own = min(own, max(0, (processes * part - whole) // (processes - 1)))
+    parts = kib["Pss"], whole, own, kib.get("Pss_Shmem", 0), kib.get("Pss_File", 0)
+    return Pages(*(1024 * size for size in parts))
+
+
+def read_pages(process: int, processes: int = 1, *, root: Path = Path("/")) -> Pages | None:
+    """Return the memory of a process, see :func:`pages_of`; None: not known.
+
+    It takes some 10 ms for one that has loaded torch, as the kernel walks through its pages.
+    """
+    return pages_of(_text_of(process, "smaps_rollup", root), processes)
 
 
 def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:
@@ -221,16 +250,6 @@ def read_host_usage(workers: Sequence[int], *, at_s: float, root: Path = Path("/
         cpu=read_cpu_use(processes, root=root),
         shm_used_share=_used_share(root / "dev" / "shm"),
     )
-
-
-def read_memory_together(workers: Iterable[int], *, root: Path = Path("/")) -> int | None:
-    """Bytes that this process and its workers, by number, take together; see :func:`read_pss`."""
-    return read_pss([os.getpid(), *workers], root=root)
-
-
-def _sum(numbers: Iterable[int]) -> int | None:
-    found = list(numbers)
-    return sum(found) if found else None
 
 
 def _text_of(process: int, name: str, root: Path) -> str:

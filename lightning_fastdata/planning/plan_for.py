@@ -168,6 +168,7 @@ class Situation:
     actors: int | None = None  # that a cluster has room for, where they are to read
     instead_of_fork: str | None = None  # to start processes by, as forked ones were seen to fail
     start_ms: float = 0.0  # of an epoch, to start one worker
+    worker_bytes: int | None = None  # that a worker comes to have of its own
     platform: str = sys.platform
 
     @property
@@ -313,6 +314,7 @@ def plan_for(
         start_method=facts.start_method or multiprocessing.get_start_method(),
         instead_of_fork=facts.start_method,
         start_ms=start_ms,
+        worker_bytes=facts.worker_bytes,
     )
     draws = bool(spec.pipelines) or facts.draws or (None if cost is None else False)
     plan = plan_loader(options, situation)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
+from lightning_fastdata.host.memory import size_text
 
 if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
@@ -33,6 +34,8 @@ _FORK_MS: Final = 60  # to start a process and to end it; measured as those abov
 _FRESH_MS: Final = 2500  # the same of one that imports torch anew
 _SURELY_LESS: Final = 0.9  # of the time of an epoch, by fewer workers
 _FEWEST_OF_STREAM: Final = 4
+_OF_MEMORY: Final = 0.8
+"""Of what is left, what workers may take."""
 _FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
 _FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
 _ONE_STREAM: Final = (
@@ -261,7 +264,30 @@ def count_workers(
         if soonest < count:
             why += f"; to start more takes longer than they save in {situation.batches} batches"
             count = soonest
-    return count, why, []
+    return within_memory(count, why, situation)
+
+
+def within_memory(count: int, why: str, situation: Situation) -> tuple[int, str, list[str]]:
+    """Return how many of so many workers memory has room for, why, and what bounds them.
+
+    One takes what a process took that tried the dataset. Beyond what is left the kernel kills.
+    """
+    each, left = situation.worker_bytes, situation.memory.available_bytes
+    room = int(_OF_MEMORY * left) // situation.cpu.ranks_on_host
+    if not each or count * each <= room:
+        return count, why, []
+    fewer = max(1, room // each)
+    why = f"a worker comes to take {size_text(each)}, and {size_text(left)} are left"
+    if fewer == count:
+        return count, why, []
+    return (
+        fewer,
+        why,
+        [
+            f"num_workers is {fewer} instead of {count}, as {why}: the kernel kills workers when memory "
+            "runs out. If a list of the dataset is what they copy, share(dataset) holds it once."
+        ],
+    )
 
 
 def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:

@@ -40,6 +40,8 @@ class Change:
     """This package's loader, which chooses who reads."""
     cache: str | None = None
     """Where samples are kept: ``"ram"`` or ``"disk"``."""
+    share: bool = False
+    """Lists and dicts of the dataset are in memory that all workers have together."""
 
     @property
     def lasts(self) -> bool:
@@ -55,6 +57,7 @@ class Change:
             pin_memory=self.pin_memory or other.pin_memory,
             fast=self.fast or other.fast,
             cache=self.cache or other.cache,
+            share=self.share or other.share,
         )
 
 
@@ -119,11 +122,14 @@ class LoaderFacts:
     """What a cache in memory may take."""
     epochs: float = math.inf
     """Of the training."""
+    objects: str = ""
+    """The largest list or dict that workers would copy, in words; empty: none is large."""
     pipeline: str = ""
     """An Albumentations pipeline that the dataset holds; empty: none that is known."""
 
 
 FAST: Final = "the loader of this package"
+SHARE: Final = "share(dataset)"
 PERSIST: Final = Remedy(
     name="persistent_workers=True", change=Change(persistent_workers=True), effort=1
 )
@@ -187,6 +193,9 @@ def _flags(facts: LoaderFacts) -> list[Remedy]:
 
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
+    if facts.objects:
+        says = f"{facts.objects} is held once, and can no longer be changed"
+        found.append(Remedy(name=SHARE, change=Change(share=True), effort=2, says=(says,)))
     if not facts.cached:
         found.append(
             Remedy(name="a cache in memory", change=Change(cache="ram"), effort=3, says=(_FILLED,))
@@ -217,6 +226,8 @@ def _why_not(change: Change, facts: LoaderFacts) -> str:
             return f"{what}, and workers would see that an epoch later"
         if change.fast:
             return f"{what}, and where it would be read is left open"
+    if facts.changes != "nothing" and change.share:
+        return "what is read may change, and what is shared cannot"
     if facts.changes == "epochs" and (change.cache or change.persistent_workers):
         return "what is read changes between epochs, and this keeps what was there in the first"
     if change.cache and facts.keeps_bytes > facts.free_bytes:
@@ -312,8 +323,10 @@ def code_of(
         ]
     new = change.fast and any(call.kind == "DataLoader" for call in calls)
     names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * new
+    names += ["share"] * change.share
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
-    dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
+    dataset = "share(dataset)" if change.share else "dataset"
+    dataset = f'CachedDataset({dataset}, "{change.cache}")' if change.cache else dataset
     for call in calls:
         arguments = dict(call.arguments)
         if change.fast:

@@ -36,6 +36,7 @@ from lightning_fastdata.prove.trials import (
     turns,
 )
 from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.sources.attributes import held_objects
 from lightning_fastdata.types import Batch
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ _WARM_BLOCKS: Final = 3
 """It has no more blocks than these to do so."""
 _OVER: Final = 0.25
 """Of the budget, what it may take longer to confirm a remedy that was found in time."""
+_LARGE_BYTES: Final = 64 * 2**20
+"""Of objects that each worker would copy."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
 
@@ -558,6 +561,7 @@ class Session:
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),
             free_bytes=_CACHE_SHARE * read_host_memory().available_bytes,
+            objects=_large_objects(own.dataset) if is_loader else "",
             pipeline=type(composes[0]).__name__ if composes else "",
         )
 
@@ -592,6 +596,12 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
     except Exception as error:
         session.ended_by(error)
         raise
+
+
+def _large_objects(dataset: object) -> str:
+    held = next(iter(held_objects(dataset)), None)
+    large = held is not None and held.counted_bytes >= _LARGE_BYTES
+    return f"{held.name} ({held.kind})" if held is not None and large else ""
 
 
 def _tree() -> list[int]:

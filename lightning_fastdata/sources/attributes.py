@@ -1,9 +1,12 @@
-"""The lists and dicts that a dataset holds, by the names of its attributes."""
+"""The lists and dicts that a dataset holds, by the names of its attributes, and their size."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +17,12 @@ from lightning_fastdata.tree import held_by
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 CONTAINERS: Final = (list, *DICTS)
+_ELEMENTS: Final = 200
+"""Of a list, what is measured: who touches all of them copies them."""
+_PAGE_BYTES: Final = 4096
+_GC_HEAD: Final = 16
 _DEPTH: Final = 5
+_WORDS: Final = {"str": "texts", "int": "numbers", "float": "numbers", "ndarray": "arrays"}
 _PARTS: Final = 100
 """A list of no more elements may be one of datasets."""
 _OPAQUE: Final = (
@@ -62,3 +70,71 @@ def _within(owner: object, name: str, depth: int, seen: set[int]) -> Iterator[At
             if depth and held_by(part) and not opaque:
                 seen.add(id(part))
                 yield from _within(part, where, depth - 1, seen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldObjects:
+    """A list or dict that a dataset holds."""
+
+    name: str
+    """As it is reached, e.g. ``"dataset.samples"``."""
+    elements: int
+    kind: str
+    """In words, e.g. ``"list of 1.2 million dicts"``."""
+    size_bytes: int
+    """Of all that it holds."""
+    counted_bytes: int
+    """Of its objects, at most a page each: what a process copies that reads all of them."""
+
+
+def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
+    """Return the lists and dicts that a dataset holds, the largest first."""
+    found = {id(each.value): _measured(each.name, each.value) for each in attributes(dataset)}
+    return tuple(sorted(found.values(), key=lambda held: -held.counted_bytes))
+
+
+def _measured(name: str, value: Any) -> HeldObjects:
+    some: Sequence[Any]
+    if isinstance(value, Mapping):
+        some = list(islice(value.items(), _ELEMENTS))
+    else:
+        some = value[:: max(1, len(value) // _ELEMENTS)]
+    sizes = [_size(part, _DEPTH) for part in some]
+    times = len(value) / max(1, len(some))
+    size, counted = (int(times * sum(each[n] for each in sizes)) for n in (0, 1))
+    first = some[0][1] if isinstance(value, Mapping) and some else next(iter(some), None)
+    word = type(first).__name__
+    kind = f"{type(value).__name__} of {_count(len(value))} {_WORDS.get(word, f'{word}s')}"
+    return HeldObjects(
+        name=name,
+        elements=len(value),
+        kind=kind,
+        size_bytes=size + sys.getsizeof(value),
+        counted_bytes=counted,
+    )
+
+
+def _size(value: Any, depth: int) -> tuple[int, int]:
+    """Return the bytes of an object with all that it holds, and those that are counted."""
+    if value is None or type(value) is bool or (type(value) is int and -6 < value < 257):
+        return 0, 0  # Python has one of each
+    own = sys.getsizeof(value)
+    if isinstance(value, np.ndarray):
+        return max(own, int(value.nbytes)), min(own, _PAGE_BYTES)
+    parts: Any = ()
+    if depth and isinstance(value, dict):
+        parts = value.values()  # keys are names as a rule, which all have in common
+    elif depth and isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    elif depth and hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    inner = [_size(part, depth - 1) for part in islice(parts, _ELEMENTS)]
+    times = max(1.0, len(parts) / _ELEMENTS)
+    whole, counted = (int(times * sum(pair[n] for pair in inner)) for n in (0, 1))
+    # The tables of containers are in memory of their own, which reading does not write to.
+    head = type(value).__basicsize__ + _GC_HEAD if parts else min(own, _PAGE_BYTES)
+    return own + whole, head + counted
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:,}"

@@ -15,7 +15,12 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.process import ChildProcess, Hang, Side
 from lightning_fastdata.executors.pool.splitter import PendingBatch
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.memory import read_host_memory, read_oom_kills, read_open_file_limits
+from lightning_fastdata.host.memory import (
+    read_host_memory,
+    read_oom_kills,
+    read_open_file_limits,
+    size_text,
+)
 from lightning_fastdata.host.usage import read_own_bytes
 
 _IDLE_SHOWN: Final = 4
@@ -215,15 +220,18 @@ class Deaths:
     Args:
         clock_s: Seconds that never go back.
         oom_kills: Returns how often the kernel has killed for memory so far; None: not known.
+        left_bytes: Returns what is left on this machine, or in this container.
     """
 
     def __init__(
         self,
         clock_s: Callable[[], float] = clock.monotonic,
         oom_kills: Callable[[], int | None] = read_oom_kills,
+        left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
     ) -> None:
         self._clock, self._oom_kills = clock_s, oom_kills
-        self._at_first = oom_kills()
+        self._left_bytes = left_bytes
+        self._at_first = self._killed = oom_kills()
         self._last: deque[_Death] = deque()
 
     def note(self, code: int | None, tasks: int, pids: Mapping[int, int]) -> None:
@@ -239,6 +247,17 @@ class Deaths:
                 for each.
         """
         now_s = self._clock()
+        kills = self._oom_kills()
+        if code == -signal.SIGKILL and kills is not None and kills > (self._killed or 0):
+            self._killed = kills
+            warnings.warn(
+                f"The kernel has killed a side process because memory ran out. {_memory_of(pids)} "
+                f"{size_text(self._left_bytes())} are left. It is replaced, and what it had to do "
+                "is done again. Take fewer workers or smaller batches, or share(dataset) where they "
+                "copy its objects.",
+                FastDataWarning,
+                stacklevel=2,
+            )
         self._last.append(_Death(now_s, code, tasks))
         while self._last[0].at_s < now_s - _MINUTE_S:
             self._last.popleft()

@@ -10,10 +10,10 @@ from lightning_fastdata.device.backend import read_device_usage
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import (
     read_host_usage,
-    read_memory_together,
     read_queued,
     worker_processes,
 )
+from lightning_fastdata.insight.measure.memory import MemoryMeter
 
 if TYPE_CHECKING:
     import torch
@@ -177,6 +177,9 @@ class HostMeter:
         clock_s: Callable[[], float] = clock.monotonic,
         workers: Callable[[], list[int]] = worker_processes,
     ) -> None:
+        self.memory = MemoryMeter()
+        self.epoch = self._steps = 0
+        """Those of the training that have begun."""
         self._device = device
         self._busy_share = busy_share
         self._clock_s = clock_s
@@ -207,11 +210,18 @@ class HostMeter:
         ended_s = self._clock_s()
         self._due_s = ended_s + _REST * (ended_s - began_s)
         if memory and ended_s >= self._memory_due_s:
-            together = read_memory_together(self._workers())
-            if together is not None:
-                scalars["data_host/pss_mib"] = together / 2**20
-            self._memory_due_s = ended_s + _REST * (self._clock_s() - ended_s)
+            scalars |= self.read_memory()
         return scalars
+
+    def read_memory(self) -> dict[str, float]:
+        """Return what all processes take together, and of this, what workers have copied."""
+        began_s, workers = self._clock_s(), self._workers()
+        together = self.memory.read(workers)
+        self._memory_due_s = self._clock_s() + _REST * (self._clock_s() - began_s)
+        if together is None:
+            return {}
+        copied = len(workers) * self.memory.copied_bytes
+        return {"data_host/pss_mib": together / 2**20, "data_host/copied_mib": copied / 2**20}
 
     def evidence(self) -> dict[str, float]:
         """Return the fields of ``Evidence`` that the machine reports of the training so far."""
@@ -225,12 +235,14 @@ class HostMeter:
         return found
 
     def step_ended(self) -> None:
-        """Look, now and then, at what CPUs this process and its workers had."""
+        """Look, now and then, at what CPUs and memory this process and its workers had."""
+        self._steps += 1
         if self._clock_s() >= self._look_due_s:
             self._look(self._workers())
 
     def _look(self, workers: list[int]) -> None:
         now_s = self._clock_s()
+        self.memory.look(workers, step=self._steps, epoch=self.epoch)
         for process, queued_ns in read_queued([os.getpid(), *workers]).items():
             first_s, first_ns = self._first.setdefault(process, (now_s, queued_ns))
             self._queued[process] = now_s - first_s, (queued_ns - first_ns) / 1e9

@@ -16,6 +16,7 @@ from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
+from lightning_fastdata.insight.model.memory import MemorySeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import LineShare, OneOfSeveral, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
@@ -209,6 +210,8 @@ class Evidence:
     """Of the device's memory, what was never used."""
     device_full_in_s: float | None = None
     """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
+    memory: MemorySeen | None = None
+    """Of the training process and its workers."""
     ranks: tuple[RankTiming, ...] = ()
     """What the steps of each rank took, by rank; empty where that of one is not known."""
     val_workers: int | None = None

@@ -29,6 +29,7 @@ from lightning_fastdata.insight.model.finding import (
 )
 from lightning_fastdata.insight.verdicts import (
     late_batches,
+    memory,
     pauses,
     step_costs,
     without_stamps,
@@ -38,6 +39,7 @@ RULES: Final[tuple[Rule, ...]] = tuple(
     sorted(
         (
             *late_batches.RULES,
+            *memory.RULES,
             *pauses.RULES,
             *step_costs.RULES,
         ),

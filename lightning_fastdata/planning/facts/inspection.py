@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
 from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.host.usage import read_pages
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import (
     fails_for_its_place,
@@ -28,6 +30,7 @@ from lightning_fastdata.planning.facts.probe import (
 from lightning_fastdata.planning.facts.probe_process import Failure, Findings, Tell, try_apart
 from lightning_fastdata.planning.stream_split import StreamSplit, read_apart, splits_itself
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.sources.attributes import held_objects
 from lightning_fastdata.torch_internals import set_worker_info
 from lightning_fastdata.tree import held
 
@@ -70,6 +73,9 @@ class DatasetFacts:
     changes: bool = False
     """Reading samples has changed the dataset or ``collate_fn``, or nobody can say that it has not:
     a counter, samples that are kept, a file that is opened."""
+    worker_bytes: int | None = None
+    """Memory that a worker comes to have of its own: what a process had that tried the dataset, and
+    what it would copy of the dataset's objects by reading all of them."""
     start_method: str | None = None  # of workers, where the usual way was seen to fail
     here: str | None = None  # why the training process alone can read it; None: nothing says so
     stream: StreamSplit | None = None  # whether a stream shares itself out among workers
@@ -207,6 +213,11 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         cost = measure_samples(dataset, batch_size=spec.batch_size or 1, collate=collate)
         after = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
         tell("cost", (cost, watch.drew(), before is None or before != after))
+        pages, held = read_pages(os.getpid(), 2), held_objects(spec.dataset)
+        if pages is not None:
+            in_common = pages.anonymous_bytes - pages.own_bytes
+            copies = min(in_common, sum(each.counted_bytes for each in held))
+            tell("worker_bytes", pages.own_bytes + copies)
 
 
 def _facts(
@@ -226,6 +237,7 @@ def _facts(
         cost=cost,
         draws=draws,
         changes=changes,
+        worker_bytes=values.get("worker_bytes"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_s
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
+from lightning_fastdata.insight.verdicts.memory import memory_notes
 from lightning_fastdata.insight.waits.causes import costliest
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.fault_log import FaultLog
     from lightning_fastdata.insight.measure.metrics import StageSummary
     from lightning_fastdata.insight.measure.wall import WallTime
+    from lightning_fastdata.insight.model.memory import MemorySeen
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
@@ -76,12 +79,16 @@ class RunJudge:
         self._began_s = clock_s()
         self._spent_s = self._dearest_s = 0.0
         self.ranks: RankRecords | None = None
+        self.memory: MemorySeen | None = None
+        """Of this process and its workers, as it was judged last."""
         self._read: Fingerprint | None = None
         self._epochs = 0
         self._changes = False
 
     def epoch_began(self) -> None:
         """Compare what is read with what it was in the epoch before."""
+        if self._recording.host is not None:
+            self._recording.host.epoch = self._epochs
         _, loader = _costliest_loader(self._recording.loaders(), None)
         read = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
         now = fingerprint(*read, within_s=_COMPARED_WITHIN_S)
@@ -131,9 +138,19 @@ class RunJudge:
             val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
+            memory=self._read_memory(train),
             ranks=() if ranks is None else all_known(ranks.so_far),
         )
         return judge(train, facts, evidence)
+
+    def _read_memory(self, train: StageSummary) -> MemorySeen | None:
+        host = self._recording.host
+        if host is not None:
+            _, loader = _costliest_loader(self._recording.loaders(), train)
+            host.read_memory()
+            dataset = getattr(loader, "dataset", None)
+            self.memory = host.memory.seen(dataset, forked=_forks(loader))
+        return self.memory
 
     @property
     def _val_loaders(self) -> object:
@@ -166,6 +183,11 @@ class RunJudge:
     @cached_property
     def _usable_cpus(self) -> int:
         return read_cpu_limit(local_ranks=self._trainer.num_devices).usable_cpus
+
+
+def _forks(loader: object) -> bool:
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    return bool(context.get_start_method() == "fork")
 
 
 def _costliest_loader(loaders: object, summary: StageSummary | None) -> tuple[str | None, object]:
@@ -432,6 +454,7 @@ class MeasuredRun:
             notes=(
                 *(() if datamodule is None else datamodule.notes),
                 *self.recording.notes(),
+                *memory_notes(self.judge.memory),
                 *fault_notes(self._fault_logs(self.recording.loaders(), self._evaluated())),
                 *(() if ranks is None else ranks.notes()),
             ),
