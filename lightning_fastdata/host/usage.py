@@ -179,16 +179,16 @@ class Pages(NamedTuple):
 
 
 def pages_of(smaps_rollup: str, processes: int) -> Pages | None:
-    """Return what ``/proc/PID/smaps_rollup`` says; None: not enough.
+    """Return what ``/proc/PID/smaps_rollup`` says; None: nothing.
 
     Pages of memory files count as dirty and private there where one process alone has mapped them.
     So what is its own is bounded by the parts: of what others have as well, each of so many
     ``processes`` that have memory in common counts at least its part.
     """
     kib = counters(smaps_rollup)
-    if not {"Pss", "Anonymous", "Private_Dirty"} <= kib.keys():
+    if "Pss" not in kib:
         return None
-    own, whole, part = kib["Private_Dirty"], kib["Anonymous"], kib.get("Pss_Anon")
+    own, whole, part = kib.get("Private_Dirty", 0), kib.get("Anonymous", 0), kib.get("Pss_Anon")
     if part is not None and processes > 1:
         own = min(own, max(0, (processes * part - whole) // (processes - 1)))
     parts = kib["Pss"], whole, own, kib.get("Pss_Shmem", 0), kib.get("Pss_File", 0)

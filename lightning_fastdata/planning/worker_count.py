@@ -280,14 +280,11 @@ def within_memory(count: int, why: str, situation: Situation) -> tuple[int, str,
     why = f"a worker comes to take {size_text(each)}, and {size_text(left)} are left"
     if fewer == count:
         return count, why, []
-    return (
-        fewer,
-        why,
-        [
-            f"num_workers is {fewer} instead of {count}, as {why}: the kernel kills workers when memory "
-            "runs out. If a list of the dataset is what they copy, share(dataset) holds it once."
-        ],
+    limit = (
+        f"num_workers is {fewer} instead of {count}, as {why}: the kernel kills workers where "
+        "memory runs out. If they copy a list of the dataset, share(dataset) has it held once."
     )
+    return fewer, why, [limit]
 
 
 def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:

@@ -193,7 +193,7 @@ def _flags(facts: LoaderFacts) -> list[Remedy]:
 
 def _others(facts: LoaderFacts) -> list[Remedy]:
     found = [Remedy(name=FAST, change=Change(fast=True), effort=2, says=(_OWN_DRAWS,))]
-    if facts.objects:
+    if facts.objects and facts.changes == "nothing":  # what is shared can no longer change
         says = f"{facts.objects} is held once, and can no longer be changed"
         found.append(Remedy(name=SHARE, change=Change(share=True), effort=2, says=(says,)))
     if not facts.cached:
@@ -226,8 +226,6 @@ def _why_not(change: Change, facts: LoaderFacts) -> str:
             return f"{what}, and workers would see that an epoch later"
         if change.fast:
             return f"{what}, and where it would be read is left open"
-    if facts.changes != "nothing" and change.share:
-        return "what is read may change, and what is shared cannot"
     if facts.changes == "epochs" and (change.cache or change.persistent_workers):
         return "what is read changes between epochs, and this keeps what was there in the first"
     if change.cache and facts.keeps_bytes > facts.free_bytes:

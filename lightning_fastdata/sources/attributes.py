@@ -120,7 +120,7 @@ def _size(value: Any, depth: int) -> tuple[int, int]:
         return 0, 0  # Python has one of each
     own = sys.getsizeof(value)
     if isinstance(value, np.ndarray):
-        return max(own, int(value.nbytes)), min(own, _PAGE_BYTES)
+        return max(own, int(value.nbytes)), type(value).__basicsize__
     parts: Any = ()
     if depth and isinstance(value, dict):
         parts = value.values()  # keys are names as a rule, which all have in common

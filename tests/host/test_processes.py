@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from misses import each
 
 from lightning_fastdata.host.cpu import counters
-from lightning_fastdata.host.usage import read_io, read_pressure, read_pss
+from lightning_fastdata.host.usage import read_io, read_pages, read_pressure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,14 +67,15 @@ def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> N
             "pressure/io": PRESSURE,
         },
     )
-    assert read_pss([11, 12, 13], root=root) == 150 * 1024
+    sizes = [read_pages(process, root=root) for process in (11, 12, 13)]
+    assert [size and size.pss_bytes for size in sizes] == [100 * 1024, 50 * 1024, None]
     assert read_io([11, 12, 13], root=root) == {11: (7, 3), 12: (5, 0)}
     assert read_pressure("io", root=root) == 123456789, "that of some tasks, not of all"
     assert read_pressure("cpu", root=root) is None
 
 
 def test_a_machine_that_tells_nothing_says_so(tmp_path: Path) -> None:
-    assert read_pss([os.getpid()], root=tmp_path) is None
+    assert read_pages(os.getpid(), root=tmp_path) is None
     assert read_io([os.getpid()], root=tmp_path) == {}
     assert read_pressure("cpu", root=tmp_path) is None
 
@@ -84,7 +85,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs L
 
 @linux
 def test_the_memory_of_this_process_agrees_with_psutil() -> None:
-    assert read_pss([os.getpid()]) == pytest.approx(
+    assert read_pages(os.getpid()).pss_bytes == pytest.approx(
         psutil.Process().memory_full_info().pss, rel=0.1
     )
 
@@ -102,7 +103,7 @@ def test_memory_that_a_child_has_touched_is_seen() -> None:
             [sys.executable, "-c", code, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
             assert child.stdout.readline() == b"ready\n"
-            sizes.append(read_pss([child.pid]))
+            sizes.append(read_pages(child.pid).pss_bytes)
             child.stdin.close()
     assert sizes[1] - sizes[0] == pytest.approx(2**26, rel=0.1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_fastdata.host.usage import (
     read_host_usage,
-    read_memory_together,
+    read_pages,
     worker_processes,
 )
 
@@ -34,7 +34,7 @@ def test_a_worker_is_seen_with_what_it_reads_and_takes_until_it_has_ended(tmp_pa
     ready, go_on = context.Event(), context.Event()
     worker = context.Process(target=read_then_wait, args=(tmp_path / "data", ready, go_on))
     others = worker_processes()  # of loaders that are not collected yet
-    alone = read_memory_together([])
+    alone = read_pages(os.getpid()).pss_bytes
     worker.start()
     assert ready.wait(30)
     assert worker.pid in worker_processes()
@@ -43,7 +43,8 @@ def test_a_worker_is_seen_with_what_it_reads_and_takes_until_it_has_ended(tmp_pa
     assert (usage.at_s, usage.workers, set(usage.read)) == (1.5, 1, {os.getpid(), worker.pid})
     assert 3 * 2**20 <= usage.read[worker.pid].asked_bytes < 4 * 2**20
     # A forked worker shares nearly all of its pages, and shared pages count once.
-    assert read_memory_together([worker.pid]) == pytest.approx(alone, rel=0.3)
+    both = sum(read_pages(process).pss_bytes for process in (os.getpid(), worker.pid))
+    assert both == pytest.approx(alone, rel=0.3)
     go_on.set()
     worker.join()
     assert worker.pid not in worker_processes()
@@ -64,4 +65,4 @@ def test_a_machine_that_tells_nothing_gives_only_what_is_known(tmp_path: Path) -
         usage.cpu_pressure_us, usage.io_pressure_us, usage.throttling, usage.shm_used_share,
     )  # fmt: skip
     assert told == (None,) * 4
-    assert read_memory_together([], root=tmp_path) is None
+    assert read_pages(os.getpid(), root=tmp_path) is None

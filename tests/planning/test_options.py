@@ -324,3 +324,18 @@ def test_a_forkserver_plan_reads_every_sample() -> None:
     made = plan(LoaderOptions(num_workers=1, multiprocessing_context="forkserver"))
     loader = DataLoader(TensorDataset(torch.arange(6)), **made.dataloader_kwargs())  # type: ignore[arg-type]
     assert [int(batch) for (batch,) in loader] == list(range(6))
+
+
+def test_there_are_no_more_workers_than_memory_has_room_for_and_it_is_said():
+    roomy = plan(accelerator="cpu", worker_bytes=2 * GIB, memory=memory(ram=100 * GIB))
+    assert (roomy.num_workers, roomy.limits) == (8, ())
+    tight = plan(accelerator="cpu", worker_bytes=2 * GIB, memory=memory(cgroup=10 * GIB))
+    assert tight.num_workers == 4
+    assert "a worker comes to take 2.00 GiB, and 10.00 GiB are left" in why(tight, "num_workers")
+    assert "num_workers is 4 instead of 8" in tight.limits[0]
+    ranks = plan(accelerator="cpu", worker_bytes=2 * GIB, cpu=cpus(8, ranks=2))
+    assert ranks.num_workers == min(8, int(0.8 * memory().available_bytes) // 2 // (2 * GIB))
+    none = plan(accelerator="cpu", worker_bytes=20 * GIB, memory=memory(cgroup=10 * GIB))
+    assert none.num_workers == 1
+    asked = plan(LoaderOptions(num_workers=8), worker_bytes=20 * GIB, memory=memory(ram=GIB))
+    assert asked.num_workers == 8

@@ -136,3 +136,20 @@ def test_the_code_is_what_the_user_has_with_the_change():
         lines = code_of(change, [call], given_to_fit=True)
         assert 'CachedDataset(dataset, "ram")' in lines[-1]
         compile("\n".join(lines), "pasted", "exec")
+
+
+def test_objects_that_workers_would_copy_are_tried_in_shared_memory_if_nothing_changes_them():
+    held = "dataset.samples (list of 1.2 million dicts)"
+    assert "share(dataset)" in names(objects=held)[0]
+    assert "share(dataset)" not in names()[0]
+    for changes in ("steps", "epochs", "unknown"):
+        assert "share(dataset)" not in names(objects=held, changes=changes)[0]
+    call = CallSeen(
+        stage="training", kind="DataLoader", dataset="Photos", arguments={"batch_size": "8"}
+    )
+    assert code_of(Change(share=True), [call], given_to_fit=False) == [
+        "from lightning_fastdata import share",
+        "DataLoader(share(dataset), batch_size=8)  # training, of Photos",
+    ]
+    both = Change(share=True) | Change(num_workers=2)
+    assert (both.share, both.num_workers) == (True, 2)

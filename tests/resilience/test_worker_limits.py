@@ -63,10 +63,24 @@ def test_deaths_count_where_little_is_done_between_them():
         useful.note(-9, 5 * at, {})
     useless = deaths()
     kills[0] = 10
-    for _ in range(30):
+    with pytest.warns(FastDataWarning, match="killed a side process"):
+        useless.note(-9, 0, {})
+    for _ in range(29):
         useless.note(-9, 0, {})
     with pytest.raises(WorkerError, match=r"(?s)SIGKILL.*\(31 times\).*has killed 7 processes"):
         useless.note(-9, 0, {})
+
+
+def test_a_process_that_the_kernel_killed_for_memory_is_told_of_with_the_figures():
+    kills = [3]
+    deaths = Deaths(lambda: 0.0, lambda: kills[0], lambda: 700 * MIB)
+    deaths.note(-9, 10, {})  # by somebody else
+    kills[0] = 4
+    with pytest.warns(FastDataWarning, match=r"(?s)killed a side process as memory.*700 MiB are"):
+        deaths.note(-9, 20, {0: os.getpid()})
+    deaths.note(-9, 30, {})  # the same kill is told of once
+    kills[0] = 5
+    deaths.note(-11, 40, {})  # it was another process
 
 
 class Child:

@@ -149,9 +149,9 @@ def test_a_change_after_sharing_is_an_error_at_every_level():
         for kind, writes in WRITES.items():
             for number, write in enumerate(writes):
                 for place, at in enumerate(places[kind]):
-                    with misses.case(kind, number, place):
-                        with pytest.raises(DatasetError, match="share"):
-                            write(at)
+                    case = misses.case(kind, number, place)
+                    with case, pytest.raises(DatasetError, match="share"):
+                        write(at)
     assert shared == made()
     assert pairs == {"a": made()}
     mine = shared[0].copy()
@@ -174,15 +174,15 @@ class Photos(Dataset):
 
 
 def test_torch_makes_the_same_batches_of_a_shared_dataset():
-    plain = [batch for batch in DataLoader(Photos(), 100)]
+    plain = list(DataLoader(Photos(), 100))
     photos = share(Photos())
     assert type(photos.names) is list  # it is small
     assert type(photos.samples) is not list
-    batches = [batch for batch in DataLoader(Subset(photos, range(MANY)), 100)]
+    batches = list(DataLoader(Subset(photos, range(MANY)), 100))
     assert repr(batches) == repr(plain)
-    ours = [batch for batch in FastDataLoader(photos, 100, num_workers=1)]
+    ours = list(FastDataLoader(photos, 100, num_workers=1))
     assert repr(ours) == repr(plain)
-    raw = [sample for sample in DataLoader(photos.samples, None)]
+    raw = list(DataLoader(photos.samples, None))
     assert raw == Photos().samples
 
 

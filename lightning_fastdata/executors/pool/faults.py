@@ -251,10 +251,10 @@ class Deaths:
         if code == -signal.SIGKILL and kills is not None and kills > (self._killed or 0):
             self._killed = kills
             warnings.warn(
-                f"The kernel has killed a side process because memory ran out. {_memory_of(pids)} "
-                f"{size_text(self._left_bytes())} are left. It is replaced, and what it had to do "
-                "is done again. Take fewer workers or smaller batches, or share(dataset) where they "
-                "copy its objects.",
+                f"The kernel has killed a side process as memory ran out. {_memory_of(pids)} "
+                f"{size_text(self._left_bytes())} are left. It is replaced, and its samples are "
+                "read again. Take fewer workers or smaller batches, or share(dataset) where "
+                "workers copy its objects.",
                 FastDataWarning,
                 stacklevel=2,
             )

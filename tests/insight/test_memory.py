@@ -1,0 +1,251 @@
+"""What takes the memory of workers: told from what was seen of their pages, and of the dataset."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from misses import Misses
+
+from lightning_fastdata.host.usage import Pages, pages_of
+from lightning_fastdata.insight.measure.memory import MemoryMeter
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.memory import Growth, MemorySeen, leaks, memory_uses
+from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdicts.memory import memory_notes
+from lightning_fastdata.sources.attributes import HeldObjects, held_objects
+
+MIB, GIB = 2**20, 2**30
+SAMPLES = HeldObjects(
+    name="dataset.samples", elements=1_200_000, kind="list of 1.2 million dicts",
+    size_bytes=int(2.1 * GIB), counted_bytes=2 * GIB,
+)  # fmt: skip
+
+
+def seen(**known):
+    return MemorySeen(**{"workers": 8, "left_bytes": 100 * GIB, **known})
+
+
+def growth(*epochs, steps=30, each=MIB):
+    """Return readings of epochs in which so much of ``each`` was taken a step."""
+    found, size, step = [], 0, 0
+    for epoch, rate in enumerate(epochs):
+        for _ in range(steps):
+            found.append(Growth(step, epoch, int(size)))
+            size += rate * each
+            step += 1
+    return tuple(found)
+
+
+def cache(workers, epochs):
+    return growth(*((1 - 1 / workers) ** epoch for epoch in range(epochs)))
+
+
+CAUSES = {
+    "copied": seen(objects=(SAMPLES,), copied_bytes=2 * GIB),
+    "copied, so far": seen(objects=(SAMPLES,), copied_bytes=600 * MIB),
+    "copied, sent": seen(objects=(SAMPLES,), forked=False),
+    "copied, one worker": seen(objects=(SAMPLES,), copied_bytes=GIB, workers=1),
+    "leak": seen(growth=growth(1, 1, 1, 1), workers=2),
+    "leak of one worker": seen(growth=growth(1, 1, 1), workers=1),
+    "leak here": seen(growth=growth(1, 1, 1), workers=0),
+    "leak of eight workers": seen(growth=growth(*[1] * 5), workers=8),
+    "cache": seen(growth=cache(2, 4), workers=2),
+    "cache of one worker": seen(growth=growth(1, 0, 0, each=4 * MIB), workers=1),
+    "cache of eight workers": seen(growth=cache(8, 5), workers=8),
+    "cache, in the first epoch": seen(growth=growth(1), workers=4),
+    "cache that ends with workers": seen(growth=growth(1, 1, 1), workers=4, kept=False),
+    "ahead": seen(shared_bytes=3 * GIB),
+    "page cache": seen(file_bytes=30 * GIB),
+}
+
+
+def test_the_cause_of_memory_that_is_taken_is_told():
+    with Misses() as misses:
+        for name, given in CAUSES.items():
+            first = memory_uses(given)[0]
+            misses.check(name.startswith(first.cause), name, first)
+
+
+HEALTHY = {
+    "nothing": seen(),
+    "workers of their own": seen(copied_bytes=30 * MIB),
+    "an array, which nobody copies": seen(
+        objects=(replace(SAMPLES, size_bytes=GIB, counted_bytes=999),),
+        copied_bytes=30 * MIB,
+    ),
+    "a list that is hardly read": seen(objects=(SAMPLES,), copied_bytes=40 * MIB),
+    "a small list": seen(
+        objects=(replace(SAMPLES, size_bytes=MIB, counted_bytes=MIB),),
+        copied_bytes=30 * MIB,
+    ),
+    "it settles": seen(growth=growth(0.2, 0, 0), workers=2),
+    "few batches": seen(shared_bytes=10 * MIB),
+}  # fmt: skip
+
+
+def test_what_is_healthy_is_blamed_for_nothing():
+    for name, given in HEALTHY.items():
+        assert memory_uses(given) == (), name
+        assert not [f for f in findings(Evidence(memory=given)) if f.code.startswith("FD33")], name
+
+
+def test_a_list_that_each_worker_copies_is_named_with_its_size_and_its_cure():
+    (found,) = findings(Evidence(memory=CAUSES["copied"]))
+    assert (found.code, found.severity) == ("FD334", "moderate")
+    assert found.cause == (
+        "dataset.samples (list of 1.2 million dicts, 2.10 GiB) is copied in each of 8 workers by "
+        "reference counting: 15.81 GiB"
+    )
+    assert found.remedy == "from lightning_fastdata import share; dataset = share(dataset)"
+    (part,) = findings(Evidence(memory=CAUSES["copied, so far"]))
+    assert part.cause.endswith("4.50 GiB so far")
+    (sent,) = findings(Evidence(memory=CAUSES["copied, sent"]))
+    assert "as workers are not forked: 16.80 GiB" in sent.cause
+
+
+def test_it_is_severe_where_what_is_to_come_does_not_fit():
+    few = seen(objects=(SAMPLES,), copied_bytes=600 * MIB, left_bytes=4 * GIB)
+    assert findings(Evidence(memory=few))[0].severity == "high"
+    fits = seen(growth=cache(2, 4), workers=2)
+    assert findings(Evidence(memory=fits))[0].severity == "fine"
+    assert findings(Evidence(memory=fits))[0].remedy == ""
+    full = seen(growth=cache(2, 4), workers=2, left_bytes=MIB, growing="dataset.kept")
+    (found,) = findings(Evidence(memory=full))
+    assert (found.code, found.severity) == ("FD336", "high")
+    assert "dataset.kept perhaps" in found.cause
+
+
+def test_batches_ahead_and_the_page_cache_are_a_note():
+    (ahead,) = memory_notes(CAUSES["ahead"])
+    assert ahead.startswith("Memory: 3.00 GiB are batches ahead")
+    (files,) = memory_notes(CAUSES["page cache"])
+    assert "gives back" in files
+    assert memory_notes(CAUSES["copied"]) == memory_notes(None) == ()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+def test_a_leak_and_a_cache_are_told_apart_after_some_epochs(workers):
+    after = 6
+    assert leaks(growth(*[1] * after), workers)
+    assert not leaks(cache(workers, after), workers)
+    assert not leaks(growth(1), workers), "within one epoch nobody can say"
+
+
+class Holds:
+    def __init__(self, **held):
+        self.__dict__.update(held)
+
+
+def test_objects_are_named_and_sized_by_what_a_worker_would_copy():
+    inner = Holds(
+        samples=[{"path": f"{n:012d}.jpg", "at": [float(n)] * 4} for n in range(5000)],
+        arrays=[np.zeros(2000) for _ in range(50)],
+        names=dict.fromkeys(range(300), "x" * 10),
+        array=np.zeros(10**6),
+    )
+    first, *others = held_objects(Holds(dataset=inner))
+    assert first.name == "dataset.dataset.samples"
+    assert first.kind == "list of 5,000 dicts"
+    one = inner.samples[0]
+    least = sum(sys.getsizeof(each) for each in (one, one["path"], one["at"]))
+    assert 5000 * least <= first.size_bytes <= 1.2 * 5000 * (least + 4 * 24) + 8 * 5000 + 100
+    assert first.counted_bytes < 5000 * (16 + 64 + 72 + 72 + 4 * 24 + 16)
+    kinds = {each.name.rpartition(".")[2]: each for each in others}
+    assert kinds["arrays"].kind == "list of 50 arrays"
+    assert kinds["arrays"].size_bytes > 50 * 16_000 > 50 * 200 > kinds["arrays"].counted_bytes
+    assert kinds["names"].kind == "dict of 300 texts"
+
+
+def test_pages_that_only_one_process_has_are_told_from_those_that_several_have():
+    text = "Pss: 700 kB\nPss_Anon: {} kB\nPss_File: 60 kB\nPss_Shmem: 40 kB\nAnonymous: 900 kB\n"
+    text += "Private_Dirty: {} kB\n"
+    alone = pages_of(text.format(600, 600), 1)
+    assert alone == Pages(*(1024 * n for n in (700, 900, 600, 40, 60)))
+    # All is in common with another process, and what is private is of a memory file.
+    assert pages_of(text.format(450, 500), 2).own_bytes == 0
+    # Three parts of it are its own: 600 + 300 / 2.
+    assert pages_of(text.format(750, 900), 2).own_bytes == 600 * 1024
+    assert pages_of("Rss: 1 kB\n", 1) is None
+
+
+def meter(sizes, pages=None):
+    return MemoryMeter(
+        own_bytes=sizes.get,
+        pages=lambda process, _: (pages or {}).get(process),
+        left_bytes=lambda: GIB,
+    )
+
+
+def test_what_a_worker_has_grown_by_does_not_count_as_copied():
+    sizes, pages = {1: 500 * MIB, 2: 500 * MIB}, {}
+    of = meter(sizes, pages)
+    of.look([1, 2], step=0, epoch=0)
+    sizes.update({1: 600 * MIB, 2: 600 * MIB})
+    for process in (os.getpid(), 1, 2):
+        pages[process] = Pages(250 * MIB, 600 * MIB, 300 * MIB, 0, 0)
+    assert of.read([1, 2]) == 750 * MIB
+    of.look([1, 2], step=9, epoch=0)
+    found = of.seen(Holds(cache={}, samples=[1] * 5), forked=True)
+    assert found.copied_bytes == 200 * MIB
+    assert [each.grown_bytes for each in found.growth] == [0, 100 * MIB]
+    assert (found.workers, found.kept, found.growing) == (2, True, "dataset.cache")
+    of.look([3, 4], step=10, epoch=1)
+    assert not of.seen(None, forked=True).kept
+    assert of.read([]) == 250 * MIB
+    assert of.copied_bytes == 200 * MIB, "of workers that have ended"
+
+
+def test_where_nothing_is_known_nothing_is_said():
+    of = meter({})
+    of.look([1], step=0, epoch=0)
+    assert of.read([1]) is None
+    assert memory_uses(of.seen(None, forked=True)) == ()
+
+
+def test_readings_stay_few():
+    of = meter({1: 5})
+    for step in range(5000):
+        of.look([1], step=step, epoch=step // 1000)
+    found = of.seen(None, forked=True).growth
+    assert 100 < len(found) <= 301
+    assert {each.epoch for each in found} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc")
+def test_a_forked_process_that_reads_a_list_is_seen_to_copy_its_objects():
+    dataset = Holds(samples=[{"path": f"{n:030d}"} for n in range(40_000)])
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+            os.write(writing, b"-")
+            signal.sigwait({signal.SIGUSR1})
+            for sample in dataset.samples:
+                len(sample["path"])
+            os.write(writing, b"+")
+            signal.pause()
+        finally:
+            os._exit(0)
+    try:
+        of = MemoryMeter()
+        os.read(reading, 1)
+        of.look([pid], step=0, epoch=0)
+        of.read([pid])
+        before = of.copied_bytes
+        os.kill(pid, signal.SIGUSR1)
+        os.read(reading, 1)
+        of.look([pid], step=1, epoch=0)
+        of.read([pid])
+        copied, (held,) = of.copied_bytes - before, held_objects(dataset)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading), os.close(writing)
+    assert 0.6 * held.counted_bytes < copied < 1.7 * held.counted_bytes
