@@ -152,8 +152,7 @@ FAMILIES: Final = {
     "starts of epochs": "FD310 FD332",
     "validation": "FD318 FD331",
     "Python between steps": "FD314 FD320 FD321 FD322 FD333",
-    "device memory": "FD317 FD326",
-    "memory of workers": "FD334 FD335 FD336",
+    "memory": "FD317 FD326 FD334 FD335 FD336",
     "uneven shares": "FD316 FD325 FD327 FD328 FD330",
 }
 """What is shown of a code -> the codes that it stands for."""

@@ -15,7 +15,7 @@ _NEARLY: Final = 0.9
 _REMEDIES: Final[dict[MemoryCause, str]] = {
     "copied": "from lightning_fastdata import share; dataset = share(dataset)",
     "leak": "look for what each sample adds to: a list of the dataset, a log, a global; "
-    "persistent_workers=False gives it back after each epoch",
+    "workers that are not kept give it back after each epoch",
     "cache": "a bound for it (functools.lru_cache(maxsize=...)), or one for all workers: "
     "CachedDataset(dataset)",
 }
@@ -44,41 +44,36 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
 
 def memory_notes(seen: MemorySeen | None) -> tuple[str, ...]:
     """Return what takes memory and is nothing to act upon, a sentence each."""
-    uses = () if seen is None else memory_uses(seen)
-    return tuple(
-        f"Memory: {memory_text(seen, use)}." for use in uses if seen and use.cause not in _CODES
+    if seen is None:
+        return ()
+    uses = [use for use in memory_uses(seen) if _finding(seen, use) is None]
+    return tuple(f"Memory: {memory_text(seen, use)}." for use in uses)
+
+
+def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
+    # What is copied now is copied as a whole in the end, and a cache of half of it is full of all.
+    whole = use.size_bytes if use.objects is None else seen.workers * use.objects.counted_bytes
+    more = use.size_bytes if use.cause == "cache" else whole - use.size_bytes
+    short = seen.left_bytes is not None and more > seen.left_bytes
+    if use.cause not in _CODES or (use.cause == "cache" and not short):
+        return None
+    return Finding(
+        code=_CODES[use.cause],
+        severity="high" if short else "moderate",
+        cause=memory_text(seen, use),
+        remedy="",
+        advice=(Advice(text=_REMEDIES[use.cause], for_speed=False),),
     )
 
 
 def _find(e: Evidence, cause: MemoryCause) -> Finding | None:
-    seen = e.memory
-    use = next((one for one in memory_uses(seen) if one.cause == cause), None) if seen else None
-    if seen is None or use is None:
-        return None
-    # What is copied now is copied as a whole in the end.
-    more = seen.workers * use.objects.counted_bytes - use.size_bytes if use.objects else 0
-    if cause == "cache":
-        more = use.size_bytes
-    short = seen.left_bytes is not None and more > seen.left_bytes
-    if cause == "cache" and not short:
-        return Finding(code=_CODES[cause], severity="fine", cause=memory_text(seen, use), remedy="")
-    return Finding(
-        code=_CODES[cause],
-        severity="high" if short else "moderate",
-        cause=memory_text(seen, use),
-        remedy="",
-        leave_alone="",
-        advice=(Advice(text=_REMEDIES[cause], for_speed=False),),
-    )
-
-
-def _rule(cause: MemoryCause, title: str) -> Rule:
-    # What memory takes says nothing of what time goes into.
-    return Rule(_CODES[cause], title, partial(_find, cause=cause), replaces=frozenset())
+    uses = () if e.memory is None else memory_uses(e.memory)
+    found = (_finding(e.memory, use) for use in uses if e.memory and use.cause == cause)
+    return next(found, None)
 
 
 RULES: Final = (
-    _rule("copied", "workers copy what the dataset holds"),
-    _rule("leak", "memory grows for ever"),
-    _rule("cache", "each worker fills a cache"),
+    Rule("FD334", "workers copy what the dataset holds", partial(_find, cause="copied")),
+    Rule("FD335", "memory grows for ever", partial(_find, cause="leak")),
+    Rule("FD336", "each worker fills a cache", partial(_find, cause="cache")),
 )
