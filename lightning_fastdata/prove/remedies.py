@@ -293,6 +293,8 @@ class CallSeen:
     """Its class."""
     dataset: str
     """The class of its dataset."""
+    dataset_name: str = "dataset"
+    """What the lines to paste call it; other datasets have other names."""
     arguments: Mapping[str, str]
     """Name -> as it is written in Python; those that differ from the defaults."""
 
@@ -323,9 +325,12 @@ def code_of(
     names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * new
     names += ["share"] * change.share
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
-    dataset = "share(dataset)" if change.share else "dataset"
-    dataset = f'CachedDataset({dataset}, "{change.cache}")' if change.cache else dataset
     for call in calls:
+        dataset = call.dataset_name
+        if change.share:
+            dataset = f"share({dataset})"
+        if change.cache:
+            dataset = f'CachedDataset({dataset}, "{change.cache}")'
         arguments = dict(call.arguments)
         if change.fast:
             for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"):
