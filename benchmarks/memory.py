@@ -1,6 +1,8 @@
-"""Whether memory, open files and objects stay flat over many small batches.
+"""Whether memory stays flat over many batches, what takes it, and what ``share`` saves.
 
     python benchmarks/memory.py --batches 50000
+    python benchmarks/memory.py --causes         # 20 planted causes, and 20 healthy datasets
+    python benchmarks/memory.py --share          # a list, share, NumPy arrays, datasets
 
 PSS divides memory that several processes map among them, so that sums over processes hold. Program
 files are left out, since what other programs map of them changes the numbers.
@@ -9,14 +11,27 @@ files are left out, since what other programs map of them changes the numbers.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import json
 import os
+import tempfile
 import time
+import traceback
+from collections import deque
+from pathlib import Path
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from lightning_fastdata import FastDataLoader
+from lightning_fastdata import FastDataLoader, PackedStrings, share
+from lightning_fastdata.host.usage import worker_processes
+from lightning_fastdata.insight.measure.memory import MemoryMeter
+from lightning_fastdata.insight.model.evidence import Evidence
+from lightning_fastdata.insight.model.memory import memory_uses
+from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.verdicts.memory import memory_text
 
 CASES = ("workers", "stream")
 
@@ -47,7 +62,7 @@ def pss_bytes(pid):
     return sum(int(line.split()[1]) * 1024 for line in own)
 
 
-def reading(pids):
+def figures_of(pids):
     gc.collect()
     return {
         "training_mib": pss_bytes(os.getpid()) / 2**20,
@@ -74,21 +89,364 @@ def run(case, batches, workers):
     warm = batches // 10
     for _ in range(warm):
         next(running)
-    before, began = reading(pids), time.perf_counter()
+    before, began = figures_of(pids), time.perf_counter()
     for _ in range(batches - warm - 4):
         next(running)
     spent_s = time.perf_counter() - began
-    after = reading(pids)
+    after = figures_of(pids)
     loader.close()
     return before, after, 1e6 * spent_s / (batches - warm - 4)
+
+
+# -- what takes memory -----------------------------------------------------------------------------
+
+SAMPLES = 300_000
+LARGE = 400
+"""Samples of large batches."""
+_logged = []
+
+
+class Planted(Dataset):
+    """Rows, and something that takes memory: ``held`` by name, and what reading a sample does."""
+
+    def __init__(self, length, read=None, **held):
+        self.length, self.read = length, read
+        self.__dict__.update(held)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.read is not None:
+            self.read(self, index)
+        return torch.full((4,), float(index))
+
+
+class Item:
+    def __init__(self, number):
+        self.path, self.label = f"train/{number:012d}.jpg", float(number)
+
+
+def of_list(make, count=SAMPLES):
+    def planted():
+        def read(dataset, index):
+            repr(dataset.samples[index])
+
+        return Planted(count, read, samples=[make(number) for number in range(count)])
+
+    return planted
+
+
+def of_dict(make, count=SAMPLES):
+    def planted():
+        def read(dataset, index):
+            repr(dataset.index[index])
+
+        return Planted(count, read, index={number: make(number) for number in range(count)})
+
+    return planted
+
+
+def reading(read, count=20_000, **held):
+    return lambda: Planted(count, read, **{name: make() for name, make in held.items()})
+
+
+def nested(make):
+    def planted():
+        return Subset(make(), list(range(SAMPLES)))
+
+    return planted
+
+
+@functools.cache
+def large_file():
+    file = tempfile.NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it stays to the end
+    file.write(os.urandom(2**20) * 300)
+    file.flush()
+    return file
+
+
+def mapped():
+    return np.memmap(large_file().name, np.uint8, "r")
+
+
+def record(n):
+    return {"path": f"train/{n:012d}.jpg", "label": n, "box": [n + 0.5, 2.5]}
+
+
+@functools.cache
+def kept_by_function(index):
+    return bytes(4000 + index % 2)
+
+
+def leak(size=2000):
+    return lambda dataset, index: dataset.log.append(bytes(size))
+
+
+def fill(dataset, index):
+    dataset.kept[index] = bytes(4000)
+
+
+def count(dataset, index):
+    dataset.calls[len(dataset.calls)] = bytes(2000)
+
+
+def row(dataset, index):
+    return dataset.x[index]
+
+
+def part(dataset, index):
+    return dataset.file[index * 15_000 :][:4096].sum()
+
+
+def packed():
+    return PackedStrings("a" * 60 for _ in range(SAMPLES))
+
+
+PLANTED = {
+    "dicts": ("copied", of_list(record)),
+    "tuples": ("copied", of_list(lambda n: (f"train/{n:012d}.jpg", float(n), n + 10**6))),
+    "paths": ("copied", of_list(lambda n: f"a/rather/long/folder/of/photographs/{n:012d}.jpg" * 3)),
+    "Path objects": ("copied", of_list(lambda n: Path(f"train/{n:012d}.jpg"))),
+    "lists of numbers": ("copied", of_list(lambda n: [n + 0.5, n + 1.5, n + 2.5, n + 3.5])),
+    "objects": ("copied", of_list(Item)),
+    "a dict of dicts": ("copied", of_dict(record)),
+    "a dict of lists": ("copied", of_dict(lambda n: [f"{n:030d}", [n + 0.5] * 4])),
+    "within a Subset": ("copied", nested(of_list(record))),
+    "a log in the dataset": ("leak", reading(leak(), log=list)),
+    "a log of texts": ("leak", reading(lambda d, i: d.log.append(f"{i:d}" * 400), log=list)),
+    "a global": ("leak", reading(lambda _, i: _logged.append(bytes(2000)))),
+    "a dict of calls": ("leak", reading(count, calls=dict)),
+    "tensors": ("leak", reading(lambda d, _: d.log.append(torch.zeros(500)), log=list)),
+    "a cache": ("cache", reading(fill, kept=dict)),
+    "arrays kept": ("cache", reading(lambda d, i: d.kept.setdefault(i, np.ones(500)), kept=dict)),
+    "lru_cache": ("cache", reading(lambda _, i: kept_by_function(i))),
+    "large batches": ("ahead", lambda: Planted(LARGE, None)),
+    "a mapped file": ("page cache", reading(lambda d, i: d.file[i * 15_000], file=mapped)),
+    "a mapped file, in parts": ("page cache", reading(part, file=mapped)),
+}  # fmt: skip
+HEALTHY = {
+    "rows": reading(None),
+    "few dicts": of_list(record, 1000),
+    "ten thousand dicts": of_list(record, 10_000),
+    "a small dict": of_dict(record, 2000),
+    "an array": reading(row, x=lambda: np.zeros((20_000, 500))),
+    "a tensor": reading(row, x=lambda: torch.zeros(20_000, 500)),
+    "texts in an array": reading(row, x=lambda: np.full(SAMPLES, "a" * 60)),
+    "packed strings": reading(row, x=packed),
+    "shared dicts": lambda: share(of_list(record)()),
+    "a shared dict": lambda: share(of_dict(record)()),
+    "dicts that nobody reads": reading(None, x=lambda: [record(n) for n in range(SAMPLES)]),
+    "a bounded cache": reading(lambda d, i: d.kept.__setitem__(i % 100, bytes(4000)), kept=dict),
+    "a bounded log": reading(lambda d, i: d.log.append(bytes(4000)), log=lambda: deque(maxlen=100)),
+    "memory that is given back": reading(lambda *_: bytes(10**6)),
+    "arrays that are given back": reading(lambda *_: np.zeros(10**5), 5000),
+    "random draws": reading(lambda *_: torch.rand(100)),
+    "imports": reading(lambda *_: __import__("json").dumps([1])),
+    "a small file": reading(lambda d, i: d.file[i], file=lambda: mapped()[:10**6]),
+    "small numbers": reading(row, x=lambda: [n % 200 for n in range(10**6)]),
+    "bytes of its own": reading(lambda d, i: d.x[0], x=lambda: [b"x" * 10**8]),
+}  # fmt: skip
+
+
+def apart(work, *arguments):
+    """Return what a function returns in a process that has nothing from before."""
+    reading_end, writing_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with os.fdopen(writing_end, "w") as file:
+                file.write(json.dumps(work(*arguments)))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing_end)
+    with os.fdopen(reading_end) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(text) if text else None
+
+
+def told(make, ours, batch_size=250, epochs=4, workers=2):
+    """Return what is told of a dataset, the largest first: cause, and the words."""
+    dataset = make()
+    large = isinstance(dataset, Planted) and dataset.length == LARGE
+    epochs = 1 if large or len(dataset) > 100_000 else epochs
+    arguments = {"batch_size": 4 if large else batch_size, "shuffle": True, "num_workers": workers}
+    if large:
+        arguments |= {"collate_fn": lambda _: torch.zeros(2**21), "prefetch_factor": 8}
+    kind = FastDataLoader if ours else DataLoader
+    more = {"executor": "workers"} if ours else {}
+    gc.collect()
+    meter = MemoryMeter()
+    loader = kind(dataset, persistent_workers=True, **arguments, **more)
+    last = 0
+    meter.seen(dataset, forked=True)
+    for epoch in range(epochs):
+        for number, _ in enumerate(loader):
+            pids = worker_processes()
+            meter.look(pids, step=(step := epoch * len(loader) + number), epoch=epoch)
+            if not large and epoch == epochs - 1 and number == 9 * len(loader) // 10:
+                meter.read(pids)
+            if large and number == 50:
+                time.sleep(1)  # so that all that may be ahead is made
+                meter.read(pids)
+        last = step
+    if not large:
+        meter.read(worker_processes())
+    seen = meter.seen(dataset, forked=True)
+    uses = memory_uses(seen)
+    blamed = [found.code for found in findings(Evidence(memory=seen)) if found.code in CODES]
+    return [(use.cause, memory_text(seen, use)) for use in uses], blamed, last
+
+
+CODES = ("FD334", "FD335", "FD336")
+
+
+def causes(only):
+    for ours in (False, True):
+        whose, right, blamed = ("ours" if ours else "torch"), 0, 0
+        for name, (cause, make) in PLANTED.items():
+            if only and only not in name:
+                continue
+            found = apart(told, make, ours)
+            uses = found[0] if found else []
+            right += bool(uses) and uses[0][0] == cause
+            print(f"{whose} planted {name}: {cause} -> {uses[:2]}", flush=True)
+        for name, make in HEALTHY.items():
+            if only and only not in name:
+                continue
+            found = apart(told, make, ours)
+            blamed += bool(found is None or found[1])
+            print(f"{whose} healthy {name}: {found and found[:2]}", flush=True)
+        print(f"{whose}: {right} of {len(PLANTED)} right, {blamed} of {len(HEALTHY)} blamed")
+
+
+# -- what share() saves ----------------------------------------------------------------------------
+
+
+def annotated(n):
+    boxes = [
+        {
+            "bbox": [n + 0.5, 2.5, 3.5, 4.5],
+            "category_id": (n + k) % 80,
+            "area": n * 1.5,
+            "id": n * 10 + k,
+        }
+        for k in range(7)
+    ]
+    return {
+        "file_name": f"train2017/{n:012d}.jpg",
+        "height": 480,
+        "width": 640,
+        "id": n,
+        "annotations": boxes,
+    }
+
+
+def as_arrays(items):
+    boxes = [box for item in items for box in item["annotations"]]
+    return {
+        "names": np.array([item["file_name"] for item in items]),
+        "boxes": np.array([box["bbox"] for box in boxes]),
+        "labels": np.array([box["category_id"] for box in boxes]),
+        "starts": np.arange(0, len(boxes) + 1, 7),
+    }
+
+
+def read_arrays(held, n):
+    start, stop = held["starts"][n : n + 2]
+    return held["names"][n], held["boxes"][start:stop], held["labels"][start:stop]
+
+
+def hugging_face(items):
+    import datasets
+
+    return datasets.Dataset.from_list(items)
+
+
+def read_item(held, n):
+    item = held[n]
+    return item["file_name"], [(box["bbox"], box["category_id"]) for box in item["annotations"]]
+
+
+FORMS = {
+    "a list": (lambda items: items, read_item),
+    "share": (share, read_item),
+    "NumPy arrays": (as_arrays, read_arrays),
+    "datasets": (hugging_face, read_item),
+}
+
+
+class Held(Dataset):
+    def __init__(self, held, read, length):
+        self.held, self.read, self.length = held, read, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, n):
+        self.read(self.held, n)
+        return n
+
+
+def saved(form, count, workers):
+    """Return build seconds, us to read an item, and MiB: of the objects, and of all processes."""
+    make, read = FORMS[form]
+    own = [os.getpid()]
+    empty = sum(map(pss_bytes, own))
+    items = [annotated(n) for n in range(count)]
+    began = time.perf_counter()
+    held = make(items)
+    built_s = time.perf_counter() - began
+    del items
+    gc.collect()
+    alone = sum(map(pss_bytes, own)) - empty
+    order = torch.randperm(count)[:20_000].tolist()
+    began = time.perf_counter()
+    for n in order:
+        read(held, n)
+    each_us = (time.perf_counter() - began) / len(order) * 1e6
+    loader = DataLoader(
+        Held(held, read, count), 500, shuffle=True, num_workers=workers, persistent_workers=True
+    )
+    for _ in loader:
+        pass
+    pids = worker_processes()
+    together = sum(map(pss_bytes, own + pids)) - empty
+    return built_s, each_us, alone / 2**20, together / 2**20
+
+
+def sharing(count, workers):
+    print(f"{count} COCO-like dicts; MiB beyond an empty program, objects alone and with workers")
+    for form in FORMS:
+        rows = [apart(saved, form, count, number) for number in workers]
+        if None in rows:
+            print(f"{form}: could not be measured")
+            continue
+        built_s, each_us, alone, _ = rows[0]
+        sizes = ", ".join(f"{row[3]:.0f} ({n})" for row, n in zip(rows, workers, strict=True))
+        rate = count / max(built_s, 1e-9) * 60 / 1e6
+        print(
+            f"{form}: {alone:.0f} alone, {sizes}; {rows[-1][3] / rows[0][3]:.2f} x; "
+            f"read {min(row[1] for row in rows):.1f} us; built at {rate:.1f} million a minute",
+            flush=True,
+        )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, default=50_000)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--causes", nargs="?", const="", help="of those with this in their name")
+    parser.add_argument("--share", nargs="?", type=int, const=200_000, help="so many dicts")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.causes is not None:
+        return causes(arguments.causes)
+    if arguments.share is not None:
+        return sharing(arguments.share, (1, 2, 4, 8))
     for case in CASES:
         before, after, us = run(case, arguments.batches, arguments.workers)
         print(f"{case}: {arguments.batches} batches, {us:.0f} us each")

@@ -172,8 +172,6 @@ class Pages(NamedTuple):
     """What belongs to no file, as objects do, as a whole: also what it has from its parent."""
     own_bytes: int
     """Of this, pages that no other process has."""
-    shared_bytes: int
-    """Memory files: batches on their way, and what ``share`` holds."""
     file_bytes: int
     """Of files that are mapped."""
 
@@ -191,7 +189,7 @@ def pages_of(smaps_rollup: str, processes: int) -> Pages | None:
     own, whole, part = kib.get("Private_Dirty", 0), kib.get("Anonymous", 0), kib.get("Pss_Anon")
     if part is not None and processes > 1:
         own = min(own, max(0, (processes * part - whole) // (processes - 1)))
-    parts = kib["Pss"], whole, own, kib.get("Pss_Shmem", 0), kib.get("Pss_File", 0)
+    parts = kib["Pss"], whole, own, kib.get("Pss_File", 0)
     return Pages(*(1024 * size for size in parts))
 
 
@@ -201,6 +199,11 @@ def read_pages(process: int, processes: int = 1, *, root: Path = Path("/")) -> P
     It takes some 10 ms for one that has loaded torch, as the kernel walks through its pages.
     """
     return pages_of(_text_of(process, "smaps_rollup", root), processes)
+
+
+def read_memory_files(*, root: Path = Path("/")) -> int:
+    """Bytes of all memory files of the machine, those in ``/dev/shm`` included; 0: not known."""
+    return 1024 * counters(read_text(root, "/proc/meminfo") or "").get("Shmem", 0)
 
 
 def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:

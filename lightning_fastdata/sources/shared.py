@@ -62,17 +62,16 @@ _HINTS: Final = {
 def share(dataset: T) -> T:
     """Move the lists and dicts that a dataset holds into memory that all processes share.
 
-    Forked workers copy what they read of a list of objects, since each reference is counted in the
-    object itself; spawned ones get a copy of everything. What is shared exists once for all workers
-    of all ranks of a machine, however they are started. Call it last in ``__init__``, or on the
-    finished dataset: ``FastDataLoader(share(dataset))``.
+    They exist once then for all workers of all ranks of a machine, however these are started.
+    Forked ones would copy the objects that they read, since each counts its references. Call it
+    last in ``__init__``, or on the finished dataset: ``FastDataLoader(share(dataset))``.
 
     Shared are lists and dicts of more than 1000 elements in attributes of the dataset, and of the
     objects that it holds, as the dataset of a ``Subset``. They hold text, bytes, numbers, ``None``,
     paths, dates, arrays, and lists, tuples and dicts of these. They are read as before: by index,
     slice and key, ``len``, ``in``, ``==``, ``copy``, iteration. What is read is equal to what was
     there, but another object each time, and cannot be changed. A warning names each that holds
-    something else. An array of numbers needs none of this: forked workers have its pages together.
+    something else.
 
     Args:
         dataset: A dataset, which is changed in place; or a list or a dict.
@@ -113,24 +112,12 @@ class _NotShareableError(Exception):
 
 
 class Block(mmap.mmap):
-    """Memory that cannot be changed: a file without a name, mapped.
+    """Memory that cannot be changed: a file without a name, mapped; at its begin is a digest.
 
     It is sent to a process that is being started as an open file. Any other pickle has a copy.
     """
 
-    _descriptor: int
-
-    @classmethod
-    def of(cls, file: IO[bytes]) -> Block:
-        """Return what is written, behind a digest that is still to be written."""
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        file.seek(_DIGEST_BYTES)
-        while part := file.read(2**20):
-            digest.update(part)
-        file.seek(0)
-        file.write(digest.digest())
-        file.flush()
-        return cls.at(_published(file.fileno(), digest.digest()))
+    descriptor: int
 
     @classmethod
     def at(cls, descriptor: int) -> Block:
@@ -139,24 +126,24 @@ class Block(mmap.mmap):
             made = cls(descriptor, 0, access=mmap.ACCESS_READ)
         else:  # older kernels refuse a mapping that is not private of a sealed file
             made = cls(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-        made._descriptor = descriptor
+        made.descriptor = descriptor
         weakref.finalize(made, os.close, descriptor).atexit = False
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None and sys.platform != "win32":
-            return _received, (reduction.DupFd(self._descriptor),)
-        return _copied, (bytes(memoryview(self)[_DIGEST_BYTES:]),)
+            return _received, (reduction.DupFd(self.descriptor),)
+        return _written, (bytes(self),)
 
 
 def _received(descriptor: Any) -> Block:
     return Block.at(descriptor.detach())
 
 
-def _copied(content: bytes) -> Block:
+def _written(content: bytes) -> Block:
     with _memory_file() as file:
-        file.write(b"\0" * _DIGEST_BYTES + content)
-        return Block.of(file)
+        file.write(content)
+        return _finished(file)
 
 
 def _memory_file() -> IO[bytes]:
@@ -166,44 +153,55 @@ def _memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def _published(descriptor: int, digest: bytes) -> int:
-    """Return a descriptor of a file that is complete, or of one like it that was there before."""
+def _finished(file: IO[bytes]) -> Block:
+    """Return what is written, or the same that a process of this user had before."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    file.seek(_DIGEST_BYTES)
+    while part := file.read(2**20):
+        digest.update(part)
+    size = file.tell()
+    file.seek(0)
+    file.write(digest.digest())
+    file.flush()
     with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
         import fcntl
 
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)  # of several ranks one is the first
-            known = _written_before(digest, os.fstat(descriptor).st_size)
-            if known is not None:
-                return known
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            for link in Path("/proc").glob("[0-9]*/fd/*"):
+                with suppress(OSError):  # of other users, and what ends meanwhile
+                    found = _same(link, digest.digest(), size)
+                    if found is not None:
+                        return found
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, seals)
         finally:
             os.close(folder)
-    return os.dup(descriptor)
+    return Block.at(os.dup(file.fileno()))
 
 
-def _written_before(digest: bytes, size_bytes: int) -> int | None:
-    """Return a descriptor of the same content in a process of this user; None: there is none."""
+def _same(link: Path, digest: bytes, size: int) -> Block | None:
+    """Return the memory that an open file is, if it has this content for good."""
     import fcntl
 
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # of other users, and what ends meanwhile
-            if _NAME not in str(link.readlink()) or link.stat().st_size != size_bytes:
-                continue
-            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
-            if sealed and os.pread(descriptor, _DIGEST_BYTES, 0) == digest:
-                return descriptor
-            os.close(descriptor)
-    return None
+    if _NAME not in str(link.readlink()) or link.stat().st_size != size:
+        return None
+    block = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
+    sealed = fcntl.fcntl(block.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    return block if sealed and block[:_DIGEST_BYTES] == digest else None
 
 
 # -- what takes the place of a list or a dict ------------------------------------------------------
 
 
-def _refusing(*names: str) -> Callable[[type[T]], type[T]]:
+_OF_LISTS: Final = (
+    "append clear extend insert pop remove reverse sort __delitem__ __iadd__ __imul__ __setitem__"
+)
+_OF_DICTS: Final = "clear pop popitem setdefault update __delitem__ __ior__ __setitem__"
+
+
+def _refusing(names: str) -> Callable[[type[T]], type[T]]:
     """Have methods of a class raise DatasetError, which says that nothing can be changed."""
 
     def refused(name: str) -> Callable[..., NoReturn]:
@@ -213,52 +211,41 @@ def _refusing(*names: str) -> Callable[[type[T]], type[T]]:
         return refuse
 
     def decorate(kind: type[T]) -> type[T]:
-        for name in names:
+        for name in names.split():
             setattr(kind, name, refused(name))
         return kind
 
     return decorate
 
 
-_OF_LISTS: Final = (
-    "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
-    "__delitem__", "__iadd__", "__imul__", "__setitem__",
-)  # fmt: skip
-_OF_DICTS: Final = (
-    "clear", "pop", "popitem", "setdefault", "update", "__delitem__", "__ior__", "__setitem__",
-)  # fmt: skip
-
-
 class _Copied:
     """Read-only, but a copy or a pickle is as any other."""
 
     __slots__ = ()
-    _plain: type
 
     def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
-        return self._plain, (self._plain(self),)
+        plain: Any = list if isinstance(self, list) else dict
+        return plain, (plain(self),)
 
     def __copy__(self) -> Any:
-        return self._plain(self)
+        return list(self) if isinstance(self, list) else dict(self)  # type: ignore[call-overload]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._plain(self), memo)
+        return copy.deepcopy(copy.copy(self), memo)
 
 
-@_refusing(*_OF_LISTS)
+@_refusing(_OF_LISTS)
 class ReadOnlyList(_Copied, list[Any]):
     """A list within something shared."""
 
     __slots__ = ()
-    _plain = list
 
 
-@_refusing(*_OF_DICTS)
+@_refusing(_OF_DICTS)
 class ReadOnlyDict(_Copied, dict[Any, Any]):
     """A dict within something shared."""
 
     __slots__ = ()
-    _plain = dict
 
 
 def _frozen(value: Any) -> Any:
@@ -328,7 +315,7 @@ class _Shared:
         return self  # as of a tuple: nothing in it can change
 
 
-@_refusing(*_OF_LISTS)
+@_refusing(_OF_LISTS)
 class SharedList(_Shared, Sequence[Any]):
     """What takes the place of a list. A slice, ``copy`` and ``list(x)`` are plain lists."""
 
@@ -366,9 +353,6 @@ class SharedList(_Shared, Sequence[Any]):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
-    def __add__(self, other: Iterable[Any]) -> list[Any]:
-        return [*self, *other]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedList, (self._block, self._form)
 
@@ -387,61 +371,67 @@ def _hash(key: Any) -> int:
     return 0 if key is None else hash(key)
 
 
-@_refusing(*_OF_DICTS)
+@_refusing(_OF_DICTS)
 class SharedDict(_Shared, Mapping[Any, Any]):
     """What takes the place of a dict. ``copy`` and ``dict(x)`` are plain dicts.
 
     Args:
-        lists: The keys, in the order of the dict; their values; the hashes of the keys, sorted; and
-            where the key of each hash is.
+        pairs: Keys and values.
+        hashes: Of the keys, sorted.
+        order: Where the pair of each hash is.
         default: Makes the value of a missing key, as that of a ``defaultdict`` does.
     """
 
-    __slots__ = ("_default", "_keys", "_lists", "_values")
+    __slots__ = ("_default", "_hashes", "_order", "_pairs")
+    __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, lists: Sequence[SharedList], default: Callable[[], Any] | None) -> None:
-        self._lists, self._default = lists, default
-        self._keys, self._values, _, _ = lists
+    def __init__(
+        self,
+        pairs: SharedList,
+        hashes: SharedList,
+        order: SharedList,
+        default: Callable[[], Any] | None,
+    ) -> None:
+        self._pairs, self._hashes, self._order, self._default = pairs, hashes, order, default
 
-    def _position(self, key: Any) -> int:
-        """Return where a key is; -1: nowhere."""
-        _, _, hashes, order = self._lists
+    def _found(self, key: Any) -> Any:
+        """Return key and value, or None."""
         wanted = _hash(key)
-        at = bisect_left(range(len(self)), wanted, key=hashes._read)
-        while at < len(self) and hashes[at] == wanted:
-            if self._keys[order[at]] == key:
-                return int(order[at])
+        at = bisect_left(range(len(self)), wanted, key=self._hashes.__getitem__)
+        while at < len(self) and self._hashes[at] == wanted:
+            pair = self._pairs[self._order[at]]
+            if pair[0] == key:
+                return pair
             at += 1
-        return -1
+        return None
 
     def __getitem__(self, key: Any) -> Any:
-        position = self._position(key)
-        if position >= 0:
-            return self._values[position]
-        if self._default is None:
+        pair = self._found(key)
+        if pair is None and self._default is None:
             raise KeyError(key)
-        return _frozen(self._default())
+        return pair[1] if pair or self._default is None else _frozen(self._default())
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the value of a key, or ``default``."""
-        position = self._position(key)
-        return default if position < 0 else self._values[position]
+        pair = self._found(key)
+        return default if pair is None else pair[1]
 
     def __contains__(self, key: object) -> bool:
-        return self._position(key) >= 0
+        return self._found(key) is not None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._pairs)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._keys)
+        return (key for key, _ in self._pairs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedDict, (self._lists, self._default)
+        return SharedDict, (self._pairs, self._hashes, self._order, self._default)
 
     def __copy__(self) -> dict[Any, Any]:
-        pairs = zip(self._keys, self._values, strict=True)
-        return dict(pairs) if self._default is None else defaultdict(self._default, pairs)
+        return (
+            dict(self._pairs) if self._default is None else defaultdict(self._default, self._pairs)
+        )
 
     copy = __copy__
 
@@ -478,20 +468,17 @@ class _Writer:
     def shared(self, value: Any, name: str, least: int = _FEW) -> Any:
         """Return what takes the place of a value; the value where nothing is to be shared.
 
-        Args:
-            value: Of any kind.
-            name: What it is called where something in it cannot be shared.
-            least: Of a list or dict with no more elements the parts are shared.
+        Of a list or dict with no more elements than ``least`` the parts are.
         """
         if id(value) in self._known:
             return self._known[id(value)][1]
-        kind, made = type(value), value
-        if kind not in CONTAINERS:
+        if type(value) not in CONTAINERS:
             return value
+        made, of_list = value, type(value) is list
         if len(value) > least:
-            made = self._list(value, name) if kind is list else self._dict(value, name)
+            made = self._list(value, name) if of_list else self._dict(value, name)
         else:
-            pairs = enumerate(value) if kind is list else list(value.items())
+            pairs = list(enumerate(value) if of_list else value.items())
             self.share_parts(value, [(key, part, f"{name}[{key!r}]") for key, part in pairs])
         self._known[id(value)] = value, made
         return made
@@ -499,7 +486,7 @@ class _Writer:
     def finish(self) -> None:
         """Make the memory, and put everything in its place."""
         with self._file as file:
-            block = Block.of(file)
+            block = _finished(file)
         for each in self._lists:
             each.attach(block)
         for container, key, made in self.places:
@@ -521,9 +508,10 @@ class _Writer:
                 raise _NotShareableError(f"{name} has a {type(key).__name__} among its keys")
         hashes = np.fromiter(map(_hash, value), np.int64, len(value))
         order = np.argsort(hashes, kind="stable")
-        parts = list(value), list(value.values()), hashes[order].tolist(), order.tolist()
-        lists = [self._list(part, name) for part in parts]
-        return SharedDict(lists, getattr(value, "default_factory", None))
+        parts = list(value.items()), hashes[order].tolist(), order.tolist()
+        pairs, sorted_, positions = (self._list(part, name) for part in parts)
+        default = getattr(value, "default_factory", None)
+        return SharedDict(pairs, sorted_, positions, default)
 
     def _list(self, value: list[Any], name: str) -> SharedList:
         kinds = set(map(type, value))

@@ -167,7 +167,7 @@ def test_pages_that_only_one_process_has_are_told_from_those_that_several_have()
     text = "Pss: 700 kB\nPss_Anon: {} kB\nPss_File: 60 kB\nPss_Shmem: 40 kB\nAnonymous: 900 kB\n"
     text += "Private_Dirty: {} kB\n"
     alone = pages_of(text.format(600, 600), 1)
-    assert alone == Pages(*(1024 * n for n in (700, 900, 600, 40, 60)))
+    assert alone == Pages(*(1024 * n for n in (700, 900, 600, 60)))
     # All is in common with another process, and what is private is of a memory file.
     assert pages_of(text.format(450, 500), 2).own_bytes == 0
     # Three parts of it are its own: 600 + 300 / 2.
@@ -180,6 +180,7 @@ def meter(sizes, pages=None):
         own_bytes=sizes.get,
         pages=lambda process, _: (pages or {}).get(process),
         left_bytes=lambda: GIB,
+        memory_files=iter(range(0, GIB, MIB)).__next__,
     )
 
 
@@ -189,13 +190,14 @@ def test_what_a_worker_has_grown_by_does_not_count_as_copied():
     of.look([1, 2], step=0, epoch=0)
     sizes.update({1: 600 * MIB, 2: 600 * MIB})
     for process in (os.getpid(), 1, 2):
-        pages[process] = Pages(250 * MIB, 600 * MIB, 300 * MIB, 0, 0)
+        pages[process] = Pages(250 * MIB, 600 * MIB, 300 * MIB, 0)
     assert of.read([1, 2]) == 750 * MIB
     of.look([1, 2], step=9, epoch=0)
     found = of.seen(Holds(cache={}, samples=[1] * 5), forked=True)
     assert found.copied_bytes == 200 * MIB
     assert [each.grown_bytes for each in found.growth] == [0, 100 * MIB]
     assert (found.workers, found.kept, found.growing) == (2, True, "dataset.cache")
+    assert found.shared_bytes == MIB, "more than at first"
     of.look([3, 4], step=10, epoch=1)
     assert not of.seen(None, forked=True).kept
     assert of.read([]) == 250 * MIB

@@ -282,20 +282,20 @@ def test_reading_in_a_forked_process_copies_no_page_of_what_is_shared():
 def test_another_process_with_the_same_content_takes_over_the_memory():
     def inode(items):
         kept = share(items)
-        return os.fstat(kept._block._descriptor).st_ino
+        return os.fstat(kept._block.descriptor).st_ino
 
     many = [f"{n} of many" for n in range(99)]
     mine = share(many)
     there = in_a_fork(lambda: f"{inode(many)} {inode(many[1:])}")
-    here = str(os.fstat(mine._block._descriptor).st_ino)
+    here = str(os.fstat(mine._block.descriptor).st_ino)
     assert there[0] == here != there[1]
 
 
 def test_nobody_can_write_to_the_memory():
     block = share([1, 2])._block
     with pytest.raises(OSError):
-        os.pwrite(block._descriptor, b"x", 40)
+        os.pwrite(block.descriptor, b"x", 40)
     with pytest.raises(TypeError):
         block[40] = 1
-    other = Block.at(os.dup(block._descriptor))
+    other = Block.at(os.dup(block.descriptor))
     assert bytes(other) == bytes(block)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.host.usage import Pages, read_own_bytes, read_pages
+from lightning_fastdata.host.usage import Pages, read_memory_files, read_own_bytes, read_pages
 from lightning_fastdata.insight.model.memory import Growth, MemorySeen
 from lightning_fastdata.sources.attributes import held_objects
 
@@ -21,6 +21,7 @@ class MemoryMeter:
         own_bytes: Of a process, memory that belongs to no file; in some 15 us.
         pages: Of a process that so many have pages in common with; in some 10 ms.
         left_bytes: What the machine or the container has left.
+        memory_files: Of the machine: a batch on its way may be mapped by nobody.
     """
 
     def __init__(
@@ -28,8 +29,11 @@ class MemoryMeter:
         own_bytes: Callable[[int], int | None] = read_own_bytes,
         pages: Callable[[int, int], Pages | None] = read_pages,
         left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
+        memory_files: Callable[[], int] = read_memory_files,
     ) -> None:
         self._own_bytes, self._pages, self._left_bytes = own_bytes, pages, left_bytes
+        self._memory_files, self._files_first = memory_files, memory_files()
+        self._shared = 0
         self._first: dict[int, int] = {}
         self._read: dict[int, Pages] = {}
         self._growth: list[Growth] = []
@@ -60,6 +64,7 @@ class MemoryMeter:
         processes = [os.getpid(), *workers]
         read = {each: self._pages(each, len(processes)) for each in processes}
         now = {each: pages for each, pages in read.items() if pages is not None}
+        self._shared = max(0, self._memory_files() - self._files_first)
         self._read = now if workers or not self._most else {**self._read, **now}
         return sum(pages.pss_bytes for pages in now.values()) if now else None
 
@@ -91,7 +96,7 @@ class MemoryMeter:
             copied_bytes=self.copied_bytes,
             growth=tuple(self._growth),
             kept=self._kept,
-            shared_bytes=sum(each.shared_bytes for each in pages),
+            shared_bytes=self._shared,
             file_bytes=sum(each.file_bytes for each in pages),
             objects=objects,
             growing=growing[0] if growing else "",

@@ -73,9 +73,9 @@ def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
     found = []
     for held in seen.objects:
         sent = bool(seen.workers) and not seen.forked
-        copied = min(seen.copied_bytes - _USUAL_BYTES, held.counted_bytes)
-        if sent or copied >= _COPIED_PART * held.counted_bytes > 0:
-            each = held.size_bytes if sent else copied
+        beyond = seen.copied_bytes - _USUAL_BYTES
+        if sent or beyond >= _COPIED_PART * held.counted_bytes > 0:
+            each = held.size_bytes if sent else min(seen.copied_bytes, held.counted_bytes)
             found.append(MemoryUse("copied", count * each, each, held))
             break  # how the others are read, their sum does not say
     if seen.growth:
