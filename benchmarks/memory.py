@@ -127,10 +127,17 @@ class Item:
         self.path, self.label = f"train/{number:012d}.jpg", float(number)
 
 
+def touch(value):
+    parts = getattr(value, "__dict__", value)
+    parts = parts.values() if isinstance(parts, dict) else parts
+    for part in parts if isinstance(parts, list | tuple | type({}.values())) else ():
+        touch(part)
+
+
 def of_list(make, count=SAMPLES):
     def planted():
         def read(dataset, index):
-            repr(dataset.samples[index])
+            touch(dataset.samples[index])
 
         return Planted(count, read, samples=[make(number) for number in range(count)])
 
@@ -140,7 +147,7 @@ def of_list(make, count=SAMPLES):
 def of_dict(make, count=SAMPLES):
     def planted():
         def read(dataset, index):
-            repr(dataset.index[index])
+            touch(dataset.index[index])
 
         return Planted(count, read, index={number: make(number) for number in range(count)})
 
@@ -207,7 +214,7 @@ PLANTED = {
     "dicts": ("copied", of_list(record)),
     "tuples": ("copied", of_list(lambda n: (f"train/{n:012d}.jpg", float(n), n + 10**6))),
     "paths": ("copied", of_list(lambda n: f"a/rather/long/folder/of/photographs/{n:012d}.jpg" * 3)),
-    "Path objects": ("copied", of_list(lambda n: Path(f"train/{n:012d}.jpg"))),
+    "Path objects": ("copied", of_list(lambda n: Path(f"train/{n:012d}.jpg"), 2 * SAMPLES)),
     "lists of numbers": ("copied", of_list(lambda n: [n + 0.5, n + 1.5, n + 2.5, n + 3.5])),
     "objects": ("copied", of_list(Item)),
     "a dict of dicts": ("copied", of_dict(record)),
@@ -425,7 +432,7 @@ def sharing(count, workers):
         if None in rows:
             print(f"{form}: could not be measured")
             continue
-        built_s, each_us, alone, _ = rows[0]
+        built_s, _, alone, _ = rows[0]
         sizes = ", ".join(f"{row[3]:.0f} ({n})" for row, n in zip(rows, workers, strict=True))
         rate = count / max(built_s, 1e-9) * 60 / 1e6
         print(
@@ -444,10 +451,10 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.causes is not None:
-        return causes(arguments.causes)
+        causes(arguments.causes)
     if arguments.share is not None:
-        return sharing(arguments.share, (1, 2, 4, 8))
-    for case in CASES:
+        sharing(arguments.share, (1, 2, 4, 8))
+    for case in CASES if arguments.causes is None is arguments.share else ():
         before, after, us = run(case, arguments.batches, arguments.workers)
         print(f"{case}: {arguments.batches} batches, {us:.0f} us each")
         for name in before:

@@ -164,41 +164,37 @@ def read_pressure(resource: Literal["cpu", "io"], *, root: Path = Path("/")) -> 
 
 
 class Pages(NamedTuple):
-    """Memory of one process. Pages of several processes count by parts, if nothing else is said."""
+    """Memory of one process, in bytes."""
 
     pss_bytes: int
-    """All of it."""
+    """All of it; pages of several processes count by parts."""
     anonymous_bytes: int
-    """What belongs to no file, as objects do, as a whole: also what it has from its parent."""
+    """What belongs to no file, as objects do: also what it has in common with its parent."""
     own_bytes: int
-    """Of this, pages that no other process has."""
+    """Of this, at least so much is in pages that no other process has."""
     file_bytes: int
-    """Of files that are mapped."""
+    """Of files that are mapped, by parts."""
 
 
-def pages_of(smaps_rollup: str, processes: int) -> Pages | None:
+def pages_of(smaps_rollup: str) -> Pages | None:
     """Return what ``/proc/PID/smaps_rollup`` says; None: nothing.
 
-    Pages of memory files count as dirty and private there where one process alone has mapped them.
-    So what is its own is bounded by the parts: of what others have as well, each of so many
-    ``processes`` that have memory in common counts at least its part.
+    A page of a memory file counts there as dirty and private where one process alone has mapped it.
     """
     kib = counters(smaps_rollup)
     if "Pss" not in kib:
         return None
-    own, whole, part = kib.get("Private_Dirty", 0), kib.get("Anonymous", 0), kib.get("Pss_Anon")
-    if part is not None and processes > 1:
-        own = min(own, max(0, (processes * part - whole) // (processes - 1)))
-    parts = kib["Pss"], whole, own, kib.get("Pss_File", 0)
+    own = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
+    parts = kib["Pss"], kib.get("Anonymous", 0), own, kib.get("Pss_File", 0)
     return Pages(*(1024 * size for size in parts))
 
 
-def read_pages(process: int, processes: int = 1, *, root: Path = Path("/")) -> Pages | None:
+def read_pages(process: int, *, root: Path = Path("/")) -> Pages | None:
     """Return the memory of a process, see :func:`pages_of`; None: not known.
 
     It takes some 10 ms for one that has loaded torch, as the kernel walks through its pages.
     """
-    return pages_of(_text_of(process, "smaps_rollup", root), processes)
+    return pages_of(_text_of(process, "smaps_rollup", root))
 
 
 def read_memory_files(*, root: Path = Path("/")) -> int:

@@ -397,7 +397,7 @@ class SharedDict(_Shared, Mapping[Any, Any]):
     def _found(self, key: Any) -> Any:
         """Return key and value, or None."""
         wanted = _hash(key)
-        at = bisect_left(range(len(self)), wanted, key=self._hashes.__getitem__)
+        at = bisect_left(range(len(self)), wanted, key=self._hashes._read)
         while at < len(self) and self._hashes[at] == wanted:
             pair = self._pairs[self._order[at]]
             if pair[0] == key:
@@ -429,9 +429,9 @@ class SharedDict(_Shared, Mapping[Any, Any]):
         return SharedDict, (self._pairs, self._hashes, self._order, self._default)
 
     def __copy__(self) -> dict[Any, Any]:
-        return (
-            dict(self._pairs) if self._default is None else defaultdict(self._default, self._pairs)
-        )
+        made: dict[Any, Any] = {} if self._default is None else defaultdict(self._default)
+        made.update(self._pairs)
+        return made
 
     copy = __copy__
 

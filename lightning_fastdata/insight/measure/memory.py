@@ -19,7 +19,7 @@ class MemoryMeter:
 
     Args:
         own_bytes: Of a process, memory that belongs to no file; in some 15 us.
-        pages: Of a process that so many have pages in common with; in some 10 ms.
+        pages: Of a process; in some 10 ms.
         left_bytes: What the machine or the container has left.
         memory_files: Of the machine: a batch on its way may be mapped by nobody.
     """
@@ -27,7 +27,7 @@ class MemoryMeter:
     def __init__(
         self,
         own_bytes: Callable[[int], int | None] = read_own_bytes,
-        pages: Callable[[int, int], Pages | None] = read_pages,
+        pages: Callable[[int], Pages | None] = read_pages,
         left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
         memory_files: Callable[[], int] = read_memory_files,
     ) -> None:
@@ -62,7 +62,7 @@ class MemoryMeter:
     def read(self, workers: Sequence[int]) -> int | None:
         """Look at the pages of all processes; return what they take together, if it is known."""
         processes = [os.getpid(), *workers]
-        read = {each: self._pages(each, len(processes)) for each in processes}
+        read = {each: self._pages(each) for each in processes}
         now = {each: pages for each, pages in read.items() if pages is not None}
         self._shared = max(0, self._memory_files() - self._files_first)
         self._read = now if workers or not self._most else {**self._read, **now}

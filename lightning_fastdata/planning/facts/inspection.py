@@ -213,7 +213,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell) -> None:
         cost = measure_samples(dataset, batch_size=spec.batch_size or 1, collate=collate)
         after = fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
         tell("cost", (cost, watch.drew(), before is None or before != after))
-        pages, held = read_pages(os.getpid(), 2), held_objects(spec.dataset)
+        pages, held = read_pages(os.getpid()), held_objects(spec.dataset)
         if pages is not None:
             in_common = pages.anonymous_bytes - pages.own_bytes
             copies = min(in_common, sum(each.counted_bytes for each in held))
