@@ -79,6 +79,10 @@ HEALTHY = {
         objects=(replace(SAMPLES, size_bytes=GIB, counted_bytes=999),),
         copied_bytes=30 * MIB,
     ),
+    "a list that nobody reads": seen(
+        objects=(replace(SAMPLES, size_bytes=150 * MIB, counted_bytes=100 * MIB),),
+        copied_bytes=30 * MIB,
+    ),
     "a list that is hardly read": seen(objects=(SAMPLES,), copied_bytes=40 * MIB),
     "a small list": seen(
         objects=(replace(SAMPLES, size_bytes=MIB, counted_bytes=MIB),),
