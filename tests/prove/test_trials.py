@@ -109,13 +109,14 @@ def test_where_free_data_brings_nothing_no_remedy_is_tried():
 
 
 def test_nothing_to_gain_is_not_said_of_blocks_that_differ_a_lot():
-    trials = [
-        Training({AS_IS: 10.0, FREE: 10.0}, spread=0.3, seed=seed).run() for seed in range(20)
-    ]
-    close = [found for found in trials if bound_of(found.trial).factor < 1.03]
-    assert close
-    assert not [found for found in close if found.outcome == "nothing to gain"]
-    assert {found.exit_code for found in close} == {2}
+    said = set()
+    for seed in range(20):
+        found = Training({AS_IS: 10.0, FREE: 10.0}, spread=0.3, seed=seed).run()
+        bound = bound_of(found.trial)
+        if bound.factor < 1.03:
+            said.add(found.outcome)
+            assert found.outcome == ("not known" if bound.high > 1.1 else "nothing to gain")
+    assert "not known" in said
 
 
 def test_a_cache_is_promised_for_the_epochs_that_the_script_has():
