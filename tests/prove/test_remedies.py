@@ -152,7 +152,7 @@ def test_objects_that_workers_would_copy_are_tried_in_shared_memory_if_nothing_c
     )
     assert code_of(Change(share=True), [call], given_to_fit=False) == [
         "from lightning_fastdata import share",
-        "DataLoader(share(dataset), batch_size=8)  # training, of Photos",
+        "train_loader = DataLoader(share(dataset), batch_size=8)  # training, of Photos",
     ]
     both = Change(share=True) | Change(num_workers=2)
     assert (both.share, both.num_workers) == (True, 2)

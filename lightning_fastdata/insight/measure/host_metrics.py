@@ -209,13 +209,17 @@ class HostMeter:
             scalars["data_workers/busy_percent"] = 100 * busy
         ended_s = self._clock_s()
         self._due_s = ended_s + _REST * (ended_s - began_s)
-        if memory and ended_s >= self._memory_due_s:
-            scalars |= self.read_memory()
-        return scalars
+        return scalars | (self.read_memory() if memory else {})
 
-    def read_memory(self) -> dict[str, float]:
-        """Return what all processes take together, and of this, what workers have copied."""
-        began_s, workers = self._clock_s(), self._workers()
+    def read_memory(self, *, at_once: bool = False) -> dict[str, float]:
+        """Return what all processes take together, and of this, what workers have copied.
+
+        Empty if it is too early; ``at_once``: it is not.
+        """
+        began_s = self._clock_s()
+        if began_s < self._memory_due_s and not at_once:
+            return {}
+        workers = self._workers()
         together = self.memory.read(workers)
         self._memory_due_s = self._clock_s() + _REST * (self._clock_s() - began_s)
         if together is None:

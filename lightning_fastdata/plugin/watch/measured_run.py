@@ -120,8 +120,15 @@ class RunJudge:
             loader=label,
         )
 
-    def judged(self, train: StageSummary, val: StageSummary | None, wall: WallTime) -> Verdict:
-        """Return what limits the training."""
+    def judged(
+        self,
+        train: StageSummary,
+        val: StageSummary | None,
+        wall: WallTime,
+        *,
+        ended: bool = False,
+    ) -> Verdict:
+        """Return what limits the training; ``ended``: it goes no further."""
         host, ranks = self._recording.host, self.ranks
         slowest = None if val is None else costliest(val.loaders)
         ours, facts = own_datamodule(self._trainer), self.facts(train)
@@ -138,16 +145,16 @@ class RunJudge:
             val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
-            memory=self._read_memory(train),
+            memory=self._read_memory(train, ended=ended),
             ranks=() if ranks is None else all_known(ranks.so_far),
         )
         return judge(train, facts, evidence)
 
-    def _read_memory(self, train: StageSummary) -> MemorySeen | None:
+    def _read_memory(self, train: StageSummary, *, ended: bool) -> MemorySeen | None:
         host = self._recording.host
         if host is not None:
             _, loader = _costliest_loader(self._recording.loaders(), train)
-            host.read_memory()
+            host.read_memory(at_once=ended)
             dataset = getattr(loader, "dataset", None)
             self.memory = host.memory.seen(dataset, forked=_forks(loader))
         return self.memory
@@ -442,7 +449,7 @@ class MeasuredRun:
         if ranks is not None and ended:
             ranks.read()
         if verdict is None:
-            verdict = self.judge.judged(main, val, self.wall())
+            verdict = self.judge.judged(main, val, self.wall(), ended=True)
         return RunReport(
             ended=ended,
             moves=tuple(m for _, t in tuned_loaders(self.recording.loaders()) for m in t.moves),
