@@ -601,9 +601,15 @@ def trial_of_loop(settings: ProveSettings, loader: Any, device: torch.device) ->
 
 
 def _large_objects(dataset: object) -> str:
+    """Return in words the largest list or dict of a dataset that workers would copy.
+
+    Only one of the dataset itself: of what it holds, a shallow copy has the same, and the training
+    as it is would read what is shared.
+    """
     held = next(iter(held_objects(dataset)), None)
+    own = held is not None and held.name.count(".") == 1
     large = held is not None and held.counted_bytes >= _LARGE_BYTES
-    return f"{held.name} ({held.kind})" if held is not None and large else ""
+    return f"{held.name} ({held.kind})" if held is not None and own and large else ""
 
 
 def _tree() -> list[int]:
