@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.block_shuffle import (
         BlockShuffleSampler as BlockShuffleSampler,
     )
+    from lightning_fastdata.order.buckets import BucketBatchSampler as BucketBatchSampler
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
+    from lightning_fastdata.order.packing import PackedDataset as PackedDataset
+    from lightning_fastdata.order.packing import pack as pack
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
@@ -54,6 +57,7 @@ _HOME = {
     "BatchSizeError": "errors",
     "BatchTransform": "augment.transform",
     "BlockShuffleSampler": "order.block_shuffle",
+    "BucketBatchSampler": "order.buckets",
     "CachedDataset": "caches.cached",
     "CachedSource": "caches.cached",
     "ColumnDataset": "executors.gather.columns",
@@ -70,6 +74,7 @@ _HOME = {
     "MissingPackageError": "errors",
     "MixUp": "augment.mixing",
     "OptionsError": "errors",
+    "PackedDataset": "order.packing",
     "PackedStrings": "images.packed",
     "RunReport": "insight.report.run_report",
     "SampleKey": "types",
@@ -81,6 +86,7 @@ _HOME = {
     "as_batch_transform": "augment.transform",
     "cache_images": "caches.image_cache",
     "decode_crop": "images.reading",
+    "pack": "order.packing",
     "prefetch": "device.prefetch",
     "register": "augment.registry",
 }
@@ -92,6 +98,7 @@ __all__ = [
     "BatchSizeError",
     "BatchTransform",
     "BlockShuffleSampler",
+    "BucketBatchSampler",
     "CachedDataset",
     "CachedSource",
     "ColumnDataset",
@@ -108,6 +115,7 @@ __all__ = [
     "MissingPackageError",
     "MixUp",
     "OptionsError",
+    "PackedDataset",
     "PackedStrings",
     "RunReport",
     "SampleKey",
@@ -119,6 +127,7 @@ __all__ = [
     "as_batch_transform",
     "cache_images",
     "decode_crop",
+    "pack",
     "prefetch",
     "register",
 ]

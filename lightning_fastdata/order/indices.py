@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.order.buckets import BucketOrder
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, parts_of
 from lightning_fastdata.order.samplers import epoch_order, index_batches
 from lightning_fastdata.randomness.global_generators import kept_random_state
@@ -96,7 +97,7 @@ class EpochIndices:
         """The number of the epoch that the sampler drew last."""
         self._ahead = _Digests(Start())
         self._began = _Began(source)
-        self._hashed: tuple[EpochOrder, int, int] | None = None
+        self._hashed: tuple[EpochOrder | BucketOrder, int, int] | None = None
 
     @property
     def sampler(self) -> object:
@@ -112,6 +113,10 @@ class EpochIndices:
         start = self.start
         epoch: int = getattr(self.sampler, "epoch", 0)
         known = epoch_order(self.source, epoch)
+        if known is not None and start.drawn:
+            _restore(self.sampler, start.drawn)
+            self._began = _Began(self.source)
+            known = epoch_order(self.source, epoch)
         if known is not None:
             if not start.samples:
                 return self._plain(self.source)
