@@ -316,11 +316,10 @@ def _cuts(counts: Ints, highest: Ints, tokens: int | None, batch_size: int | Non
     """
     cuts, at = [0], 0
     for end, longest in zip(np.cumsum(counts).tolist(), highest.tolist(), strict=True):
-        rows = batch_size if tokens is None else tokens // max(longest, 1)
-        if batch_size is not None:
-            rows = min(rows or 1, batch_size)
+        fit = math.inf if tokens is None else tokens // max(longest, 1)
+        rows = int(min(fit, batch_size or math.inf))
         while at < end:
-            at += rows or 1
+            at += rows
             cuts.append(at)
     cuts[-1] = int(counts.sum())  # the last batch may have fewer
     return np.array(cuts, np.int64)
@@ -329,8 +328,8 @@ def _cuts(counts: Ints, highest: Ints, tokens: int | None, batch_size: int | Non
 def _ranges(starts: Ints, sizes: Ints) -> Ints:
     """Return ``start, start + 1, ...`` for each start, so many as its size, one after the other."""
     ends = np.cumsum(sizes)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - sizes), sizes)
+    found: Ints = np.arange(sizes.sum()) + np.repeat(starts - (ends - sizes), sizes)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
