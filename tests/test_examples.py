@@ -20,6 +20,7 @@ TRAININGS = {
     "augment_without_lightning.py": ["--small"],
     "quickstart.py": ["--small"],
     "segmentation.py": ["--small"],
+    "packed.py": ["--small"],
     "plain_loaders.py": ["--small"],
     "plain_loop.py": ["--small"],
     "sequences.py": ["--small"],
