@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,25 +29,9 @@ IGNORED: Final = -100
 """A label that no loss counts: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 
 
-class PackedTokens(TypedDict):
-    """Documents one behind the other: a pack, or, with a first dimension of 1, a batch of packs."""
-
-    input_ids: torch.Tensor
-    """int64 [tokens]."""
-    position_ids: torch.Tensor
-    """int64 [tokens]; from 0 in each document, or each part of one."""
-    labels: torch.Tensor
-    """int64 [tokens]; as long as ``input_ids`` and not shifted, -100 where nothing is to be
-    predicted: the first token of each document."""
-    cu_seqlens: torch.Tensor
-    """int32 [documents + 1]; where each begins, and the last one ends."""
-
-
-class PackedBatch(PackedTokens):
-    """What :meth:`PackedDataset.collate` makes of packs."""
-
-    max_seqlen: int
-    """Tokens of the longest document."""
+_ROWS: Final = ("input_ids", "position_ids", "labels")
+Packed: TypeAlias = dict[str, torch.Tensor]
+"""Documents one behind the other, see :class:`PackedDataset`."""
 
 
 def pack(
@@ -99,12 +83,16 @@ def pack(
         raise DatasetError(f"lengths has {len(found)} numbers for {count} documents.")
     if not split:
         check_fits(found, tokens, "Cut such documents, use split=True, or give more tokens.")
-    plan = _Cut(found, tokens, seed) if split else _Fitted(found, tokens, seed)
-    return PackedDataset(dataset, plan)
+    return PackedDataset(dataset, (_Cut if split else _Fitted)(found, tokens, seed))
 
 
-class PackedDataset(Dataset[PackedTokens]):
+class PackedDataset(Dataset[Packed]):
     """The packs of :func:`pack`: sample ``i`` is pack ``i`` of the epoch that was set.
+
+    A pack is a dict of four tensors. ``input_ids``: int64 [tokens]. ``position_ids``: int64
+    [tokens], from 0 in each document, or part of one. ``labels``: int64 [tokens], not shifted,
+    -100 where nothing is to be predicted: at least the first token of each document.
+    ``cu_seqlens``: int32 [documents + 1], where each begins, and the last one ends.
 
     There are as many in each epoch. Loaders of this package set the epoch; with torch's own, call
     :meth:`set_epoch` before each one, and do not keep workers.
@@ -112,8 +100,12 @@ class PackedDataset(Dataset[PackedTokens]):
 
     def __init__(self, dataset: Dataset[Any], plan: _Cut | _Fitted) -> None:
         self.dataset = dataset
-        self._plan = plan
+        self._plan: Any = plan
         self._epoch = 0
+        self._drawn: tuple[int, tuple[Ints, ...]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_drawn": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what is packed together in ``epoch``, counted from 0."""
@@ -121,7 +113,8 @@ class PackedDataset(Dataset[PackedTokens]):
 
     def __len__(self) -> int:
         """Packs."""
-        return self._plan.packs
+        packs: int = self._plan.packs
+        return packs
 
     @property
     def waste(self) -> float:
@@ -130,7 +123,7 @@ class PackedDataset(Dataset[PackedTokens]):
         held = int(plan.lengths.sum())
         return 1 - held / (plan.packs * plan.tokens) if plan.packs else 0.0
 
-    def __getitem__(self, index: int) -> PackedTokens:
+    def __getitem__(self, index: int) -> Packed:
         """Return a pack.
 
         Raises:
@@ -139,7 +132,9 @@ class PackedDataset(Dataset[PackedTokens]):
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"There is no pack {index} of {len(self)}.")
-        pieces = self._plan.pieces(index % len(self), self._epoch)
+        if self._drawn is None or self._drawn[0] != self._epoch:
+            self._drawn = self._epoch, self._plan.drawn(self._epoch)
+        pieces = self._plan.pieces(index % len(self), *self._drawn[1])
         ids, labels = [], []
         for at, begin, end in zip(*map(np.ndarray.tolist, pieces), strict=True):
             own_ids, own_labels = _ids_and_labels(self.dataset[at], at)
@@ -154,21 +149,20 @@ class PackedDataset(Dataset[PackedTokens]):
         return _joined(ids, labels)
 
     @staticmethod
-    def collate(packs: Sequence[PackedTokens]) -> PackedBatch:
+    def collate(packs: Sequence[Packed]) -> dict[str, torch.Tensor | int]:
         """Return a batch: the documents of all packs one behind the other, in one row.
 
         It is for ``collate_fn``. ``input_ids``, ``position_ids`` and ``labels`` are int64
-        [1, tokens], ``cu_seqlens`` is int32 [documents + 1], and ``max_seqlen`` is an int.
+        [1, tokens], ``cu_seqlens`` is int32 [documents + 1], and ``max_seqlen``, an int, the length
+        of the longest.
         """
         sizes = np.concatenate([np.diff(one["cu_seqlens"].numpy()) for one in packs])
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        return PackedBatch(
-            input_ids=torch.cat([one["input_ids"] for one in packs])[None],
-            position_ids=torch.cat([one["position_ids"] for one in packs])[None],
-            labels=torch.cat([one["labels"] for one in packs])[None],
-            cu_seqlens=torch.from_numpy(ends),
-            max_seqlen=int(sizes.max(initial=0)),
-        )
+        return {
+            **{name: torch.cat([one[name] for one in packs])[None] for name in _ROWS},
+            "cu_seqlens": torch.from_numpy(ends),
+            "max_seqlen": int(sizes.max(initial=0)),
+        }
 
 
 def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,16 +183,16 @@ def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]
     return ids.long(), labels.long()
 
 
-def _joined(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> PackedTokens:
+def _joined(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> Packed:
     sizes = np.array([len(row) for row in ids])
     ends = np.concatenate([[0], np.cumsum(sizes)])
     positions = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)
-    return PackedTokens(
-        input_ids=torch.cat([*ids]),
-        position_ids=torch.from_numpy(positions),
-        labels=torch.cat([*labels]),
-        cu_seqlens=torch.from_numpy(ends.astype(np.int32)),
-    )
+    return {
+        "input_ids": torch.cat([*ids]),
+        "position_ids": torch.from_numpy(positions),
+        "labels": torch.cat([*labels]),
+        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)),
+    }
 
 
 class _Pieces(NamedTuple):
@@ -215,18 +209,14 @@ class _Cut:
     def __init__(self, lengths: Ints, tokens: int, seed: int) -> None:
         self.lengths, self.tokens, self.seed = lengths, tokens, seed
         self.packs = -(-int(lengths.sum()) // tokens)
-        self._drawn: tuple[int, Ints, Ints] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_drawn": None}
+    def drawn(self, epoch: int) -> tuple[Ints, Ints]:
+        """Return the order of an epoch, and where each document ends in it."""
+        order = epoch_permutation(len(self.lengths), self.seed, epoch)[:]
+        return order, np.cumsum(self.lengths[order])
 
-    def pieces(self, number: int, epoch: int) -> _Pieces:
+    def pieces(self, number: int, order: Ints, ends: Ints) -> _Pieces:
         """Return what is in a pack."""
-        known = self._drawn
-        if known is None or known[0] != epoch:
-            order = epoch_permutation(len(self.lengths), self.seed, epoch)[:]
-            known = self._drawn = epoch, order, np.cumsum(self.lengths[order])
-        _, order, ends = known
         begin = number * self.tokens
         stop = min(begin + self.tokens, int(ends[-1]))
         first = int(np.searchsorted(ends, begin, side="right"))
@@ -253,18 +243,16 @@ class _Fitted:
         self._places = np.argsort(packs, kind="stable")
         self._ends = np.cumsum(np.bincount(packs))
         self.packs = len(self._ends)
-        self._drawn: tuple[int, Ints] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_drawn": None}
+    def drawn(self, epoch: int) -> tuple[Ints]:
+        """Return the documents of an epoch by their length, the longest first."""
+        return (shuffled_within(self._classes, self.seed, epoch),)
 
-    def pieces(self, number: int, epoch: int) -> _Pieces:
+    def pieces(self, number: int, order: Ints) -> _Pieces:
         """Return what is in a pack."""
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, shuffled_within(self._classes, self.seed, epoch)
         begin = self._ends[number - 1] if number else 0
         places = self._places[begin : self._ends[number]]
-        documents = self._documents[self._drawn[1][places]]
+        documents = self._documents[order[places]]
         return _Pieces(documents, np.zeros_like(documents), self.lengths[documents])
 
 

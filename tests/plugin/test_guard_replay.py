@@ -343,5 +343,5 @@ def test_batches_of_another_length_are_taken_in_parts_by_their_numbers():
         trainer.fit(model, datamodule=TextsByLength(seed=3))
     assert sum(rows for rows, _ in model.trained) == 2 * ROWS
     long, short = ({rows for rows, length in model.trained if length == n} for n in (20, 2))
-    assert max(long) in (3, 4)
-    assert max(short) >= 38
+    assert max(long) in (3, 4)  # 60 or 80 numbers
+    assert min(short) >= 36
