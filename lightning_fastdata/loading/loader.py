@@ -57,6 +57,7 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.ranks import SharedSampler
 from lightning_fastdata.order.samplers import (
     RankSampler,
     is_drawn_at_start,
@@ -319,7 +320,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             in_order=in_order,
         )
         inner_sampler = sampler_in(batch_sampler)
-        if isinstance(inner_sampler, RankSampler):
+        if isinstance(inner_sampler, RankSampler | SharedSampler):
             # torch puts a sequential one there; Lightning shares that out among the ranks again.
             vars(self)["sampler"] = inner_sampler
         warn_of_unkeyed(dataset, collate_fn)
@@ -546,7 +547,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if isinstance(found, LoaderState):
             return found.as_dict()
         reached, late = (None, []) if found is None else found.which(batches)
-        indices = self._indices or indices_of(self._settings())
+        indices = self._indices_now()
         state = replace(
             as_it_is(self, indices),
             epoch=epoch,
@@ -583,8 +584,11 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def cut_anew(self, state: LoaderState) -> LoaderState:
         """Return a state of this loader with its position in batches of the present size."""
-        indices = self._indices or indices_of(self._settings())
+        indices = self._indices_now()
         return state if indices is None else cut_anew(state, as_it_is(self, indices), indices)
+
+    def _indices_now(self) -> EpochIndices | None:
+        return indices_of(self._settings()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
         if self.run is not None:

@@ -27,6 +27,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
+from lightning_fastdata.order.ranks import SharedSampler, knows_ranks
 from lightning_fastdata.order.samplers import (
     EvaluationBatchSampler,
     RankBatchSampler,
@@ -434,9 +435,12 @@ def build_loader(
     batches = not stream and arguments["batch_size"] is not None
     evaluates = spread and stage != "train" and batches and not (ordered or shuffled)
     share = None
-    if stage == "train" and spread and batches and (by_blocks or (shuffled and not ordered)):
-        share = _share_of_rank(sized, arguments, cast("Trainer", trainer))
-    if share is not None:
+    if stage == "train" and spread and not stream:
+        own = by_blocks or not ordered
+        share = _share_of_rank(sized, arguments, trainer, own=own, shuffled=shuffled)
+    if isinstance(share, SharedSampler):
+        arguments["sampler"] = share
+    elif share is not None:
         arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": share}
     elif shuffled and not ordered:
         arguments["sampler"] = ShuffleSampler(sized, settings["seed"])
@@ -453,28 +457,37 @@ def build_loader(
 
 
 def _share_of_rank(
-    dataset: Any, arguments: Mapping[str, Any], trainer: Trainer
-) -> RankBatchSampler | None:
-    """Return this rank's share of a shuffled training; None where it cannot come out even."""
+    dataset: Any, arguments: Mapping[str, Any], trainer: Trainer, *, own: bool, shuffled: bool
+) -> RankBatchSampler | SharedSampler | None:
+    """Return this rank's share of a training; None where its sampler splits itself among ranks.
+
+    ``own``: the order is one of this package, not that of a sampler or batch sampler.
+    """
     kwargs = trainer.distributed_sampler_kwargs
-    if kwargs is None:
+    batches, order = arguments.get("batch_sampler"), arguments.get("sampler")
+    given = order if batches is None else batches
+    if kwargs is None or knows_ranks(given):
         return None
-    ranks, size = int(kwargs["num_replicas"]), arguments["batch_size"]
-    drop_last = arguments["drop_last"]
-    if not (drop_last or can_share_evenly(len(dataset), size, ranks)):
-        return None
-    given = arguments.get("sampler")
-    by_blocks = given if isinstance(given, BlockShuffleSampler) else None
-    sampler = RankSampler(
-        dataset,
-        batch_size=size,
-        num_replicas=ranks,
-        rank=int(kwargs["rank"]),
-        seed=arguments["seed"] if by_blocks is None else by_blocks.seed,
-        drop_last=drop_last,
-        blocks=None if by_blocks is None else by_blocks.blocks,
-    )
-    return RankBatchSampler(sampler, size, drop_last)
+    ranks = {"num_replicas": int(kwargs["num_replicas"]), "rank": int(kwargs["rank"])}
+    size = arguments["batch_size"] if batches is None else None
+    about = {"seed": arguments["seed"], "drop_last": arguments["drop_last"]}
+    if own and size is not None:
+        if isinstance(given, BlockShuffleSampler):
+            about |= {"seed": given.seed, "blocks": given.blocks}
+        if about["drop_last"] or can_share_evenly(len(dataset), size, ranks["num_replicas"]):
+            sampler = RankSampler(
+                dataset, batch_size=size, shuffle=given is not None or shuffled, **about, **ranks
+            )
+            return RankBatchSampler(sampler, size, about["drop_last"])
+    if given is None:
+        given = ShuffleSampler(dataset, about["seed"]) if shuffled else SequentialSampler(dataset)
+    if batches is not None:
+        about["drop_last"] = None  # its own
+    about.pop("blocks", None)
+    share = SharedSampler(given, batch_size=size, **about, **ranks)
+    if size is None and batches is None:
+        return share
+    return RankBatchSampler(share, rows_in(given) or size or 1, share.drop_last)
 
 
 def shuffled_in_blocks(
@@ -548,6 +561,8 @@ def settle_sharing(
     """
     if trainer is not None and stage == "train" and isinstance(loader.dataset, IterableDataset):
         _tell_of_uneven_parts(loader.dataset, trainer)
+    if isinstance(loader.sampler, SharedSampler) and (left := loader.sampler.left_over()):
+        _tell(trainer, name, left)
     if trainer is None or not isinstance(loader.batch_sampler, EvaluationBatchSampler):
         return
     average_exactly(trainer)
