@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         BlockShuffleSampler as BlockShuffleSampler,
     )
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
+    from lightning_fastdata.order.mixture import Mixture as Mixture
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
@@ -69,6 +70,7 @@ _HOME = {
     "LoaderOptions": "planning.options",
     "MissingPackageError": "errors",
     "MixUp": "augment.mixing",
+    "Mixture": "order.mixture",
     "OptionsError": "errors",
     "PackedStrings": "images.packed",
     "RunReport": "insight.report.run_report",
@@ -107,6 +109,7 @@ __all__ = [
     "LoaderOptions",
     "MissingPackageError",
     "MixUp",
+    "Mixture",
     "OptionsError",
     "PackedStrings",
     "RunReport",

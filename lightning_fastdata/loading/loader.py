@@ -66,7 +66,12 @@ from lightning_fastdata.order.samplers import (
     set_epoch,
 )
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
+from lightning_fastdata.planning.options import (
+    LoaderOptions,
+    check_loader,
+    checked_seed,
+    refuse_shuffle,
+)
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
@@ -247,6 +252,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
+        refuse_shuffle(dataset, shuffle)
         seed = global_seed() if seed is None else checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
@@ -568,6 +574,14 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if indices is not None:
             state = with_indices(state, indices)
         return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
+
+    def progress(self) -> tuple[int, int]:
+        """Return the epoch, counted from 0, and how many samples of it all ranks took."""
+        epoch, batches, found = self._position.now(self.run, self._length())
+        if isinstance(found, LoaderState):
+            return epoch, found.samples
+        indices = self._indices_now()
+        return epoch, (0 if indices is None else indices.samples(epoch, batches)) or 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, with the next iteration, behind the batch after which a state was saved.

@@ -23,6 +23,7 @@ from lightning_fastdata.loading.position import LoaderState, Pass, UnderWay
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices, Start, Stateful
+from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.order.ranks import deciding, share_in
 from lightning_fastdata.order.samplers import (
     RankSampler,
@@ -274,6 +275,8 @@ def restore_dataset(dataset: object, state: LoaderState) -> None:
     saved = state.dataset_state
     if saved is not None and isinstance(dataset, Stateful):
         dataset.load_state_dict(saved)
+    if isinstance(dataset, Mixture):
+        dataset.go_on_at(state.epoch, state.samples)
 
 
 def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:

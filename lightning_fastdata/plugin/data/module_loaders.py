@@ -42,7 +42,7 @@ from lightning_fastdata.planning.facts.inspection import (
     refuse_empty,
 )
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
-from lightning_fastdata.planning.options import check_dataset
+from lightning_fastdata.planning.options import check_dataset, refuse_shuffle
 from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
 from lightning_fastdata.plugin.data.arguments import (
     options_from,
@@ -77,7 +77,7 @@ from lightning_fastdata.plugin.seams.trainer import (
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import global_seed
 from lightning_fastdata.tree import is_a
-from lightning_fastdata.types import STAGES, SampleKey
+from lightning_fastdata.types import STAGES, SampleKey, has_own_order
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -214,6 +214,8 @@ class ModuleLoaders:
     ) -> Dataset[Any]:
         """Return a dataset that keeps its samples, if that is asked for and of any use."""
         again = stage in ("train", "val") and not isinstance(dataset, IterableDataset)
+        if again and has_own_order(dataset):
+            return dataset  # which has another sample at each index in each epoch
         if module.cache is None or not again or gatherable(dataset):
             return dataset
         known, cached, _ = self._caches.get(name, (None, dataset, None))
@@ -426,7 +428,9 @@ def build_loader(
             f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream, which has no index to "
             "shuffle. Shuffle in the stream, and leave out shuffle."
         )
-    shuffled = not stream and (stage == "train" if shuffle is None else shuffle)
+    refuse_shuffle(dataset, shuffle)
+    by_default = stage == "train" and not has_own_order(dataset)
+    shuffled = not stream and (by_default if shuffle is None else shuffle)
     arguments |= _without(overrides, () if plan.num_workers else _NEEDS_WORKERS)
     given = arguments.get("sampler")
     by_blocks = type(given) is BlockShuffleSampler and given.data_source is sized
@@ -435,9 +439,9 @@ def build_loader(
     batches = not stream and arguments["batch_size"] is not None
     evaluates = spread and stage != "train" and batches and not (ordered or shuffled)
     share = None
-    if stage == "train" and spread and not stream:
+    if trainer is not None and stage == "train" and spread and not stream:
         own = by_blocks or not ordered
-        share = _share_of_rank(sized, arguments, trainer, own=own, shuffled=shuffled)
+        share = _share_of_rank(sized, arguments, trainer, own=own, shuffled=bool(shuffled))
     if isinstance(share, SharedSampler):
         arguments["sampler"] = share
     elif share is not None:
@@ -468,23 +472,21 @@ def _share_of_rank(
     given = order if batches is None else batches
     if kwargs is None or knows_ranks(given):
         return None
-    ranks = {"num_replicas": int(kwargs["num_replicas"]), "rank": int(kwargs["rank"])}
+    of: dict[str, Any] = {name: int(kwargs[name]) for name in ("num_replicas", "rank")}
+    of["seed"] = arguments["seed"]
     size = arguments["batch_size"] if batches is None else None
-    about = {"seed": arguments["seed"], "drop_last": arguments["drop_last"]}
-    if own and size is not None:
+    drop_last = arguments["drop_last"]
+    if own and size and (drop_last or can_share_evenly(len(dataset), size, of["num_replicas"])):
         if isinstance(given, BlockShuffleSampler):
-            about |= {"seed": given.seed, "blocks": given.blocks}
-        if about["drop_last"] or can_share_evenly(len(dataset), size, ranks["num_replicas"]):
-            sampler = RankSampler(
-                dataset, batch_size=size, shuffle=given is not None or shuffled, **about, **ranks
-            )
-            return RankBatchSampler(sampler, size, about["drop_last"])
+            of |= {"seed": given.seed, "blocks": given.blocks}
+        shuffle = shuffled or given is not None
+        sampler = RankSampler(dataset, batch_size=size, drop_last=drop_last, shuffle=shuffle, **of)
+        return RankBatchSampler(sampler, size, drop_last)
     if given is None:
-        given = ShuffleSampler(dataset, about["seed"]) if shuffled else SequentialSampler(dataset)
-    if batches is not None:
-        about["drop_last"] = None  # its own
-    about.pop("blocks", None)
-    share = SharedSampler(given, batch_size=size, **about, **ranks)
+        given = ShuffleSampler(dataset, of["seed"]) if shuffled else SequentialSampler(dataset)
+    share = SharedSampler(
+        given, batch_size=size, drop_last=drop_last if batches is None else None, **of
+    )
     if size is None and batches is None:
         return share
     return RankBatchSampler(share, rows_in(given) or size or 1, share.drop_last)
