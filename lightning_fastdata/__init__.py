@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.block_shuffle import (
         BlockShuffleSampler as BlockShuffleSampler,
     )
+    from lightning_fastdata.order.buckets import BucketBatchSampler as BucketBatchSampler
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
     from lightning_fastdata.order.mixture import Mixture as Mixture
+    from lightning_fastdata.order.packing import PackedDataset as PackedDataset
+    from lightning_fastdata.order.packing import pack as pack
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
@@ -55,6 +58,7 @@ _HOME = {
     "BatchSizeError": "errors",
     "BatchTransform": "augment.transform",
     "BlockShuffleSampler": "order.block_shuffle",
+    "BucketBatchSampler": "order.buckets",
     "CachedDataset": "caches.cached",
     "CachedSource": "caches.cached",
     "ColumnDataset": "executors.gather.columns",
@@ -72,6 +76,7 @@ _HOME = {
     "MixUp": "augment.mixing",
     "Mixture": "order.mixture",
     "OptionsError": "errors",
+    "PackedDataset": "order.packing",
     "PackedStrings": "images.packed",
     "RunReport": "insight.report.run_report",
     "SampleKey": "types",
@@ -83,6 +88,7 @@ _HOME = {
     "as_batch_transform": "augment.transform",
     "cache_images": "caches.image_cache",
     "decode_crop": "images.reading",
+    "pack": "order.packing",
     "prefetch": "device.prefetch",
     "register": "augment.registry",
 }
@@ -94,6 +100,7 @@ __all__ = [
     "BatchSizeError",
     "BatchTransform",
     "BlockShuffleSampler",
+    "BucketBatchSampler",
     "CachedDataset",
     "CachedSource",
     "ColumnDataset",
@@ -111,6 +118,7 @@ __all__ = [
     "MixUp",
     "Mixture",
     "OptionsError",
+    "PackedDataset",
     "PackedStrings",
     "RunReport",
     "SampleKey",
@@ -122,6 +130,7 @@ __all__ = [
     "as_batch_transform",
     "cache_images",
     "decode_crop",
+    "pack",
     "prefetch",
     "register",
 ]

@@ -57,14 +57,8 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import SharedSampler
-from lightning_fastdata.order.samplers import (
-    RankSampler,
-    is_drawn_at_start,
-    rows_in,
-    sampler_in,
-    set_epoch,
-)
+from lightning_fastdata.order.ranks import share_in
+from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch, share_of
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
     LoaderOptions,
@@ -323,10 +317,11 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        inner_sampler = sampler_in(batch_sampler)
-        if isinstance(inner_sampler, RankSampler | SharedSampler):
+        share: Any = share_in(batch_sampler)
+        share = share_of(batch_sampler) if share is None else share
+        if share is not None:
             # torch puts a sequential one there; Lightning shares that out among the ranks again.
-            vars(self)["sampler"] = inner_sampler
+            vars(self)["sampler"] = share
         warn_of_unkeyed(dataset, collate_fn)
         self.seed = seed
         self.epoch = epoch

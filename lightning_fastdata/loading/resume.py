@@ -252,8 +252,9 @@ def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterat
             f"{len(state.late)} batches of {state.batch_size} samples that others had overtaken "
             "(in_order=False) are left out of this epoch, as batches have another size now."
         )
-    was = f"{state.batch_size} x {state.world_size} ranks"
-    steps = f"steps of {now.batch_size} x {now.world_size} ranks, which were of {was}"
+    was = f"{state.batch_size or 'batches'} x {state.world_size} ranks"
+    size = now.batch_size or "batches"
+    steps = f"steps of {size} x {now.world_size} ranks, which were of {was}"
     if _shared_here(indices, state.epoch) or now.world_size == state.world_size:
         yield f"From {where} on there are {steps}: no sample comes twice or is left out."
     else:

@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.order.buckets import BucketOrder
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of
 from lightning_fastdata.order.ranks import KeyedDraws, Step, deciding, share_in
 from lightning_fastdata.order.samplers import (
@@ -43,6 +44,7 @@ from lightning_fastdata.order.samplers import (
 )
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
+AnyOrder: TypeAlias = EpochOrder | BucketOrder
 Drawn: TypeAlias = dict[str, Any]
 """What a sampler drew an epoch from, as plain data; empty: nothing is known."""
 
@@ -111,7 +113,7 @@ class EpochIndices:
         self._ahead = _Digests(Start(), drawn_again=True)
         self._began_at = Start()
         self._began = self._beginning()
-        self._hashed: tuple[EpochOrder, int, int] | None = None
+        self._hashed: tuple[AnyOrder, int, int] | None = None
 
     @property
     def sampler(self) -> object:
@@ -130,6 +132,10 @@ class EpochIndices:
         start = self._began_at = self.start
         epoch: int = getattr(self.sampler, "epoch", 0)
         known = epoch_order(self.source, epoch)
+        if known is not None and start.drawn:
+            _restore(deciding(self.source), start.drawn)
+            self._began = self._beginning()
+            known = epoch_order(self.source, epoch)
         if known is not None:
             if not start.samples:
                 return self._plain(self.source)
@@ -263,7 +269,7 @@ class EpochIndices:
             yield listed(step.own) if lists else step.own
 
 
-def _left_of(order: EpochOrder, samples: int) -> EpochOrder | None:
+def _left_of(order: AnyOrder, samples: int) -> AnyOrder | None:
     """Return an order from behind so many samples on; None: the rest cannot be shared evenly."""
     try:
         return replace(order, start=samples)
@@ -271,9 +277,9 @@ def _left_of(order: EpochOrder, samples: int) -> EpochOrder | None:
         return None
 
 
-def _tell_of_too_few(order: EpochOrder, start: Start) -> None:
+def _tell_of_too_few(order: AnyOrder, start: Start) -> None:
     warnings.warn(
-        f"{order.length - start.samples} samples are left of this epoch, of which "
+        f"{len(order.samples()) - start.samples} samples are left of this epoch, of which "
         f"{order.world_size} ranks cannot have as many batches each: they are left out of it. "
         "Later epochs are whole.",
         FastDataWarning,

@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
+from lightning_fastdata.order.buckets import BucketBatchSampler, BucketOrder, BucketShare
 from lightning_fastdata.order.epoch_order import (
     Blocks,
     EpochOrder,
@@ -248,7 +249,7 @@ def listed(batch: Any) -> Any:
 
 
 _DRAWN_AT_START: Final = (
-    BlockShuffleSampler, DistributedSampler, EpochOrder, RandomSampler, RankSampler,
+    BlockShuffleSampler, BucketShare, DistributedSampler, EpochOrder, RandomSampler, RankSampler,
     SequentialSampler, ShuffleSampler, WeightedRandomSampler,
 )  # fmt: skip
 """Not SubsetRandomSampler, which looks at its list of indices as it goes."""
@@ -261,15 +262,23 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
         tell_samplers(loader.batch_sampler, epoch)
 
 
-def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
+def share_of(batch_sampler: object) -> RankSampler | BucketShare | None:
+    """Return what has the plan of one rank in it, where a batch sampler follows such a plan."""
+    if type(batch_sampler) in (RankBatchSampler, BucketBatchSampler):
+        share = sampler_in(batch_sampler)
+        return share if isinstance(share, RankSampler | BucketShare) else None
+    return None
+
+
+def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | BucketOrder | None:
     """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
 
     It is for ``BatchSampler`` over ``ShuffleSampler``, ``BlockShuffleSampler`` or
-    ``SequentialSampler``, and for :class:`RankBatchSampler`.
+    ``SequentialSampler``, for :class:`RankBatchSampler` and :class:`BucketBatchSampler`.
     """
-    if type(batch_sampler) is RankBatchSampler:
-        share = batch_sampler.sampler
-        return share.order if isinstance(share, RankSampler) and share.epoch == epoch else None
+    share = share_of(batch_sampler)
+    if share is not None:
+        return share.order if share.epoch == epoch else None
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
@@ -310,8 +319,8 @@ def draws_at_start(source: object) -> bool:
 
 
 def _grouped_in(source: object) -> object:
-    batched = type(source) in (BatchSampler, RankBatchSampler, EvaluationBatchSampler)
-    return sampler_in(source) if batched else source
+    own = (BucketBatchSampler, EvaluationBatchSampler, RankBatchSampler)
+    return sampler_in(source) if type(source) in (BatchSampler, *own) else source
 
 
 def _warn_of_uneven_share(sampler: DistributedSampler[Any], length: int, batch_size: int) -> None:
@@ -341,8 +350,9 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     if type(batch_sampler) is EvaluationBatchSampler and batch_sampler.order is not None:
         yield from batch_sampler.order.batches()
         return
-    if type(batch_sampler) is RankBatchSampler and isinstance(batch_sampler.sampler, RankSampler):
-        yield from batch_sampler.sampler.order.batches()
+    share = share_of(batch_sampler)
+    if share is not None:
+        yield from share.order.batches()
         return
     plain = batch_sampler if type(batch_sampler) is BatchSampler else None
     order = None if plain is None else _sampled_order(plain.sampler)

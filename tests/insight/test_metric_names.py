@@ -27,7 +27,10 @@ from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.tuner import Tuner
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
-BY_THE_PLUGIN = {"data_host/pss_mib", "data_workers/busy_percent", "data_val/stall_percent"}
+BY_THE_PLUGIN = {
+    *("data_host/pss_mib", "data_workers/busy_percent", "data_val/stall_percent"),
+    "data/throughput_tokens_per_s",
+}
 
 
 def rows():
