@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from lightning_fastdata.order.buckets import BucketBatchSampler as BucketBatchSampler
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
+    from lightning_fastdata.order.mixture import Mixture as Mixture
     from lightning_fastdata.order.packing import PackedDataset as PackedDataset
     from lightning_fastdata.order.packing import pack as pack
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
@@ -73,6 +74,7 @@ _HOME = {
     "LoaderOptions": "planning.options",
     "MissingPackageError": "errors",
     "MixUp": "augment.mixing",
+    "Mixture": "order.mixture",
     "OptionsError": "errors",
     "PackedDataset": "order.packing",
     "PackedStrings": "images.packed",
@@ -114,6 +116,7 @@ __all__ = [
     "LoaderOptions",
     "MissingPackageError",
     "MixUp",
+    "Mixture",
     "OptionsError",
     "PackedDataset",
     "PackedStrings",

@@ -191,7 +191,7 @@ def batch_samples(batch: Batch) -> int:
     """
     first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of such
-        return len(first)
+        return first.shape[0]
     packed = packed_documents(batch)
     if packed is not None:
         return packed

@@ -53,6 +53,7 @@ from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
+    from lightning_fastdata.loading.position import Run
 
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
@@ -113,7 +114,7 @@ class SourceSettings(NamedTuple):
     num_workers: int
     collate_fn: Callable[[list[Any]], Any]
     pin_memory: bool
-    timeout: float
+    timeout: float | Literal["auto"]
     worker_init_fn: Callable[[int], None] | None
     multiprocessing_context: Any
     generator: torch.Generator | None
@@ -127,11 +128,12 @@ class SourceSettings(NamedTuple):
     on_device: bool
     staged: Stage | None
     executor: ExecutorName
-    stall_timeout: float | Literal["auto"]
     faults: FaultLog
     actor_options: dict[str, Any] | None
     chosen: bool
     standby: bool
+    run: Run | None
+    """Its own draws are keyed, and so are those of the sampler."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -57,9 +57,15 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.ranks import share_in
 from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch, share_of
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
+from lightning_fastdata.planning.options import (
+    LoaderOptions,
+    check_loader,
+    checked_seed,
+    refuse_shuffle,
+)
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
@@ -123,7 +129,10 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
-        timeout: Seconds to wait for a batch from a worker; 0 waits as long as there is progress.
+        timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and the
+            sample read once more; an error if that gets nowhere, too. 0 waits for ever. "auto": 60,
+            or 20 times the 99th percentile of tasks if that is more. ``executor="torch"`` waits so
+            long for a batch, as torch does; "auto": for ever.
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
@@ -151,10 +160,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             always by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
-        stall_timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and
-            the sample read once more; an error if that gets nowhere, too. 0 waits for ever. "auto":
-            60, or 20 times the 99th percentile of tasks if that is more. A ``timeout`` takes its
-            place. Not of ``executor="torch"``.
         run: Who takes the batches, where that is not a plain loop: asked which epoch it is in and
             how many batches of it were taken, in place of ``epoch``.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
@@ -191,7 +196,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         collate_fn: Callable[[list[Any]], Batch_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
-        timeout: float = 0,
+        timeout: float | Literal["auto"] = "auto",
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         generator: Generator | None = None,
@@ -207,7 +212,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         staged: Stage | None = None,
         executor: ExecutorName | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
-        stall_timeout: float | Literal["auto"] = "auto",
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         split: bool | Literal["auto"] = "auto",
@@ -224,7 +228,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             executor=executor,
             actor_options=actor_options,
             transform=transform,
-            stall_timeout=stall_timeout,
+            timeout=timeout,
             tune="auto" if isinstance(tune, Tuner) else tune,
             needs_batches=staged is not None,
             whole={
@@ -240,6 +244,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
+        refuse_shuffle(dataset, shuffle)
         seed = global_seed() if seed is None else checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
@@ -267,7 +272,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
                 multiprocessing_context=multiprocessing_context,
-                on_bad_sample=BadSamples.of(on_bad_sample).policy,
+                on_bad_sample=on_bad_sample,
                 split=split,
                 executor=executor,
                 actor_options=actor_options,
@@ -303,7 +308,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             collate_fn,
             pin_memory,
             drop_last,
-            timeout,
+            0 if timeout == "auto" else timeout,
             worker_init_fn,
             multiprocessing_context,
             generator,
@@ -312,7 +317,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        share = share_of(batch_sampler)
+        share: Any = share_in(batch_sampler)
+        share = share_of(batch_sampler) if share is None else share
         if share is not None:
             # torch puts a sequential one there; Lightning shares that out among the ranks again.
             vars(self)["sampler"] = share
@@ -324,7 +330,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self.staged = staged
         self.ahead = ahead
         self.actor_options = actor_options
-        self.stall_timeout = stall_timeout
+        vars(self)["timeout"] = timeout  # torch takes numbers alone
         self.run = run
         self.tune = tune
         self._nothing_is_read_yet()
@@ -540,7 +546,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if isinstance(found, LoaderState):
             return found.as_dict()
         reached, late = (None, []) if found is None else found.which(batches)
-        indices = self._indices or indices_of(self._settings())
+        indices = self._indices_now()
         state = replace(
             as_it_is(self, indices),
             epoch=epoch,
@@ -562,6 +568,14 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             state = with_indices(state, indices)
         return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
 
+    def progress(self) -> tuple[int, int]:
+        """Return the epoch, counted from 0, and how many samples of it all ranks took."""
+        epoch, batches, found = self._position.now(self.run, self._length())
+        if isinstance(found, LoaderState):
+            return epoch, found.samples
+        indices = self._indices_now()
+        return epoch, (0 if indices is None else indices.samples(epoch, batches)) or 0
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, with the next iteration, behind the batch after which a state was saved.
 
@@ -577,8 +591,11 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def cut_anew(self, state: LoaderState) -> LoaderState:
         """Return a state of this loader with its position in batches of the present size."""
-        indices = self._indices or indices_of(self._settings())
+        indices = self._indices_now()
         return state if indices is None else cut_anew(state, as_it_is(self, indices), indices)
+
+    def _indices_now(self) -> EpochIndices | None:
+        return indices_of(self._settings()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
         if self.run is not None:

@@ -35,6 +35,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.ranks import deciding
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.randomness.generators import OwnGenerators
@@ -55,7 +56,7 @@ Loader: TypeAlias = "FastDataLoader[Any] | SourceSettings"
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
 _PASSED_ON: Final = (
-    "num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator",
+    "num_workers", "pin_memory", "multiprocessing_context", "generator",
     "prefetch_factor", "pin_memory_device", "in_order",
 )  # fmt: skip
 """Settings that torch's own loader takes as they are."""
@@ -81,7 +82,8 @@ def indices_of(settings: SourceSettings) -> EpochIndices | None:
     """Return what gives the indices of a loader's epochs; None of a stream."""
     if isinstance(settings.dataset, IterableDataset):
         return None
-    return EpochIndices(order_of(settings), arrays=KINDS[settings.executor].gathers)
+    seed = None if settings.run is None else settings.seed
+    return EpochIndices(order_of(settings), arrays=KINDS[settings.executor].gathers, seed=seed)
 
 
 def open_source(
@@ -125,6 +127,7 @@ def open_source(
         collate_fn=collate_fn,
         worker_init_fn=start,
         persistent_workers=settings.keeps is True,
+        timeout=0 if settings.timeout == "auto" else settings.timeout,
         **order,
         **{name: getattr(settings, name) for name in _PASSED_ON},
     )
@@ -188,14 +191,16 @@ def _open_executor(
         seed=None if streamed else settings.seed,
         own=None if streamed else OwnGenerators(settings.dataset),
         worker_init_fn=settings.worker_init_fn,
-        timeout_s=settings.timeout,
-        stall_timeout_s=None if settings.stall_timeout == "auto" else settings.stall_timeout,
+        timeout_s=None if settings.timeout == "auto" else settings.timeout,
         in_order=settings.in_order,
         context=settings.multiprocessing_context,
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
         guard=SampleGuard.of(
-            settings.faults.rule, settings.dataset, settings.sampler, settings.seed
+            settings.faults.rule,
+            settings.dataset,
+            deciding(settings.sampler),
+            settings.seed,
         ),
         faults=settings.faults,
         rank=rank_now() if streamed else Rank(0, 1),
@@ -219,7 +224,7 @@ def _stands_by(settings: SourceSettings) -> bool:
 
     What only workers do, or are watched for, needs them.
     """
-    works = settings.worker_init_fn or settings.timeout or settings.stall_timeout != "auto"
+    works = settings.worker_init_fn or settings.timeout != "auto"
     sure = is_drawn_at_start(order_of(settings)) and settings.in_order
     return settings.standby and sure and not works and settings.transform is None
 

@@ -27,6 +27,7 @@ from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
+from lightning_fastdata.plugin.watch.mixtures import MixtureScalars
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
@@ -281,6 +282,7 @@ class MeasuredRun:
         self._judged_s = clock.monotonic()
         self._logged = False
         self._log_due_s = 0.0
+        self._mixtures = MixtureScalars()
 
     @property
     def logs(self) -> bool:
@@ -305,7 +307,8 @@ class MeasuredRun:
             metrics = {**metrics, **fault_scalars(self._fault_logs(loaders))}
             for loader, tuner in tuned_loaders(loaders):
                 metrics |= tune_scalars(tuner, loader.num_workers)
-            boards.log_to(self.trainer.loggers, chosen(metrics, self._ours.scalars), step)
+            shown = {**chosen(metrics, self._ours.scalars), **self._mixtures.since(loaders)}
+            boards.log_to(self.trainer.loggers, shown, step)
 
     def step_ended(self, step: int) -> None:
         """Log the means since the last time, if this is a step to log at.
@@ -333,11 +336,12 @@ class MeasuredRun:
 
     def verdict_is_due(self, batches: int) -> bool:
         """Return whether to judge the run within an epoch, after so many steps."""
-        heard = self.logs or self._ours.report_path is not False
-        if batches == FIRST_WORD_STEPS:
-            return self.trainer.is_global_zero and (heard or self._ours.summary)
-        if clock.monotonic() - self._judged_s < _JUDGED_EVERY_S:
+        early = batches == FIRST_WORD_STEPS
+        if not early and clock.monotonic() - self._judged_s < _JUDGED_EVERY_S:
             return False
+        heard = self.logs or self._ours.report_path is not False
+        if early:
+            return self.trainer.is_global_zero and (heard or self._ours.summary)
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
     def judged(self) -> Verdict | None:
