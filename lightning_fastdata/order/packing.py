@@ -94,9 +94,12 @@ class PackedDataset(Dataset[Packed]):
     -100 where nothing is to be predicted: at least the first token of each document.
     ``cu_seqlens``: int32 [documents + 1], where each begins, and the last one ends.
 
-    There are as many in each epoch. Loaders of this package set the epoch; with torch's own, call
-    :meth:`set_epoch` before each one, and do not keep workers.
+    There are as many in each epoch, in an order that is drawn, too: a data module does not shuffle
+    them. Loaders of this package set the epoch; with torch's own, call :meth:`set_epoch` before
+    each one, and do not keep workers.
     """
+
+    has_own_order = True
 
     def __init__(self, dataset: Dataset[Any], plan: _Cut | _Fitted) -> None:
         self.dataset = dataset
@@ -244,12 +247,14 @@ class _Fitted:
         self._ends = np.cumsum(np.bincount(packs))
         self.packs = len(self._ends)
 
-    def drawn(self, epoch: int) -> tuple[Ints]:
-        """Return the documents of an epoch by their length, the longest first."""
-        return (shuffled_within(self._classes, self.seed, epoch),)
+    def drawn(self, epoch: int) -> tuple[Ints, Ints]:
+        """Return the documents of an epoch, the longest first, and the order of the packs."""
+        order = shuffled_within(self._classes, self.seed, epoch)
+        return order, epoch_permutation(self.packs, self.seed, epoch)[:]
 
-    def pieces(self, number: int, order: Ints) -> _Pieces:
+    def pieces(self, number: int, order: Ints, packs: Ints) -> _Pieces:
         """Return what is in a pack."""
+        number = packs[number]
         begin = self._ends[number - 1] if number else 0
         places = self._places[begin : self._ends[number]]
         documents = self._documents[order[places]]

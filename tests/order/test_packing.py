@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.lengths import LAWS, MOST, drawn
-from lightning_fastdata import FastDataLoader, pack
+from lightning_fastdata import FastDataLoader, FastDataModule, pack
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.packing import IGNORED, best_fit
 from lightning_fastdata.order.samplers import ShuffleSampler
@@ -238,6 +238,16 @@ def test_what_cannot_be_packed_is_refused(documents, how, error, match) -> None:
 def test_lengths_that_the_dataset_does_not_keep_are_an_error() -> None:
     with pytest.raises(DatasetError, match="Document 0 has 1 tokens, and lengths says 2"):
         pack([[1]], 8, lengths=[2])[0]
+
+
+def test_a_data_module_keeps_the_order_of_packs_which_each_epoch_draws() -> None:
+    packs = pack(Documents(np.random.default_rng(0).integers(5, 9, 60)), 16, split=False)
+    data = FastDataModule.from_datasets(packs, batch_size=1, collate_fn=packs.collate)
+    own = [packs.collate([packs[at]])["input_ids"].tolist() for at in range(len(packs))]
+    assert [batch["input_ids"].tolist() for batch in data.train_dataloader()] == own
+    packs.set_epoch(0)
+    sizes = [len(packs[at]["input_ids"]) for at in range(len(packs))]
+    assert sizes != sorted(sizes, reverse=True)
 
 
 def test_nothing_to_pack_is_no_pack() -> None:

@@ -21,6 +21,8 @@ from resilience.cells import LOADERS, Images, Module
 from resilience.runs import Recorder, train
 from torch.utils.data import Sampler, WeightedRandomSampler
 
+from lightning_fastdata import BucketBatchSampler
+
 
 class InGroups(Images):
     """Stored in groups of four samples, as those of a table are."""
@@ -43,6 +45,15 @@ class Own(Sampler):
             yield (place + random.randrange(3)) % self.length
 
 
+class OfLikeLength(Module):
+    """Reads batches of a budget, by lengths that it makes up."""
+
+    def train_dataloader(self):
+        lengths = [5 + index % 7 for index in range(self.length)]
+        batches = BucketBatchSampler(lengths, tokens=40)
+        return self.make_loader(self.train_dataset(), stage="train", batch_sampler=batches)
+
+
 SAMPLERS = {"own": Own, "weighted": lambda n: WeightedRandomSampler(range(1, n + 1), n + 6)}
 
 
@@ -51,7 +62,8 @@ def run(folder, ranks, *, name, loader, batch_size, steps, resume=None, length, 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     dataset = InGroups if about.get("shuffle") == "blocks" else Images
     about["sampler"] = SAMPLERS.get(about.get("sampler"))
-    data = Module(LOADERS[loader], dataset=dataset, batch_size=batch_size, length=length, **about)
+    kind = OfLikeLength if about.pop("by_length", False) else Module
+    data = kind(LOADERS[loader], dataset=dataset, batch_size=batch_size, length=length, **about)
     save = ModelCheckpoint(folder, name, every_n_train_steps=steps, enable_version_counter=False)
     model = Recorder(folder / f"{name}-{rank}")
     train(
