@@ -139,7 +139,7 @@ def judged(share=0.4, *, stall_ms=0.0, closed=None, sorted_share=0.04):
 
 def test_the_verdict_has_the_share_the_remedy_and_its_gain() -> None:
     found = judged()
-    assert found.code == "FD334"
+    assert found.code == "FD337"
     assert found.kind == "balanced"
     first = found.findings[0]
     assert first.severity == "high"
@@ -157,12 +157,12 @@ def test_the_verdict_has_the_share_the_remedy_and_its_gain() -> None:
     ],
 )
 def test_little_padding_and_steps_that_wait_are_no_finding(how) -> None:
-    assert "FD334" not in {each.code for each in judged(**how).findings}
+    assert "FD337" not in {each.code for each in judged(**how).findings}
 
 
 def test_the_gate_lets_no_advice_through_that_gains_nothing_or_is_followed_already() -> None:
     for how in ({"share": 0.40, "sorted_share": 0.39}, {"closed": {"batch_sampler": "why"}}):
-        (finding,) = [each for each in judged(**how).findings if each.code == "FD334"]
+        (finding,) = [each for each in judged(**how).findings if each.code == "FD337"]
         assert finding.remedy == ""
         assert finding.severity == "fine"
         assert finding.left_out

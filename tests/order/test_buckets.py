@@ -101,6 +101,26 @@ def test_a_run_goes_on_anywhere_on_any_ranks_with_every_sample_once(
             assert [b.tolist() for b in whole[stop:]] == [b.tolist() for b in own]
 
 
+def test_as_many_ranks_go_on_with_the_same_batches_of_each() -> None:
+    lengths = drawn("chat", 400)
+    for rank in range(4):
+        how = {"tokens": 8192, "num_replicas": 4, "rank": rank}
+        order = BucketBatchSampler(lengths, **how).sampler.order
+        rest = replace(order, start=order.samples_before(7))
+        whole = [batch.tolist() for batch in order.batches()]
+        assert [batch.tolist() for batch in rest.batches()] == whole[7:]
+        assert order.batch(3).tolist() == whole[3]
+
+
+def test_one_rank_goes_on_within_a_batch_that_two_had_cut() -> None:
+    order = BucketBatchSampler([1, 2, 60, 60], tokens=60, num_replicas=2, rank=0).sampler.order
+    before = order.samples_before(1)
+    assert before not in order.buckets.epoch(0, 2).edges
+    rest = list(replace(order, world_size=1, start=before).batches())
+    done = [next(replace(order, rank=rank).batches()) for rank in range(2)]
+    assert sorted(np.concatenate([*done, *rest]).tolist()) == [0, 1, 2, 3]
+
+
 @max_examples(40)
 @given(ranks=st.integers(1, 5), **SIZES)
 def test_what_is_dropped_is_less_than_a_step(ranks, lengths, **how) -> None:

@@ -147,7 +147,7 @@ def _padding(e: Evidence) -> Finding | None:
         changes=("batch_sampler",),
     )
     return found(
-        "FD334",
+        "FD337",
         e.of_step(saved_ms),
         f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by} of "
         f"{padding.batches} batches)",
@@ -234,7 +234,7 @@ RULES: Final = (
     Rule("FD312", "the copy to the device takes long", _transfer),
     Rule("FD313", "augmentation on the device takes long", _augmentation),
     Rule("FD314", "the device waits for the host", _host_gap),
-    Rule("FD334", "batches are padded", _padding, after="FD314"),
+    Rule("FD337", "batches are padded", _padding, after="FD314"),
     Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
     Rule("FD317", "the device is short of memory", _memory),
     Rule("FD326", "the device's memory fills up", _fills_up, after="FD317"),
