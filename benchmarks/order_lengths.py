@@ -1,9 +1,7 @@
-"""Padding, waste and balance by law: what batches of like length, and packs, make of five laws.
+"""Padding, waste and balance by law: sections of ``order.py``.
 
-    python benchmarks/order_lengths.py [--samples 200000] [--json results.json]
-
-Beside them, batches of 32 samples at random. Counted by arithmetic: only the time to the first
-batch depends on the machine.
+Beside batches of like length and packs, batches of 32 samples at random. All is counted: only
+the time to the first batch depends on the machine.
 """
 
 from __future__ import annotations
@@ -14,13 +12,15 @@ from typing import TYPE_CHECKING
 
 from lengths import LAWS, MOST, drawn
 from torch.utils.data import BatchSampler
-from turns import arguments, write
 
 from lightning_fastdata import BucketBatchSampler, pack
 from lightning_fastdata.order.samplers import ShuffleSampler
 
 if TYPE_CHECKING:
     import numpy as np
+
+COUNT = 200_000
+"""Samples."""
 
 
 def padded(lengths: np.ndarray, batches: Iterable[Sequence[int]]) -> float:
@@ -30,8 +30,8 @@ def padded(lengths: np.ndarray, batches: Iterable[Sequence[int]]) -> float:
     return 1 - sum(int(lengths[batch].sum()) for batch in batches) / places
 
 
-def padding(count: int) -> list[dict[str, object]]:
-    """Return, of each law, what is padding in batches of all kinds, and what packs waste."""
+def padding(rounds: int, count: int = COUNT) -> None:
+    """Print, of each law, what is padding in batches of all kinds, and what packs waste."""
     rows: list[dict[str, object]] = []
     for name in LAWS:
         lengths = drawn(name, count)
@@ -58,16 +58,16 @@ def padding(count: int) -> list[dict[str, object]]:
                 "first batch s": took_s,
             }
         )
-    return rows
+    shown(f"padding, {count} samples", rows)
 
 
-def balance(count: int, ranks: Sequence[int] = (2, 4, 64)) -> list[dict[str, object]]:
-    """Return, of each law, by how much the rank with most to do exceeds the mean in an epoch."""
+def balance(rounds: int, count: int = COUNT) -> None:
+    """Print, of each law, by how much the rank with most to do exceeds the mean in an epoch."""
     rows: list[dict[str, object]] = []
     for name in LAWS:
         lengths = drawn(name, count)
         row: dict[str, object] = {"law": name}
-        for number in ranks:
+        for number in (2, 4, 64):
             for cost, power in (("linear", 1), ("quadratic", 2)):
                 how = {"tokens": 2 * int(lengths.max()), "cost": cost}
                 loads = []
@@ -77,31 +77,17 @@ def balance(count: int, ranks: Sequence[int] = (2, 4, 64)) -> list[dict[str, obj
                     loads.append(sum(len(b) * float(lengths[b].max()) ** power for b in batches))
                 row[f"{number} ranks, {cost}"] = max(loads) * number / sum(loads) - 1
         rows.append(row)
-    return rows
+    shown(f"balance, {count} samples", rows)
 
 
 def shown(title: str, rows: Sequence[dict[str, object]]) -> None:
     """Print a table."""
-    print(f"\n{title}\n{' | '.join(rows[0])}")
+    print(f"\n{title}\n\n| {' | '.join(rows[0])} |\n{'| --- ' * len(rows[0])}|")
     for row in rows:
-        print(" | ".join(_text(name, value) for name, value in row.items()))
+        print(f"| {' | '.join(_text(name, value) for name, value in row.items())} |")
 
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.2f}" if name in ("mean length", "first batch s") else f"{value:.1%}"
-
-
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=200_000)
-    asked = parser.parse_args()
-    tables = {"padding": padding(asked.samples), "balance": balance(asked.samples)}
-    for title, rows in tables.items():
-        shown(f"{title}, {asked.samples} samples", rows)
-    write(asked.json, "lengths", tables)
-
-
-if __name__ == "__main__":
-    main()

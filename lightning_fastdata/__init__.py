@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.mixture import Mixture as Mixture
     from lightning_fastdata.order.packing import PackedDataset as PackedDataset
     from lightning_fastdata.order.packing import pack as pack
+    from lightning_fastdata.order.ranks import SharedSampler as SharedSampler
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
@@ -80,6 +81,7 @@ _HOME = {
     "PackedStrings": "images.packed",
     "RunReport": "insight.report.run_report",
     "SampleKey": "types",
+    "SharedSampler": "order.ranks",
     "StepTimer": "insight.step_timer",
     "TokenWindows": "executors.gather.columns",
     "TransformError": "errors",
@@ -122,6 +124,7 @@ __all__ = [
     "PackedStrings",
     "RunReport",
     "SampleKey",
+    "SharedSampler",
     "StepTimer",
     "TokenWindows",
     "TransformError",

@@ -24,6 +24,7 @@ TRAININGS = {
     "plain_loaders.py": ["--small"],
     "plain_loop.py": ["--small"],
     "sequences.py": ["--small"],
+    "mixture.py": ["--small"],
     "cli.py": CLI_SMALL,
 }
 

@@ -57,7 +57,7 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import share_in
+from lightning_fastdata.order.ranks import SharedSampler, share_in
 from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch, share_of
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
@@ -245,6 +245,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             },
         )
         refuse_shuffle(dataset, shuffle)
+        if isinstance(sampler, SharedSampler):
+            sampler.check_loader(batch_size, drop_last=drop_last)
         seed = global_seed() if seed is None else checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
@@ -317,11 +319,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        share: Any = share_in(batch_sampler)
-        share = share_of(batch_sampler) if share is None else share
-        if share is not None:
-            # torch puts a sequential one there; Lightning shares that out among the ranks again.
-            vars(self)["sampler"] = share
+        self._show_share()
         warn_of_unkeyed(dataset, collate_fn)
         self.seed = seed
         self.epoch = epoch
@@ -336,6 +334,16 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self._nothing_is_read_yet()
         if isinstance(tune, Tuner):
             self.set_workers(tune.workers or self.num_workers)
+
+    def _show_share(self) -> None:
+        """Have what shares out a batch sampler among ranks stand where Lightning looks for it.
+
+        torch puts a sequential sampler there, which Lightning shares out once more.
+        """
+        share: Any = share_in(self.batch_sampler)
+        share = share_of(self.batch_sampler) if share is None else share
+        if share is not None:
+            vars(self)["sampler"] = share
 
     def _nothing_is_read_yet(self) -> None:
         self._reported: dict[str, int] = {}

@@ -8,6 +8,7 @@ from itertools import chain, cycle, islice
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
+import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
@@ -112,11 +113,14 @@ class SharedSampler(DistributedSampler[Any]):
     Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
     epoch.
 
+    ``FastDataModule`` makes one of any sampler of its training. Elsewhere give it to a loader as
+    ``sampler=``, or as ``batch_sampler=`` if the source gives batches.
+
     Args:
         source: The sampler, or the batch sampler. Its ``set_epoch()`` is called, if it has one.
         batch_size: Samples of one rank's batch. None: ``source`` gives batches.
-        num_replicas: Ranks.
-        rank: This one.
+        num_replicas: Ranks. Default: those of torch's process group, else 1.
+        rank: This one. Default: likewise.
         drop_last: Leave out what does not fill a step. Default: what ``source`` says, else False.
         seed: By which, with the epoch, draws from global generators are keyed.
 
@@ -130,11 +134,16 @@ class SharedSampler(DistributedSampler[Any]):
         source: Iterable[Any],
         *,
         batch_size: int | None,
-        num_replicas: int,
-        rank: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         drop_last: bool | None = None,
         seed: int = 0,
     ) -> None:
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if num_replicas is None:
+            num_replicas = torch.distributed.get_world_size() if group else 1
+        if rank is None:
+            rank = torch.distributed.get_rank() if group else 0
         if not 0 <= rank < num_replicas:
             raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
         if batch_size is not None and batch_size < 1:
@@ -152,6 +161,14 @@ class SharedSampler(DistributedSampler[Any]):
         self.drop_last = bool(
             getattr(source, "drop_last", False) if drop_last is None else drop_last
         )
+
+    def check_loader(self, batch_size: int | None, *, drop_last: bool) -> None:
+        """Raise an :class:`OptionsError` unless a loader makes the batches that are shared here."""
+        if (self.batch_size, self.drop_last and self.gives_samples) != (batch_size, drop_last):
+            raise OptionsError(
+                f"The loader has batch_size={batch_size!r} and drop_last={drop_last!r}, and its "
+                f"SharedSampler {self.batch_size!r} and {self.drop_last!r}. Give both the same."
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""

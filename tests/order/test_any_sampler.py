@@ -195,8 +195,17 @@ def test_of_a_batch_sampler_each_rank_takes_whole_batches(ranks):
     if ranks < 64:
         # The rest is shared, and so are the samples of one epoch each once.
         steps = steps_of(InPairs, ranks, size=None, epoch=2)
-        assert sorted(joined(joined(steps))) == list(range(LENGTH - 1))
+        later = InPairs()
+        later.set_epoch(2)
+        assert joined(joined(steps)) == joined(later)
         assert len(steps) == -(-len(every) // ranks)
+
+
+def test_a_batch_sampler_is_told_the_epoch_on_one_device_too():
+    loader = FastDataLoader(range(200), batch_sampler=InPairs(), epoch=lambda: 3, executor="inline")
+    later = InPairs()
+    later.set_epoch(3)
+    assert read(loader) == list(later)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -266,7 +275,29 @@ def test_what_splits_itself_is_known_and_not_split_again(sampler):
         SharedSampler(sampler, batch_size=2, num_replicas=2, rank=0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_share_may_be_given_to_a_loader_as_its_sampler_or_its_batch_sampler(ranks):
+    whole = alone(SAMPLERS["own"])
+    found, batches = [], []
+    for rank in range(ranks):
+        ranks_are = {"num_replicas": ranks, "rank": rank, "seed": 3}
+        share = SharedSampler(Drawing(), batch_size=STEP // ranks, **ranks_are)
+        loader = FastDataLoader(range(200), STEP // ranks, sampler=share, executor="inline")
+        found.append(read(loader))
+        assert len(loader) == len(found[0])
+        share = SharedSampler(InPairs(), batch_size=None, **ranks_are)
+        loader = FastDataLoader(range(200), batch_sampler=share, executor="inline")
+        assert loader.sampler is share
+        batches.append(read(loader))
+        assert len(loader) == len(batches[0])
+    assert joined(joined(step) for step in zip(*found, strict=True)) == whole
+    assert joined(joined(step) for step in zip(*batches, strict=True)) == joined(InPairs())
+
+
 def test_impossible_shares_are_refused():
+    share = SharedSampler([1], batch_size=4)
+    with pytest.raises(OptionsError, match=r"batch_size=3.*Give both the same"):
+        FastDataLoader(range(9), 3, sampler=share)
     for bad, name in (({"rank": 2}, "rank"), ({"batch_size": 0}, "batch_size")):
         with pytest.raises(OptionsError, match=name):
             SharedSampler([1], **{"batch_size": 1, "num_replicas": 2, "rank": 0, **bad})
