@@ -1,4 +1,4 @@
-"""Sequences of different lengths: any dataset and any collate_fn load the same way.
+"""Sequences of different lengths, in batches of like length, so that little is padding.
 
 A small recurrent network learns to spell the licence of this package, byte by byte.
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule
+from lightning_fastdata import BucketBatchSampler, DataThroughputCallback, FastDataModule
 
 SMALL = "--small" in sys.argv
 LICENSE = Path(__file__).resolve().parents[1] / "LICENSE"
@@ -60,8 +60,20 @@ class Speller(LightningModule):
         return torch.optim.AdamW(self.parameters(), 3e-3)
 
 
+class Data(FastDataModule):
+    """Batches of at most 512 bytes, padding included."""
+
+    def train_dataset(self):
+        return Lines(LICENSE)
+
+    def train_dataloader(self):
+        lines = self.train_dataset()
+        batches = BucketBatchSampler([len(line) for line in lines.lines], tokens=512)
+        return self.make_loader(lines, stage="train", batch_sampler=batches, collate_fn=collate)
+
+
 if __name__ == "__main__":
-    data = FastDataModule.from_datasets(Lines(LICENSE), batch_size=8, collate_fn=collate)
+    data = Data()
     trainer = Trainer(
         max_epochs=2 if SMALL else 20, callbacks=[DataThroughputCallback()], log_every_n_steps=10
     )

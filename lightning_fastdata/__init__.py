@@ -40,7 +40,12 @@ if TYPE_CHECKING:
     from lightning_fastdata.order.block_shuffle import (
         BlockShuffleSampler as BlockShuffleSampler,
     )
+    from lightning_fastdata.order.buckets import BucketBatchSampler as BucketBatchSampler
     from lightning_fastdata.order.epoch_order import EpochOrder as EpochOrder
+    from lightning_fastdata.order.mixture import Mixture as Mixture
+    from lightning_fastdata.order.packing import PackedDataset as PackedDataset
+    from lightning_fastdata.order.packing import pack as pack
+    from lightning_fastdata.order.ranks import SharedSampler as SharedSampler
     from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
     from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
     from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
@@ -55,6 +60,7 @@ _HOME = {
     "BatchSizeError": "errors",
     "BatchTransform": "augment.transform",
     "BlockShuffleSampler": "order.block_shuffle",
+    "BucketBatchSampler": "order.buckets",
     "CachedDataset": "caches.cached",
     "CachedSource": "caches.cached",
     "ColumnDataset": "executors.gather.columns",
@@ -70,10 +76,13 @@ _HOME = {
     "LoaderOptions": "planning.options",
     "MissingPackageError": "errors",
     "MixUp": "augment.mixing",
+    "Mixture": "order.mixture",
     "OptionsError": "errors",
+    "PackedDataset": "order.packing",
     "PackedStrings": "images.packed",
     "RunReport": "insight.report.run_report",
     "SampleKey": "types",
+    "SharedSampler": "order.ranks",
     "StepTimer": "insight.step_timer",
     "TokenWindows": "executors.gather.columns",
     "TransformError": "errors",
@@ -82,6 +91,7 @@ _HOME = {
     "as_batch_transform": "augment.transform",
     "cache_images": "caches.image_cache",
     "decode_crop": "images.reading",
+    "pack": "order.packing",
     "prefetch": "device.prefetch",
     "register": "augment.registry",
     "share": "sources.shared",
@@ -94,6 +104,7 @@ __all__ = [
     "BatchSizeError",
     "BatchTransform",
     "BlockShuffleSampler",
+    "BucketBatchSampler",
     "CachedDataset",
     "CachedSource",
     "ColumnDataset",
@@ -109,10 +120,13 @@ __all__ = [
     "LoaderOptions",
     "MissingPackageError",
     "MixUp",
+    "Mixture",
     "OptionsError",
+    "PackedDataset",
     "PackedStrings",
     "RunReport",
     "SampleKey",
+    "SharedSampler",
     "StepTimer",
     "TokenWindows",
     "TransformError",
@@ -121,6 +135,7 @@ __all__ = [
     "as_batch_transform",
     "cache_images",
     "decode_crop",
+    "pack",
     "prefetch",
     "register",
     "share",

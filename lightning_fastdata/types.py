@@ -58,6 +58,11 @@ class StoredInBlocks(Protocol):
         """Return the first sample of each block, increasing from 0; None: it does not say."""
 
 
+def has_own_order(dataset: object) -> bool:
+    """Return whether a dataset is to be read in its own order, which each epoch has another of."""
+    return bool(getattr(type(dataset), "has_own_order", False))
+
+
 @runtime_checkable
 class MapDataset(Protocol):
     """Samples by index, and how many there are."""

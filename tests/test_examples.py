@@ -20,9 +20,11 @@ TRAININGS = {
     "augment_without_lightning.py": ["--small"],
     "quickstart.py": ["--small"],
     "segmentation.py": ["--small"],
+    "packed.py": ["--small"],
     "plain_loaders.py": ["--small"],
     "plain_loop.py": ["--small"],
     "sequences.py": ["--small"],
+    "mixture.py": ["--small"],
     "cli.py": CLI_SMALL,
 }
 

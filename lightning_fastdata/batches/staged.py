@@ -186,15 +186,25 @@ def as_plain(value: Batch) -> Batch:
 def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
-    Without any tensor it is the length of the batch, or 1 where it has none.
+    Of packed documents it is their number, as ``cu_seqlens`` says. Without any tensor it is the
+    length of the batch, or 1 where it has none.
     """
     first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of such
         return first.shape[0]
+    packed = packed_documents(batch)
+    if packed is not None:
+        return packed
     for leaf in leaves(batch):
         if isinstance(leaf, Sized) and getattr(leaf, "ndim", False):
             return len(leaf)
     return len(batch) if isinstance(batch, Sized) else 1
+
+
+def packed_documents(batch: Batch) -> int | None:
+    """Return how many documents a batch of :func:`pack` has; None: it is none."""
+    ends = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
+    return len(ends) - 1 if isinstance(ends, torch.Tensor) and ends.ndim == 1 else None
 
 
 def shows_its_memory(leaf: object) -> bool:

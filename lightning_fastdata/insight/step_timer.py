@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
-from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import default_type, device_of
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.machine import describe_machine, read_versions
@@ -121,7 +120,7 @@ class StepTimer:
         """End the step here. What the loop does until it asks for the next batch is a gap."""
         step, self._open = self._open, None
         if step is not None:
-            step.stage.step_ended(step.samples)
+            step.stage.step_ended(step.samples, step.tokens)
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, for any logger.
@@ -174,8 +173,9 @@ class StepTimer:
                 except StopIteration:
                     break
                 stage.timeline.wait_ended()
+                stage.padding.look(held[0])
                 if self._open is None:
-                    self._open = _OpenStep(stage, batch_samples(held[0]), [reader])
+                    self._open = _OpenStep(stage, *stage.size_of(held[0]), [reader])
                 else:
                     self._open.readers.append(reader)
                 yield held.pop()  # so that the memory is free when the loop lets go of it
@@ -244,5 +244,6 @@ class _OpenStep:
 
     stage: LoopStage
     samples: int
+    tokens: float
     readers: list[int]
     """Numbers of the iterations that have delivered a batch for it, the first one first."""

@@ -53,6 +53,7 @@ from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     from lightning_fastdata.executors.pool.stalls import ExecutorNow
+    from lightning_fastdata.loading.position import Run
 
 _TOO_MANY: Final = (
     "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
@@ -131,6 +132,8 @@ class SourceSettings(NamedTuple):
     actor_options: dict[str, Any] | None
     chosen: bool
     standby: bool
+    run: Run | None
+    """Its own draws are keyed, and so are those of the sampler."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

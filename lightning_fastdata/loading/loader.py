@@ -57,15 +57,15 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.samplers import (
-    RankSampler,
-    is_drawn_at_start,
-    rows_in,
-    sampler_in,
-    set_epoch,
-)
+from lightning_fastdata.order.ranks import SharedSampler, share_in
+from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch, share_of
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
+from lightning_fastdata.planning.options import (
+    LoaderOptions,
+    check_loader,
+    checked_seed,
+    refuse_shuffle,
+)
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
@@ -244,6 +244,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 "ahead": (ahead, "an iterator and returns one"),
             },
         )
+        refuse_shuffle(dataset, shuffle)
+        if isinstance(sampler, SharedSampler):
+            sampler.check_loader(batch_size, drop_last=drop_last)
         seed = global_seed() if seed is None else checked_seed(seed)
         if is_in_blocks(shuffle) and sampler is None and batch_sampler is None:
             sampler, shuffle = BlockShuffleSampler(cast("Sized", dataset), seed=seed), None
@@ -316,10 +319,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        inner_sampler = sampler_in(batch_sampler)
-        if isinstance(inner_sampler, RankSampler):
-            # torch puts a sequential one there; Lightning shares that out among the ranks again.
-            vars(self)["sampler"] = inner_sampler
+        self._show_share()
         warn_of_unkeyed(dataset, collate_fn)
         self.seed = seed
         self.epoch = epoch
@@ -334,6 +334,16 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self._nothing_is_read_yet()
         if isinstance(tune, Tuner):
             self.set_workers(tune.workers or self.num_workers)
+
+    def _show_share(self) -> None:
+        """Have what shares out a batch sampler among ranks stand where Lightning looks for it.
+
+        torch puts a sequential sampler there, which Lightning shares out once more.
+        """
+        share: Any = share_in(self.batch_sampler)
+        share = share_of(self.batch_sampler) if share is None else share
+        if share is not None:
+            vars(self)["sampler"] = share
 
     def _nothing_is_read_yet(self) -> None:
         self._reported: dict[str, int] = {}
@@ -544,7 +554,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         if isinstance(found, LoaderState):
             return found.as_dict()
         reached, late = (None, []) if found is None else found.which(batches)
-        indices = self._indices or indices_of(self._settings())
+        indices = self._indices_now()
         state = replace(
             as_it_is(self, indices),
             epoch=epoch,
@@ -566,6 +576,14 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             state = with_indices(state, indices)
         return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
 
+    def progress(self) -> tuple[int, int]:
+        """Return the epoch, counted from 0, and how many samples of it all ranks took."""
+        epoch, batches, found = self._position.now(self.run, self._length())
+        if isinstance(found, LoaderState):
+            return epoch, found.samples
+        indices = self._indices_now()
+        return epoch, (0 if indices is None else indices.samples(epoch, batches)) or 0
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on, with the next iteration, behind the batch after which a state was saved.
 
@@ -581,8 +599,11 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def cut_anew(self, state: LoaderState) -> LoaderState:
         """Return a state of this loader with its position in batches of the present size."""
-        indices = self._indices or indices_of(self._settings())
+        indices = self._indices_now()
         return state if indices is None else cut_anew(state, as_it_is(self, indices), indices)
+
+    def _indices_now(self) -> EpochIndices | None:
+        return indices_of(self._settings()) if self._indices is None else self._indices
 
     def _next_pass(self) -> Pass:
         if self.run is not None:

@@ -11,18 +11,27 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.stream_state import ReadSamples, tell_others
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.kept_executor import EpochIterator
 from lightning_fastdata.loading.position import LoaderState, Pass, UnderWay
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices, Start, Stateful
-from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
+from lightning_fastdata.order.mixture import Mixture
+from lightning_fastdata.order.ranks import deciding, share_in
+from lightning_fastdata.order.samplers import (
+    RankSampler,
+    ShuffleSampler,
+    epoch_order,
+    rows_in,
+    sampler_in,
+)
 from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -48,10 +57,19 @@ def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Loade
         batch_size=batch_size,
         world_size=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1,
         seed=loader.seed,
-        order="a stream" if stream else type(sampler).__name__,
+        order="a stream" if stream else _name_of_order(indices),
         dataset=_fingerprint(loader.dataset),
         package=own_version(),
     )
+
+
+def _name_of_order(indices: EpochIndices | None) -> str:
+    """Return the class of the sampler; on any number of ranks the same."""
+    decides = deciding(None if indices is None else indices.source)
+    if type(decides) is RankSampler:
+        kind = ShuffleSampler if decides.blocks is None else BlockShuffleSampler
+        return (kind if decides.shuffle else SequentialSampler).__name__
+    return type(decides).__name__
 
 
 def _fingerprint(dataset: object) -> str:
@@ -94,10 +112,10 @@ def own_version() -> str:
 
 def samples_before(indices: EpochIndices, now: LoaderState, epoch: int, batches: int) -> int:
     """Return how many samples of an epoch all ranks have had after so many batches of each."""
-    order = epoch_order(indices.source, epoch)
-    if order is None:
+    known = indices.samples(epoch, batches)
+    if known is None:
         return min(batches * (now.batch_size or 1) * now.world_size, now.length or 2**62)
-    return order.samples_before(min(batches, len(order)))
+    return known
 
 
 def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
@@ -125,15 +143,15 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
             samples=samples_before(indices, now, begun.epoch, state.batches),
         )
     changed = _tell(state, now, indices)
-    # The digest of a sampler's own order is that of one rank, and rank 0 saves.
-    shared = now.world_size > 1 and epoch_order(indices.source, begun.epoch) is None
+    # The digest of a sampler that splits itself is that of one rank, and rank 0 saves.
+    splits = now.world_size > 1 and not _shared_here(indices, begun.epoch)
     return Start(
         batches=state.order_from,
         samples=state.samples,
         late=tuple(state.late),
         same_batches=state.same_steps(now),
         drawn=state.drawn or None,
-        digest=None if shared or changed else state.digest,
+        digest=None if splits or changed else state.digest,
     )
 
 
@@ -192,14 +210,16 @@ def cut_anew(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Loa
 
     They count from the end of the epoch, where the whole batches are those that are left.
     """
-    order = epoch_order(indices.source, state.epoch)
-    if order is None or state.same_steps(now):
+    if state.same_steps(now):
         return state
-    try:
-        left = len(replace(order, start=state.samples))
-    except OptionsError:  # what is left over cannot be shared out evenly
-        left = 0
-    return replace(state, batches=len(order) - left)
+    start = Start(batches=state.batches * state.world_size // now.world_size, samples=state.samples)
+    left = indices.batches_left(state.epoch, start)
+    return state if left is None else replace(state, batches=len(indices) - left)
+
+
+def _shared_here(indices: EpochIndices, epoch: int) -> bool:
+    """Return whether it is known here what the other ranks get."""
+    return epoch_order(indices.source, epoch) is not None or share_in(indices.source) is not None
 
 
 def _tell(state: LoaderState, now: LoaderState, indices: EpochIndices) -> bool:
@@ -232,10 +252,10 @@ def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterat
             f"{len(state.late)} batches of {state.batch_size} samples that others had overtaken "
             "(in_order=False) are left out of this epoch, as batches have another size now."
         )
-    was = f"{state.batch_size} x {state.world_size} ranks"
-    steps = f"steps of {now.batch_size} x {now.world_size} ranks, which were of {was}"
-    known = epoch_order(indices.source, state.epoch) is not None
-    if known or now.world_size == state.world_size:
+    was = f"{state.batch_size or 'batches'} x {state.world_size} ranks"
+    size = now.batch_size or "batches"
+    steps = f"steps of {size} x {now.world_size} ranks, which were of {was}"
+    if _shared_here(indices, state.epoch) or now.world_size == state.world_size:
         yield f"From {where} on there are {steps}: no sample comes twice or is left out."
     else:
         yield (
@@ -256,6 +276,8 @@ def restore_dataset(dataset: object, state: LoaderState) -> None:
     saved = state.dataset_state
     if saved is not None and isinstance(dataset, Stateful):
         dataset.load_state_dict(saved)
+    if isinstance(dataset, Mixture):
+        dataset.go_on_at(state.epoch, state.samples)
 
 
 def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:

@@ -35,6 +35,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.ranks import deciding
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.randomness.generators import OwnGenerators
@@ -81,7 +82,8 @@ def indices_of(settings: SourceSettings) -> EpochIndices | None:
     """Return what gives the indices of a loader's epochs; None of a stream."""
     if isinstance(settings.dataset, IterableDataset):
         return None
-    return EpochIndices(order_of(settings), arrays=KINDS[settings.executor].gathers)
+    seed = None if settings.run is None else settings.seed
+    return EpochIndices(order_of(settings), arrays=KINDS[settings.executor].gathers, seed=seed)
 
 
 def open_source(
@@ -195,7 +197,10 @@ def _open_executor(
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
         guard=SampleGuard.of(
-            settings.faults.rule, settings.dataset, settings.sampler, settings.seed
+            settings.faults.rule,
+            settings.dataset,
+            deciding(settings.sampler),
+            settings.seed,
         ),
         faults=settings.faults,
         rank=rank_now() if streamed else Rank(0, 1),

@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
+from lightning_fastdata.order.buckets import BucketBatchSampler, BucketOrder, BucketShare
 from lightning_fastdata.order.epoch_order import (
     Blocks,
     EpochOrder,
@@ -31,7 +32,13 @@ from lightning_fastdata.order.epoch_order import (
     epoch_permutation,
     parts_of,
 )
-from lightning_fastdata.types import SetsEpoch
+from lightning_fastdata.order.ranks import (
+    KeyedDraws,
+    SharedSampler,
+    Step,
+    share_in,
+    tell_samplers,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,7 +143,7 @@ class EvaluationBatchSampler(BatchSampler):
 
 
 class RankSampler(DistributedSampler[Any]):
-    """One rank's share of a shuffle by seed and epoch, each sample once over all ranks.
+    """One rank's share of an order by seed and epoch, each sample once over all ranks.
 
     Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
     epoch. With the global batch size kept, any number of ranks gives the same global batches.
@@ -149,6 +156,7 @@ class RankSampler(DistributedSampler[Any]):
         seed: Seed of the run.
         drop_last: Leave out the last global batch if it is not full.
         blocks: Shuffle within these blocks of the dataset. Default: all samples.
+        shuffle: False keeps the dataset's order.
     """
 
     def __init__(
@@ -161,9 +169,10 @@ class RankSampler(DistributedSampler[Any]):
         seed: int = 0,
         drop_last: bool = False,
         blocks: Blocks | None = None,
+        shuffle: bool = True,
     ) -> None:
         super().__init__(
-            cast("Any", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=drop_last
+            cast("Any", dataset), num_replicas, rank, shuffle, seed=seed, drop_last=drop_last
         )
         self.batch_size = batch_size
         self.blocks = blocks
@@ -181,6 +190,7 @@ class RankSampler(DistributedSampler[Any]):
             world_size=self.num_replicas,
             equal_counts=True,
             blocks=self.blocks,
+            shuffle=self.shuffle,
         )
 
     def __iter__(self) -> Iterator[int]:
@@ -192,44 +202,83 @@ class RankSampler(DistributedSampler[Any]):
 
 
 class RankBatchSampler(BatchSampler):
-    """The batches of a :class:`RankSampler`; with any other sampler those of ``BatchSampler``."""
+    """The batches of a :class:`RankSampler`, or of a :class:`SharedSampler`.
+
+    With any other sampler they are those of ``BatchSampler``.
+    """
 
     def __iter__(self) -> Iterator[list[int]]:
-        if not isinstance(self.sampler, RankSampler):
+        if isinstance(self.sampler, SharedSampler):
+            for step in keyed_steps(self.sampler):
+                yield listed(step.own)
+        elif isinstance(self.sampler, RankSampler):
+            for batch in self.sampler.order.batches():
+                yield batch.tolist()
+        else:
             yield from super().__iter__()
-            return
-        for batch in self.sampler.order.batches():
-            yield batch.tolist()
 
     def __len__(self) -> int:
+        if isinstance(self.sampler, SharedSampler):
+            return self.sampler.number_of_steps()
         if isinstance(self.sampler, RankSampler):
             return len(self.sampler.order)
         return super().__len__()
 
 
+def keyed_steps(share: SharedSampler) -> Iterator[Step]:
+    """Return what the ranks take in each step of the epoch that was set last."""
+    once = draws_at_start(share.source)
+    return KeyedDraws(lambda: shared_steps(share, share.source), share.seed, share.epoch, once=once)
+
+
+def shared_steps(share: SharedSampler, source: Iterable[Any]) -> Iterator[Step]:
+    """Return what the ranks take in each step of a source like that of a :class:`SharedSampler`."""
+    return share.steps(shared_items(share, source))
+
+
+def shared_items(share: SharedSampler, source: Iterable[Any]) -> Iterable[Any]:
+    """Return what :meth:`SharedSampler.steps` takes."""
+    if not share.gives_samples:
+        return source
+    return index_batches(BatchSampler(cast("Any", source), share.full, drop_last=False))
+
+
+def listed(batch: Any) -> Any:
+    """Return a batch of indices as a list of Python's integers, if it is an array."""
+    return batch.tolist() if isinstance(batch, np.ndarray) else batch
+
+
 _DRAWN_AT_START: Final = (
-    BlockShuffleSampler, DistributedSampler, EpochOrder, RandomSampler, RankSampler,
+    BlockShuffleSampler, BucketShare, DistributedSampler, EpochOrder, RandomSampler, RankSampler,
     SequentialSampler, ShuffleSampler, WeightedRandomSampler,
 )  # fmt: skip
 """Not SubsetRandomSampler, which looks at its list of indices as it goes."""
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Set the epoch of a loader's sampler, and of that of its batch sampler, if they have one."""
-    for sampler in (loader.sampler, sampler_in(loader.batch_sampler)):
-        if isinstance(sampler, SetsEpoch):
-            sampler.set_epoch(epoch)
+    """Set the epoch of a loader's sampler, its batch sampler and that one's sampler."""
+    tell_samplers(loader.sampler, epoch)
+    if loader.batch_sampler is not None:
+        tell_samplers(loader.batch_sampler, epoch)
 
 
-def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | None:
+def share_of(batch_sampler: object) -> RankSampler | BucketShare | None:
+    """Return what has the plan of one rank in it, where a batch sampler follows such a plan."""
+    if type(batch_sampler) in (RankBatchSampler, BucketBatchSampler):
+        share = sampler_in(batch_sampler)
+        return share if isinstance(share, RankSampler | BucketShare) else None
+    return None
+
+
+def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | BucketOrder | None:
     """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
 
     It is for ``BatchSampler`` over ``ShuffleSampler``, ``BlockShuffleSampler`` or
-    ``SequentialSampler``, and for :class:`RankBatchSampler`.
+    ``SequentialSampler``, for :class:`RankBatchSampler` and :class:`BucketBatchSampler`.
     """
-    if type(batch_sampler) is RankBatchSampler:
-        share = batch_sampler.sampler
-        return share.order if isinstance(share, RankSampler) and share.epoch == epoch else None
+    share = share_of(batch_sampler)
+    if share is not None:
+        return share.order if share.epoch == epoch else None
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
@@ -259,9 +308,19 @@ def is_drawn_at_start(source: object) -> bool:
     ``source``: a batch sampler, or a sampler. Known are torch's own and those of this package; one
     of the user's may look at what the training writes.
     """
-    batched = type(source) in (BatchSampler, RankBatchSampler, EvaluationBatchSampler)
-    sampler = sampler_in(source) if batched else source
-    return type(sampler) in _DRAWN_AT_START
+    share = share_in(source)
+    source = source if share is None else share.source
+    return type(_grouped_in(source)) in _DRAWN_AT_START
+
+
+def draws_at_start(source: object) -> bool:
+    """Return whether what an epoch draws from global generators is drawn before its first index."""
+    return is_drawn_at_start(source) or type(_grouped_in(source)) is SubsetRandomSampler
+
+
+def _grouped_in(source: object) -> object:
+    own = (BucketBatchSampler, EvaluationBatchSampler, RankBatchSampler)
+    return sampler_in(source) if type(source) in (BatchSampler, *own) else source
 
 
 def _warn_of_uneven_share(sampler: DistributedSampler[Any], length: int, batch_size: int) -> None:
@@ -291,8 +350,9 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     if type(batch_sampler) is EvaluationBatchSampler and batch_sampler.order is not None:
         yield from batch_sampler.order.batches()
         return
-    if type(batch_sampler) is RankBatchSampler and isinstance(batch_sampler.sampler, RankSampler):
-        yield from batch_sampler.sampler.order.batches()
+    share = share_of(batch_sampler)
+    if share is not None:
+        yield from share.order.batches()
         return
     plain = batch_sampler if type(batch_sampler) is BatchSampler else None
     order = None if plain is None else _sampled_order(plain.sampler)

@@ -18,6 +18,7 @@ from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName, check_elsewhere
+from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
 C = TypeVar("C", bound=type)
@@ -119,6 +120,16 @@ def check_loader(
         raise TransformError(
             "A transform on the device needs batches, but batch_size=None. Set a batch_size, "
             "or pass the transform to the dataset."
+        )
+
+
+def refuse_shuffle(dataset: object, shuffle: object) -> None:
+    """Raise an :class:`OptionsError` if a dataset is to be shuffled that has its own order."""
+    if shuffle and has_own_order(dataset):
+        name = type(dataset).__name__
+        raise OptionsError(
+            f"shuffle={shuffle!r}, but a {name} has an order of its own, another one in each "
+            f"epoch. Leave out shuffle; {name}(shuffle=...) is for what it is made of."
         )
 
 

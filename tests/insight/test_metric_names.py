@@ -30,6 +30,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
 BY_THE_PLUGIN = {
     *("data_host/copied_mib", "data_host/pss_mib"),
     *("data_workers/busy_percent", "data_val/stall_percent"),
+    "data/throughput_tokens_per_s",
 }
 
 

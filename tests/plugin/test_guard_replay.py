@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 from trainers import quiet_trainer
 
-from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata import BucketBatchSampler, FastDataModule, LoaderOptions
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning
 from lightning_fastdata.plugin.bindings import BatchSizeGuard
 from lightning_fastdata.plugin.guard.replay import part_of, rows_of
@@ -297,3 +297,51 @@ def test_parts_hold_the_samples_of_each_column_and_the_rest_whole():
     assert [tuple(one.shape) for one in pair] == [(1, 3), (1,)]
     images, targets = part_of(BATCHES["boxes of each"][0], 0, 1, 2)
     assert len(images) == len(targets) == 1
+
+
+class Texts(Dataset):
+    """Rows of ones, of which three batches are long."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return torch.ones(20 if index < 24 else 2)
+
+
+class TextsByLength(Data):
+    def train_dataset(self):
+        return Texts()
+
+    def train_dataloader(self):
+        lengths = [len(text) for text in map(Texts().__getitem__, range(ROWS))]
+        batches = BucketBatchSampler(lengths, tokens=160)
+        return self.make_loader(Texts(), stage="train", batch_sampler=batches)
+
+
+class FewNumbers(LightningModule):
+    """Fits 80 numbers, of however many samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.trained = nn.Parameter(torch.ones(())), []
+
+    def training_step(self, batch, batch_idx):
+        if batch.numel() > 80:
+            raise TEXTS["cuda"]
+        self.trained.append(tuple(batch.shape))
+        return self.scale * batch.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_batches_of_another_length_are_taken_in_parts_by_their_numbers():
+    model = FewNumbers()
+    trainer = quiet_trainer(callbacks=[BatchSizeGuard()], max_epochs=2)
+    with pytest.warns(FastDataWarning, match="A training batch of"):
+        trainer.fit(model, datamodule=TextsByLength(seed=3))
+    assert sum(rows for rows, _ in model.trained) == 2 * ROWS
+    long, short = ({rows for rows, length in model.trained if length == n} for n in (20, 2))
+    assert max(long) in (3, 4)  # 60 or 80 numbers
+    assert min(short) >= 36

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from conformance.forked_ranks import on_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from resilience.cells import LOADERS, Images, Module
 from resilience.runs import Recorder, train
+from torch.utils.data import Sampler, WeightedRandomSampler
+
+from lightning_fastdata import BucketBatchSampler
 
 
 class InGroups(Images):
@@ -26,11 +31,39 @@ class InGroups(Images):
         return range(0, len(self), 4)
 
 
+class Own(Sampler):
+    """An order of the user's own, which draws from global generators as it goes."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for place in np.random.permutation(self.length).tolist():
+            yield (place + random.randrange(3)) % self.length
+
+
+class OfLikeLength(Module):
+    """Reads batches of a budget, by lengths that it makes up."""
+
+    def train_dataloader(self):
+        lengths = [5 + index % 7 for index in range(self.length)]
+        batches = BucketBatchSampler(lengths, tokens=40)
+        return self.make_loader(self.train_dataset(), stage="train", batch_sampler=batches)
+
+
+SAMPLERS = {"own": Own, "weighted": lambda n: WeightedRandomSampler(range(1, n + 1), n + 6)}
+
+
 def run(folder, ranks, *, name, loader, batch_size, steps, resume=None, length, **about):
     """Train for so many steps in all; save at the last one, and record what each rank took."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     dataset = InGroups if about.get("shuffle") == "blocks" else Images
-    data = Module(LOADERS[loader], dataset=dataset, batch_size=batch_size, length=length, **about)
+    about["sampler"] = SAMPLERS.get(about.get("sampler"))
+    kind = OfLikeLength if about.pop("by_length", False) else Module
+    data = kind(LOADERS[loader], dataset=dataset, batch_size=batch_size, length=length, **about)
     save = ModelCheckpoint(folder, name, every_n_train_steps=steps, enable_version_counter=False)
     model = Recorder(folder / f"{name}-{rank}")
     train(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conformance.forked_ranks import launched
+from resilience.resume_on_ranks import SAMPLERS
 from resilience.runs import first_difference, lines
 
 pytestmark = pytest.mark.timeout(600)
@@ -51,6 +52,21 @@ def folder(tmp_path_factory):
         settings("block-3-two", 2, LAST, resume="block-3", **blocks),
     ]
     one.append(settings("blocks-3-one", 1, LAST, resume="blocks-3", **blocks))
+    lengths = {"by_length": True}
+    two += [
+        settings("lengths", 2, 12, **lengths),
+        settings("lengths-2", 2, 2, loader="workers-1", **lengths),
+        settings("lengths-2-two", 2, 12, resume="lengths-2", **lengths),
+    ]
+    one.append(settings("lengths-2-one", 1, 10, resume="lengths-2", **lengths))
+    for sampler in SAMPLERS:
+        how = {"sampler": sampler}
+        begin += [settings(sampler, 1, LAST, **how), settings(f"{sampler}-3", 1, 3, **how)]
+        two += [
+            settings(f"{sampler}s", 2, 9, loader="workers-1", **how),
+            settings(f"{sampler}-3-two", 2, 9, resume=f"{sampler}-3", **how),
+        ]
+        one.append(settings(f"{sampler}s-one", 1, LAST, resume=f"{sampler}-3-two", **how))
     launched(PROGRAM, str(folder), json.dumps([(1, begin), (2, two), (1, one)]))
     return folder
 
@@ -91,6 +107,29 @@ def test_a_shuffle_in_blocks_goes_on_on_any_number_of_ranks(folder, run):
     assert sorted(epoch) == list(range(LENGTH))
     # 44 samples in groups of four, of which eight are shuffled together: the first four steps.
     assert len({sample // 4 for sample in epoch[:32]}) == 8
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_two_ranks_train_on_the_global_batches_of_one_of_any_sampler_and_go_on(folder, sampler):
+    """Ranks, and runs, begin with other states of the global generators each."""
+    straight = samples(folder, sampler)
+    assert len(straight) == LAST
+    assert straight[0] != straight[7]
+    assert samples(folder, f"{sampler}s") == straight[:9]
+    assert samples(folder, f"{sampler}-3-two") == straight[3:9]
+    assert samples(folder, f"{sampler}s-one") == straight[9:]
+
+
+def test_two_ranks_share_batches_of_like_length_and_one_goes_on(folder):
+    straight = samples(folder, "lengths")
+    epochs = [[i for epoch, step in straight for i in step if epoch == n] for n in "01"]
+    assert sorted(epochs[0]) == list(range(LENGTH))
+    assert sorted(epochs[1]) == list(range(LENGTH))
+    assert epochs[0] != epochs[1]
+    assert samples(folder, "lengths-2-two") == straight[2:]
+    rest = [i for epoch, step in samples(folder, "lengths-2-one") for i in step if epoch == "0"]
+    begun = [i for _, step in straight[:2] for i in step]
+    assert sorted(begun + rest) == list(range(LENGTH))
 
 
 def test_the_number_of_ranks_may_change_more_than_once(folder):

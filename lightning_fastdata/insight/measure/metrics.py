@@ -161,6 +161,8 @@ class StageSummary:
     accumulated. None: not counted."""
     samples_per_s: float | None = None
     """Samples of warm steps over their ``step_ms``."""
+    tokens_per_s: float | None = None
+    """Tokens of these samples, padding left out, over the same time; None: not known."""
     samples_per_s_if_data_were_free: float | None = None
     """The same with the stall taken away: the most that faster data can give."""
     spikes: tuple[Spike, ...] = ()
@@ -189,6 +191,8 @@ class StageSummary:
             found.append(f"wait {self.stall_share:.0%}")
         if self.samples_per_s is not None:
             found.append(f"{self.samples_per_s:.0f} samples/s")
+        if self.tokens_per_s is not None:
+            found.append(f"{self.tokens_per_s:.0f} tokens/s")
         return found
 
     @property
@@ -341,6 +345,7 @@ class StepHistory:
             causes=None,
             updates=None,
             loaders=(),
+            tokens_per_s=None,
             **phases,
         )
 

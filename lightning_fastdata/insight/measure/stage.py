@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lightning_fastdata.batches.layout import decodes_in_place
+from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.device.backend import has_streams
 from lightning_fastdata.device.prefetch import Prefetched
 from lightning_fastdata.host import clock
@@ -28,6 +29,7 @@ from lightning_fastdata.insight.measure.metrics import (
     p50_and_p95,
     warm_steps,
 )
+from lightning_fastdata.insight.measure.padding import PaddingMeter
 from lightning_fastdata.insight.model.evidence import (
     LoaderFacts,
     busy_share,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.causes import LoaderKey, WaitCauses
     from lightning_fastdata.stamps.batch_stamps import BatchStamps
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.types import Batch, Stage
 
 _MOST_UNCUT: Final = 256
 """Waits are cut when a result is asked for, at the latest when there are so many."""
@@ -77,6 +79,9 @@ class StageMeter:
         events = EventClock(device=device) if has_streams(device) else None
         self.timeline = StepTimeline(device=events)
         self._device = device
+        self.padding = PaddingMeter()
+        self._counted = _Counted()
+        self._logged = _Counted()
         self._logged_steps = 0
         self._duration_s = 0.0
         self._last: float | None = None
@@ -93,9 +98,15 @@ class StageMeter:
             self._last = clock.monotonic()
             self._cpu.began()
 
-    def step_ended(self, samples: int) -> None:
-        """Close the step, in which the model got so many samples."""
+    def size_of(self, batch: Batch) -> tuple[int, float]:
+        """Return the samples of a batch, and its tokens, padding left out; 0: not known."""
+        return batch_samples(batch), self.padding.tokens_of(batch)
+
+    def step_ended(self, samples: int, tokens: float = 0.0) -> None:
+        """Close the step, in which the model got so many samples, and tokens if that is known."""
         self.timeline.compute_ended(samples)
+        self._counted.samples += samples
+        self._counted.tokens += tokens
         now = clock.monotonic()
         if self._last is not None:
             self._duration_s += now - self._last
@@ -113,6 +124,11 @@ class StageMeter:
         history = self.timeline.history
         new, self._logged_steps = history.steps - self._logged_steps, history.steps
         means = window_means(history.newest(new), self.stamps.prefix) if new else {}
+        each = self._counted.since(self._logged)
+        self._logged = dataclasses.replace(self._counted)
+        rate = means.get(f"{self.stamps.prefix}/throughput_samples_per_s")
+        if each and rate is not None:
+            means[f"{self.stamps.prefix}/throughput_tokens_per_s"] = each * rate
         return {**means, **self.stamps.metrics()}
 
     def summary(self) -> StageSummary | None:
@@ -132,7 +148,14 @@ class StageMeter:
         most = costliest(loaders)
         waits = sum(spike.phase == "stall" for spike in summary.spikes)
         causes = self.stamps.summary(spikes=waits) if most is None else most.causes
-        return dataclasses.replace(summary, causes=causes, loaders=loaders, updates=self.updates)
+        each, rate = self._counted.since(_Counted()), summary.samples_per_s
+        return dataclasses.replace(
+            summary,
+            causes=causes,
+            loaders=loaders,
+            updates=self.updates,
+            tokens_per_s=each * rate if each and rate is not None else None,
+        )
 
     def _drop_foreign(self) -> None:
         """Forget stamps of batches that were read outside of the steps."""
@@ -160,8 +183,21 @@ class StageMeter:
             facts,
             step_queued=times.step_queued,
             read_rates=None if totals is None else totals.rates,
+            padding=self.padding.found(),
             **measured,
         )
+
+
+@dataclasses.dataclass(slots=True)
+class _Counted:
+    """What the steps of a stage had."""
+
+    samples: int = 0
+    tokens: float = 0.0
+
+    def since(self, before: _Counted) -> float:
+        """Return the tokens of a sample since then, the mean; 0: not known."""
+        return (self.tokens - before.tokens) / max(1, self.samples - before.samples)
 
 
 class LoopStage(StageMeter):

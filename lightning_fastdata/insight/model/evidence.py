@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.caches.cached import caches_in
 from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
+from lightning_fastdata.insight.measure.padding import Padding
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.insight.model.memory import MemorySeen
@@ -21,6 +22,7 @@ from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import LineShare, OneOfSeveral, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.buckets import BucketBatchSampler
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
 from lightning_fastdata.tuning.simulate import (
     BatchCost,
@@ -107,6 +109,8 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
         found["cache"] = "a stream has no index to keep samples by"
     elif caches_in(ours.dataset):
         found["cache"] = "samples are kept already"
+    if isinstance(getattr(loader, "batch_sampler", None), BucketBatchSampler):
+        found["batch_sampler"] = "its batches are of samples of like length"
     return {f"{prefix}{option}": why for option, why in found.items()}
 
 
@@ -204,6 +208,8 @@ class Evidence:
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
     gap_ms: float | None = None
     """The device had nothing to do, although no batch was waited for."""
+    padding: Padding | None = None
+    """How much of the batches is padding."""
     alloc_retries: int | None = None
     """How often the device's allocator had to free its cache and try again."""
     device_headroom_share: float | None = None

@@ -50,7 +50,7 @@ TITLES: Final[dict[str, str]] = {rule.code: rule.title for rule in reversed(RULE
 TITLES.update((rule.code, rule.title) for rule in without_stamps.RULES)
 """Code -> what it stands for."""
 _SEVERITIES: Final = ("high", "moderate", "fine")
-_OF_STEPS: Final = ("FD312", "FD313")
+_OF_STEPS: Final = ("FD312", "FD313", "FD337")
 """Besides data and the model, what makes a step longer."""
 _SPIKE_WORDS: Final = {"stall": "waiting for data", "compute": "computing"}
 _CLEARLY: Final = 1.5

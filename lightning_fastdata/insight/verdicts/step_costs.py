@@ -53,6 +53,7 @@ _GAP_LEAST_MS: Final = 1.0
 _SOON_S: Final = 24 * 3600
 """Later is no danger to most trainings."""
 _HEADROOM_LOW: Final = 0.03
+_PADDING_HIGH: Final = 0.10
 
 
 def _hidden(e: Evidence) -> Finding | None:
@@ -133,6 +134,29 @@ def _host_gap(e: Evidence) -> Finding | None:
     )
 
 
+def _padding(e: Evidence) -> Finding | None:
+    """Return the finding that steps compute on padding; where they wait for data, that is first."""
+    padding, compute = e.padding, e.summary.compute
+    if padding is None or padding.share < _PADDING_HIGH or compute is None or e.stalls:
+        return None
+    saved_ms = (1 - padding.left) * compute.mean_ms
+    remedy = Advice(
+        text="batches of samples of like length, batch_sampler=BucketBatchSampler(lengths, "
+        f"tokens={padding.tokens}), of which {padding.sorted_share:.0%} would be padding; or pack()"
+        " for a language model",
+        changes=("batch_sampler",),
+    )
+    return found(
+        "FD337",
+        e.of_step(saved_ms),
+        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by} of "
+        f"{padding.batches} batches)",
+        remedy,
+        remedies.without(e, saved_ms),
+        "the loader's workers",
+    )
+
+
 def _slow_rank(e: Evidence) -> Finding | None:
     slow = e.slow_rank
     if slow is None:
@@ -210,6 +234,7 @@ RULES: Final = (
     Rule("FD312", "the copy to the device takes long", _transfer),
     Rule("FD313", "augmentation on the device takes long", _augmentation),
     Rule("FD314", "the device waits for the host", _host_gap),
+    Rule("FD337", "batches are padded", _padding, after="FD314"),
     Rule("FD316", "one rank holds up the others", _slow_rank, about="rank"),
     Rule("FD317", "the device is short of memory", _memory),
     Rule("FD326", "the device's memory fills up", _fills_up, after="FD317"),

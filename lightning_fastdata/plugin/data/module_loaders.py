@@ -28,6 +28,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
+from lightning_fastdata.order.ranks import SharedSampler, knows_ranks
 from lightning_fastdata.order.samplers import (
     EvaluationBatchSampler,
     RankBatchSampler,
@@ -42,7 +43,7 @@ from lightning_fastdata.planning.facts.inspection import (
     refuse_empty,
 )
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
-from lightning_fastdata.planning.options import check_dataset
+from lightning_fastdata.planning.options import check_dataset, refuse_shuffle
 from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
 from lightning_fastdata.plugin.data.arguments import (
     options_from,
@@ -77,7 +78,7 @@ from lightning_fastdata.plugin.seams.trainer import (
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import global_seed
 from lightning_fastdata.tree import is_a
-from lightning_fastdata.types import STAGES, SampleKey
+from lightning_fastdata.types import STAGES, SampleKey, has_own_order
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -214,6 +215,8 @@ class ModuleLoaders:
     ) -> Dataset[Any]:
         """Return a dataset that keeps its samples, if that is asked for and of any use."""
         again = stage in ("train", "val") and not isinstance(dataset, IterableDataset)
+        if again and has_own_order(dataset):
+            return dataset  # which has another sample at each index in each epoch
         if module.cache is None or not again or gatherable(dataset):
             return dataset
         known, cached, _ = self._caches.get(name, (None, dataset, None))
@@ -426,7 +429,9 @@ def build_loader(
             f"shuffle={shuffle!r}, but {type(dataset).__name__} is a stream, which has no index to "
             "shuffle. Shuffle in the stream, and leave out shuffle."
         )
-    shuffled = not stream and (stage == "train" if shuffle is None else shuffle)
+    refuse_shuffle(dataset, shuffle)
+    by_default = stage == "train" and not has_own_order(dataset)
+    shuffled = not stream and (by_default if shuffle is None else shuffle)
     arguments |= _without(overrides, () if plan.num_workers else _NEEDS_WORKERS)
     given = arguments.get("sampler")
     by_blocks = type(given) is BlockShuffleSampler and given.data_source is sized
@@ -435,9 +440,12 @@ def build_loader(
     batches = not stream and arguments["batch_size"] is not None
     evaluates = spread and stage != "train" and batches and not (ordered or shuffled)
     share = None
-    if stage == "train" and spread and batches and (by_blocks or (shuffled and not ordered)):
-        share = _share_of_rank(sized, arguments, cast("Trainer", trainer))
-    if share is not None:
+    if trainer is not None and stage == "train" and spread and not stream:
+        own = by_blocks or not ordered
+        share = _share_of_rank(sized, arguments, trainer, own=own, shuffled=bool(shuffled))
+    if isinstance(share, SharedSampler):
+        arguments["sampler"] = share
+    elif share is not None:
         arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": share}
     elif shuffled and not ordered:
         arguments["sampler"] = ShuffleSampler(sized, settings["seed"])
@@ -454,28 +462,35 @@ def build_loader(
 
 
 def _share_of_rank(
-    dataset: Any, arguments: Mapping[str, Any], trainer: Trainer
-) -> RankBatchSampler | None:
-    """Return this rank's share of a shuffled training; None where it cannot come out even."""
+    dataset: Any, arguments: Mapping[str, Any], trainer: Trainer, *, own: bool, shuffled: bool
+) -> RankBatchSampler | SharedSampler | None:
+    """Return this rank's share of a training; None where its sampler splits itself among ranks.
+
+    ``own``: the order is one of this package, not that of a sampler or batch sampler.
+    """
     kwargs = trainer.distributed_sampler_kwargs
-    if kwargs is None:
+    batches, order = arguments.get("batch_sampler"), arguments.get("sampler")
+    given = order if batches is None else batches
+    if kwargs is None or knows_ranks(given):
         return None
-    ranks, size = int(kwargs["num_replicas"]), arguments["batch_size"]
+    of: dict[str, Any] = {name: int(kwargs[name]) for name in ("num_replicas", "rank")}
+    of["seed"] = arguments["seed"]
+    size = arguments["batch_size"] if batches is None else None
     drop_last = arguments["drop_last"]
-    if not (drop_last or can_share_evenly(len(dataset), size, ranks)):
-        return None
-    given = arguments.get("sampler")
-    by_blocks = given if isinstance(given, BlockShuffleSampler) else None
-    sampler = RankSampler(
-        dataset,
-        batch_size=size,
-        num_replicas=ranks,
-        rank=int(kwargs["rank"]),
-        seed=arguments["seed"] if by_blocks is None else by_blocks.seed,
-        drop_last=drop_last,
-        blocks=None if by_blocks is None else by_blocks.blocks,
+    if own and size and (drop_last or can_share_evenly(len(dataset), size, of["num_replicas"])):
+        if isinstance(given, BlockShuffleSampler):
+            of |= {"seed": given.seed, "blocks": given.blocks}
+        shuffle = shuffled or given is not None
+        sampler = RankSampler(dataset, batch_size=size, drop_last=drop_last, shuffle=shuffle, **of)
+        return RankBatchSampler(sampler, size, drop_last)
+    if given is None:
+        given = ShuffleSampler(dataset, of["seed"]) if shuffled else SequentialSampler(dataset)
+    share = SharedSampler(
+        given, batch_size=size, drop_last=drop_last if batches is None else None, **of
     )
-    return RankBatchSampler(sampler, size, drop_last)
+    if size is None and batches is None:
+        return share
+    return RankBatchSampler(share, rows_in(given) or size or 1, share.drop_last)
 
 
 def shuffled_in_blocks(
@@ -550,6 +565,8 @@ def settle_sharing(
     """
     if trainer is not None and stage == "train" and isinstance(loader.dataset, IterableDataset):
         _tell_of_uneven_parts(loader.dataset, trainer)
+    if isinstance(loader.sampler, SharedSampler) and (left := loader.sampler.left_over()):
+        _tell(trainer, name, left)
     if trainer is None or not isinstance(loader.batch_sampler, EvaluationBatchSampler):
         return
     average_exactly(trainer)

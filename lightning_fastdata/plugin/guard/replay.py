@@ -134,6 +134,8 @@ class RunsInParts:
         """Whether the training step came to its end."""
         self._fitted = 0
         """Numbers in the largest batch that was trained on."""
+        self._numbers = 0
+        """Numbers in ``largest`` samples."""
 
     def __call__(self, optimizer: object, batch_idx: int, kwargs: Mapping[str, Any]) -> object:
         """Optimize on one batch, in as few parts as fit.
@@ -145,12 +147,14 @@ class RunsInParts:
         rows, numbers = rows_of(batch), _numbers_of(batch)
         if rows is None:
             return self.run(optimizer, batch_idx, kwargs)
-        size = rows if self.largest is None else min(rows, self.largest)
+        size = rows
+        if self.largest is not None:  # of batches of longer samples, fewer fit
+            size = max(1, min(rows, rows * self._numbers // max(1, numbers)))
         first = not batch_idx % self.trainer.accumulate_grad_batches
         # A batch no larger than one before may still fail, if others take memory, too. To remember
         # everything for each batch would take longer than some steps.
         undo = self._remembered(first=first) if numbers > self._fitted else None
-        logged = False
+        logged, said = False, ""
         while True:
             self.is_stepping = self.has_logged = False
             parts = _Parts(self, rows, size, first=first, silent=logged)
@@ -176,10 +180,10 @@ class RunsInParts:
             if not dropped:
                 size = -(-size // 2)
         self._fitted = max(self._fitted, numbers)
-        if size < rows:
+        if said and size < rows:
             if self.largest is None:
                 self._warn(rows, size, said)
-            self.largest = size
+            self.largest, self._numbers = size, numbers * size // rows
         return result
 
     def _remembered(self, *, first: bool) -> Undo:

@@ -6,7 +6,8 @@ too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_ste
 loop;
 ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
 ``_datahook_selector`` and ``_prepare_dataloader``; ``_loaded_checkpoint`` of its
-``_checkpoint_connector``, whose counts are set, too; ``_mode`` of a CombinedLoader; ``_prefix``
+``_checkpoint_connector``, whose counts are set, too; ``_results`` of a trainer, whose
+``batch_size`` is set; ``_mode`` of a CombinedLoader; ``_prefix``
 of a TensorBoardLogger.
 
 Replaced on one object, never on a class, until the run of its trainer ends:
@@ -16,6 +17,7 @@ Replaced on one object, never on a class, until the run of its trainer ends:
   ``_prepare_dataloader`` of the data connector
 - in :mod:`.hooks`: ``on_after_batch_transfer`` of a module, ``get_instance`` of the hook selector
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
+- in :mod:`..watch.recording`: ``batch_to_device`` of the strategy
 - in :mod:`..guard.callback`: ``run`` of the automatic optimization, ``batch_to_device`` of the
   strategy; in :mod:`..guard.replay`, for one batch: ``training_step``, ``optimizer_zero_grad`` and
   ``log`` of the module
@@ -30,6 +32,8 @@ Replaced on one object, never on a class, until the run of its trainer ends:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from lightning_fastdata.batches.staged import packed_documents
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -137,6 +141,16 @@ def hook_selector(trainer: Trainer) -> Any:
     """
     selector = _private(trainer, "_data_connector", "_datahook_selector")
     return selector if callable(_private(selector, "get_instance")) else None
+
+
+def count_documents(trainer: Trainer, batch: object) -> None:
+    """Have the means that Lightning logs weigh a batch of packed documents by their number.
+
+    It would warn that their tensors are of different lengths, and weigh each batch the same.
+    """
+    documents, results = packed_documents(batch), _private(trainer, "_results")
+    if documents is not None and hasattr(results, "batch_size"):
+        results.batch_size = documents
 
 
 def combined_mode(loaders: object) -> str | None:

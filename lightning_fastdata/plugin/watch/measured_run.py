@@ -29,6 +29,7 @@ from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
+from lightning_fastdata.plugin.watch.mixtures import MixtureScalars
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
@@ -310,6 +311,7 @@ class MeasuredRun:
         self._judged_s = clock.monotonic()
         self._logged = False
         self._log_due_s = 0.0
+        self._mixtures = MixtureScalars()
 
     @property
     def logs(self) -> bool:
@@ -334,7 +336,8 @@ class MeasuredRun:
             metrics = {**metrics, **fault_scalars(self._fault_logs(loaders))}
             for loader, tuner in tuned_loaders(loaders):
                 metrics |= tune_scalars(tuner, loader.num_workers)
-            boards.log_to(self.trainer.loggers, chosen(metrics, self._ours.scalars), step)
+            shown = {**chosen(metrics, self._ours.scalars), **self._mixtures.since(loaders)}
+            boards.log_to(self.trainer.loggers, shown, step)
 
     def step_ended(self, step: int) -> None:
         """Log the means since the last time, if this is a step to log at.

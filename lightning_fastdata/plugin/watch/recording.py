@@ -6,15 +6,16 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
 from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
-from lightning_fastdata.plugin.seams.internals import attributes_of
+from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed
 from lightning_fastdata.plugin.seams.profiler_tee import Listener
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.insight.measure.metrics import StageSummary
-    from lightning_fastdata.types import Stage
+    from lightning_fastdata.insight.measure.padding import PaddingMeter
+    from lightning_fastdata.types import Batch, Stage
 
 _OTHER: Final = Activity("other")
 _WAIT: Final = Activity("wait")
@@ -190,6 +192,21 @@ class WallWatch:
         self.clock.enter(_VALIDATION if self.clock.state is _VALIDATION else activity)
 
 
+class _LooksAtBatches:
+    """Shows training batches to a meter, and moves batches to the device as before."""
+
+    def __init__(self, trainer: Trainer, meter: PaddingMeter) -> None:
+        self.trainer, self.meter = trainer, meter
+        self.move = trainer.strategy.batch_to_device
+
+    def __call__(self, batch: Batch, *where: Any, **named: Any) -> Batch:
+        """Return the batch on the device."""
+        if self.trainer.training:
+            with suppress(Exception):  # a batch may be anything
+                self.meter.look(batch)
+        return self.move(batch, *where, **named)
+
+
 class Recording:
     """Turns the announcements of Lightning's profiler into marks on the right timeline.
 
@@ -253,6 +270,12 @@ class Recording:
             self._shown = loaders
             self.wall.loaders_came()
 
+    def look_at_batches(self) -> None:
+        """Look at the first batches of a training before they go to the device."""
+        trainer = self._trainer
+        look = _LooksAtBatches(trainer, self.main.padding)
+        replace_for_one_run(trainer, trainer.strategy, "batch_to_device", look)
+
     def restart(self) -> None:
         """Forget everything measured so far: what tuners ran before the training began."""
         for meter in self.meters:
@@ -263,6 +286,7 @@ class Recording:
         if self.fits:
             self.wall.restart()
             self.watch("val", self._trainer.val_dataloaders)
+            self.look_at_batches()
         self.batches_stepped = 0
         device = self._trainer.strategy.root_device
         self.host = HostMeter(device, busy_share=self.main.stamps.busy_share)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_fastdata.augment import as_batch_transform
-from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
@@ -26,6 +25,7 @@ from lightning_fastdata.plugin.loggers.boards import Scalars, wall_scalars
 from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures_of
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
+from lightning_fastdata.plugin.seams.internals import count_documents
 from lightning_fastdata.plugin.seams.loaders import watch_sources
 from lightning_fastdata.plugin.seams.profiler_tee import attach
 from lightning_fastdata.plugin.seams.trainer import (
@@ -190,7 +190,8 @@ class ThroughputHooks(NeedsConstruction):
     def on_train_batch_start(
         self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, batch_idx: int
     ) -> None:
-        """Show the batch, if that was asked for."""
+        """Show the batch, if that was asked for, and have logged means weigh packed documents."""
+        count_documents(trainer, batch)
         if batch_idx == 0:
             run.judge.epoch_began()
         if run.pictures is not None:
@@ -216,7 +217,7 @@ class ThroughputHooks(NeedsConstruction):
     ) -> None:
         """Close the step and, every so often, log the means since the last time."""
         recording = run.recording
-        recording.main.step_ended(batch_samples(batch))
+        recording.main.step_ended(*recording.main.size_of(batch))
         run.live.step_ended()
         if recording.host is not None:
             recording.host.step_ended()
@@ -304,7 +305,7 @@ class ThroughputHooks(NeedsConstruction):
         """Close a step."""
         if trainer.sanity_checking:
             return
-        run.recording.evaluated.step_ended(batch_samples(batch))
+        run.recording.evaluated.step_ended(*run.recording.evaluated.size_of(batch))
         run.live.step_ended()
         if not run.recording.fits:
             run.batches += 1
@@ -312,6 +313,15 @@ class ThroughputHooks(NeedsConstruction):
                 run.judged()
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    @harmless(_NOT_MEASURED)
+    def on_validation_batch_start(
+        self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, *__: int
+    ) -> None:
+        """Have logged means weigh packed documents."""
+        count_documents(trainer, batch)
+
+    on_test_batch_start = on_validation_batch_start
 
     @harmless("An evaluation was not logged")
     def on_validation_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:

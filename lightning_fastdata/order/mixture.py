@@ -1,0 +1,414 @@
+"""Mixture: several datasets as one, each as often as its weight says, in an order of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
+from lightning_fastdata.order.interleave import Interleaving
+from lightning_fastdata.torch_internals import unsplit_stream
+from lightning_fastdata.types import Batch, SetsEpoch
+
+Weights: TypeAlias = Mapping[str, float]
+"""Of each part, by its name; only their ratios count."""
+Schedule: TypeAlias = "Weights | Mapping[int, Weights]"
+"""Weights, or those from each of some steps on."""
+
+_TOGETHER: Final = 2**10
+"""Places whose samples are found at once: 1 us each for some parts, and one alone 0.5 ms."""
+_KEPT: Final = 64
+_ENDED: Final = object()
+_PACKAGE: Final = __name__.partition(".")[0]
+
+
+class Mixture(Dataset[Any]):
+    """Several datasets as one map-style dataset, which has an order of its own.
+
+    In any 1,000 samples in a row the number from each part is within 4 of its weight (within 7
+    where weights change), see :mod:`.interleave`. A part is read in passes over it, each in another
+    order; how many there were, :meth:`epochs` tells. Sample ``i`` is the ``i``-th of the epoch, and
+    follows from seed, weights and epoch: any loader that reads the dataset in its own order, on any
+    number of ranks, reads the mixture. Draws within a sample are keyed by its place, so that a
+    sample that comes twice in an epoch is augmented in two ways. ``FastDataModule`` does not
+    shuffle it, resumes it exactly, and logs the proportions.
+
+    An iterable dataset may be a part. It is read in its own order by each process that reads, which
+    drops what others get: read it with one worker. At its end it begins anew.
+
+    Args:
+        datasets: The parts, by name.
+        weights: Of each part, from 0; or, by the number of the first step from which they hold,
+            the first of them 0. Default: the lengths of the parts.
+        length: Samples of an epoch. Default: those of all parts.
+        samples_a_step: Of all ranks, in the steps in which ``weights`` and :meth:`set_weights`
+            count. Default: 1, which counts samples.
+        seed: Of the order within the parts.
+        shuffle: Whether each pass over a part has another order, or that of the part.
+
+    Raises:
+        DatasetError: There is no part, one is empty, or one is no dataset.
+        OptionsError: Weights are negative, sum up to 0 or name other parts, a schedule does not
+            begin at 0, or the length of an epoch is not known.
+
+    Example:
+        >>> mixture = Mixture({"a": "xyz", "b": range(4)}, {"a": 1, "b": 3}, shuffle=False)
+        >>> [mixture[i] for i in range(len(mixture))]
+        [0, 'x', 1, 2, 3, 'y', 0]
+    """
+
+    has_own_order = True
+    """A loader is not to shuffle it."""
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Any],
+        weights: Schedule | None = None,
+        *,
+        length: int | None = None,
+        samples_a_step: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self.datasets = dict(datasets)
+        lengths = {name: _length_of(part, name) for name, part in self.datasets.items()}
+        if not lengths:
+            raise DatasetError("A Mixture needs a part at least: Mixture({'name': dataset}, ...).")
+        known = [number for number in lengths.values() if number is not None]
+        whole = sum(known) if len(known) == len(lengths) else None
+        for name, value in (("length", length), ("samples_a_step", samples_a_step)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
+        if length is None and whole is None:
+            raise OptionsError(
+                "A part of the Mixture is a stream, which has no length: say by length= how many "
+                "samples an epoch has."
+            )
+        if weights is None and whole is None:
+            raise OptionsError(
+                "A part of the Mixture is a stream, which has no length to weigh it by: give "
+                "weights."
+            )
+        self.length: int = length or whole or 0
+        self.samples_a_step, self.seed, self.shuffle = samples_a_step, seed, shuffle
+        self.epoch = 0
+        self._lengths = lengths
+        schedule = _schedule(lengths if weights is None else weights)  # type: ignore[arg-type]
+        self._set(
+            {step * samples_a_step: _checked(each, lengths) for step, each in schedule.items()}
+        )
+        self._streams = {
+            name: _Stream(part, name)
+            for name, part in self.datasets.items()
+            if isinstance(part, IterableDataset)
+        }
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return the sample at a place of the epoch that was set last."""
+        name, row = self.place(index)
+        if name in self._streams:
+            return self._streams[name].get(row)
+        return self.datasets[name][row]
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Return the part that the sample at a place is of, and its index there.
+
+        Of a stream, that is how many of its samples come before it, in all epochs.
+        """
+        index = index + self.length if index < 0 else index
+        if not 0 <= index < self.length:
+            raise IndexError(f"There is no sample {index} in an epoch of {self.length}.")
+        number, at = divmod(self.epoch * self.length + index, _TOGETHER)
+        parts, rows = _together(self._order, number)
+        return self._order.names[parts[at]], rows[at]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the samples of an epoch, counted from 0; loaders of this package call it."""
+        self.epoch = epoch
+        for part in self.datasets.values():
+            if type(part).__module__.partition(".")[0] == _PACKAGE and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    # -- proportions -------------------------------------------------------------------------------
+
+    def weights_at(self, epoch: int, samples: int = 0) -> dict[str, float]:
+        """Return the weights, with a sum of 1, behind so many samples of an epoch."""
+        return self._order.segment(epoch * self.length + samples).weights
+
+    def counts(self, epoch: int, samples: int = 0) -> dict[str, int]:
+        """Return how many samples each part gave until so many samples of an epoch, of all."""
+        return self._order.counts(epoch * self.length + samples)
+
+    def epochs(self, epoch: int, samples: int = 0) -> dict[str, float | None]:
+        """Return how many passes over each part were made until then; None of a stream."""
+        return {
+            name: None if (length := self._lengths[name]) is None else number / length
+            for name, number in self.counts(epoch, samples).items()
+        }
+
+    def set_weights(self, weights: Weights, at_step: int | None = None) -> None:
+        """Set the weights that hold from a step on; those of later steps are forgotten.
+
+        Samples that were read ahead of that step stay what they are: a step within the epoch that
+        runs has to be known when it begins.
+
+        Args:
+            weights: Of each part.
+            at_step: The step of the training, counted from 0. Default: the next epoch's first.
+
+        Raises:
+            OptionsError: Weights are negative, sum up to 0 or name other parts.
+        """
+        first = (self.epoch + 1) * self.length
+        first = first if at_step is None else at_step * self.samples_a_step
+        before = {start: each for start, each in self._schedule.items() if start < first}
+        self._set({**before, first: _checked(weights, self._lengths)})
+
+    def _set(self, schedule: dict[int, dict[str, float]]) -> None:
+        self._schedule = schedule
+        self._order = _Order.of(schedule, self._lengths, self.seed, shuffle=self.shuffle)
+
+    # -- going on ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights that held so far, as plain data; the loader knows the place."""
+        return {
+            "weights": [[start, dict(each)] for start, each in self._schedule.items()],
+            "lengths": dict(self._lengths),
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the weights that held before; :meth:`go_on_at` puts the present ones behind them.
+
+        Raises:
+            OptionsError: A part that was there before is missing.
+        """
+        gone = [name for name in state["lengths"] if name not in self._lengths]
+        if gone:
+            raise OptionsError(
+                f"The Mixture of the checkpoint had the parts {', '.join(map(repr, gone))}, "
+                "without which it cannot go on. Keep them, with weight 0 from now on."
+            )
+        then = {"seed": state["seed"], **state["lengths"]}
+        now = {"seed": self.seed, **self._lengths}
+        other = next((name for name in then if then[name] != now[name]), None)
+        if other is not None:
+            warnings.warn(
+                f"The Mixture of the checkpoint had {then[other]} for {other!r} (samples of a "
+                f"part, or the seed), and it is {now[other]} now: passes over parts that have "
+                "begun go on in another order, so that samples may come twice or not at all.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+        none = dict.fromkeys(self._lengths, 0.0)
+        self._saved = {int(start): {**none, **each} for start, each in state["weights"]}
+
+    def go_on_at(self, epoch: int, samples: int) -> None:
+        """Go on behind so many samples of an epoch, with the weights that this one was made with.
+
+        What came before was by the weights that were loaded.
+        """
+        saved, own = vars(self).pop("_saved", None), self._schedule
+        if saved is None:
+            return
+        place = epoch * self.length + samples
+        joined = {start: each for start, each in saved.items() if start < place} or dict(own)
+        now = self._order.segment(place).weights
+        if joined and joined[max(joined)] != now:
+            joined[place] = now
+        self._set({**joined, **{start: each for start, each in own.items() if start > place}})
+
+
+def _length_of(part: Any, name: str) -> int | None:
+    length = dataset_length(part)
+    if isinstance(part, IterableDataset):
+        return None
+    if length is None or not hasattr(part, "__getitem__"):
+        raise DatasetError(
+            f"Part {name!r} of the Mixture is a {type(part).__name__}. Give a dataset with "
+            "__getitem__() and __len__(), or an IterableDataset."
+        )
+    if length == 0:
+        raise DatasetError(f"Part {name!r} of the Mixture is empty. Leave it out.")
+    return length
+
+
+def _schedule(weights: Schedule) -> Mapping[int, Weights]:
+    by_step = [isinstance(each, Mapping) for each in weights.values()]
+    if not any(by_step):
+        return {0: weights}  # type: ignore[dict-item]
+    steps: list[Any] = list(weights)
+    whole = all(by_step) and all(type(step) is int and step >= 0 for step in steps)
+    steps = sorted(steps) if whole else steps
+    if not whole or steps[0] != 0:
+        raise OptionsError(
+            f"weights of a Mixture change at {steps!r:.200}; give the weights of each part by the "
+            "numbers of the steps from which they hold, the first of them 0."
+        )
+    return {step: weights[step] for step in steps}  # type: ignore[misc]
+
+
+def _checked(weights: Weights, names: Mapping[str, object]) -> dict[str, float]:
+    """Return weights with a sum of 1, in the order of the parts."""
+    if weights.keys() != names.keys():
+        raise OptionsError(
+            f"The weights name the parts {', '.join(map(repr, weights))}, and the Mixture has "
+            f"{', '.join(map(repr, names))}. Give one weight for each; 0 leaves a part out."
+        )
+    given = {name: weights[name] for name in names}
+    fine = all(isinstance(w, int | float) and 0 <= w < math.inf for w in given.values())
+    total = sum(given.values()) if fine else 0
+    if not total:
+        raise OptionsError(
+            f"The weights of a Mixture are {given!r:.300}; give numbers from 0 that do not sum up "
+            "to 0."
+        )
+    return {name: weight / total for name, weight in given.items()}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Segment:
+    first: int
+    """Number of its first sample, counted over all epochs."""
+    weights: dict[str, float]
+    parts: Interleaving
+    before: list[int]
+    """Samples of each part that come before it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Order:
+    """Which sample of which part each of the samples of all epochs is."""
+
+    names: tuple[str, ...]
+    lengths: tuple[int | None, ...]
+    seeds: tuple[int | None, ...]
+    """Of the orders of the parts; None: as they are."""
+    segments: tuple[_Segment, ...]
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Mapping[int, Mapping[str, float]],
+        lengths: Mapping[str, int | None],
+        seed: int,
+        *,
+        shuffle: bool,
+    ) -> _Order:
+        segments: list[_Segment] = []
+        for first, weights in sorted(schedule.items()):
+            before = [0] * len(lengths)
+            if segments:
+                last = segments[-1]
+                more = last.parts.counts(first - last.first)
+                before = [one + other for one, other in zip(last.before, more, strict=True)]
+            parts = Interleaving(list(weights.values()))
+            segments.append(_Segment(first, dict(weights), parts, before))
+        seeds = (_seed_of(seed, name) if shuffle else None for name in lengths)
+        return cls(tuple(lengths), tuple(lengths.values()), tuple(seeds), tuple(segments))
+
+    def segment(self, place: int) -> _Segment:
+        firsts = [segment.first for segment in self.segments]
+        return self.segments[max(0, bisect_right(firsts, place) - 1)]
+
+    def counts(self, samples: int) -> dict[str, int]:
+        segment = self.segment(samples)
+        more = segment.parts.counts(samples - segment.first)
+        both = zip(self.names, segment.before, more, strict=True)
+        return {name: before + own for name, before, own in both}
+
+    def at(self, places: Any) -> tuple[Any, Any]:
+        """Return the part at each place, and the index there; int64."""
+        firsts = [segment.first for segment in self.segments]
+        in_segment = np.searchsorted(firsts, places, side="right") - 1
+        parts, rows = np.empty_like(places), np.empty_like(places)
+        for number in np.unique(in_segment):
+            segment, which = self.segments[number], in_segment == number
+            found, before = segment.parts.at(places[which] - segment.first)
+            parts[which], rows[which] = found, before + np.array(segment.before)[found]
+        for part in np.unique(parts):
+            which = parts == part
+            rows[which] = self._rows(int(part), rows[which])
+        return parts, rows
+
+    def _rows(self, part: int, numbers: Any) -> Any:
+        """Return the indices of samples of a part, by how many of it come before them."""
+        length, seed = self.lengths[part], self.seeds[part]
+        if length is None:
+            return numbers
+        passes, rows = np.divmod(numbers, length)
+        for number in np.unique(passes) if seed is not None else ():
+            order = KeyedPermutation(length, seed=seed or 0, epoch=int(number))
+            rows[passes == number] = order.at(rows[passes == number])
+        return rows
+
+
+@lru_cache(maxsize=_KEPT)  # not in the dataset, whose state would change as it is read
+def _together(order: _Order, number: int) -> tuple[list[int], list[int]]:
+    start = number * _TOGETHER
+    parts, rows = order.at(np.arange(start, start + _TOGETHER))
+    return parts.tolist(), rows.tolist()
+
+
+def _seed_of(seed: int, name: str) -> int:
+    text = f"{seed},{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class _Stream:
+    """The samples of a stream by their number, over all passes; best asked for in their order."""
+
+    def __init__(self, stream: IterableDataset[Any], name: str) -> None:
+        self._stream, self._name = stream, name
+        self._samples: Iterator[Any] | None = None
+        self._next = self._first_of_pass = self._passes = self._process = 0
+        self._last: Batch = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_samples": None, "_last": None}
+
+    def get(self, number: int) -> Batch:
+        """Return a sample; those before it that were not asked for are read and dropped."""
+        here = self._samples is not None and self._process == os.getpid()
+        if here and number == self._next - 1:
+            return self._last  # asked for once more
+        with unsplit_stream():
+            if not here or number < self._next:
+                self._passes = self._next = 0
+                self._begin()
+            while self._next <= number:
+                sample = next(self._samples or iter(()), _ENDED)
+                if sample is not _ENDED:
+                    self._last = sample
+                    self._next += 1
+                elif self._next > self._first_of_pass:
+                    self._passes += 1
+                    self._begin()
+                else:
+                    raise DatasetError(
+                        f"Part {self._name!r} of the Mixture, a {type(self._stream).__name__}, "
+                        f"gave no sample in pass {self._passes}. A stream has to begin anew when "
+                        "it is iterated again."
+                    )
+        return self._last
+
+    def _begin(self) -> None:
+        if isinstance(self._stream, SetsEpoch):
+            self._stream.set_epoch(self._passes)
+        self._samples, self._first_of_pass = iter(self._stream), self._next
+        self._process = os.getpid()

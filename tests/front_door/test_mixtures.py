@@ -1,0 +1,113 @@
+"""A mixture in a Trainer: its proportions, its loggers, and a training that goes on."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import WeightedRandomSampler
+
+from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions, Mixture
+from lightning_fastdata.errors import OptionsError
+
+LENGTH, BATCH = 40, 4
+STEPS = LENGTH // BATCH
+A, B = np.arange(25.0, dtype=np.float32), np.arange(1000.0, 1008.0, dtype=np.float32)
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch.tolist())
+        return self.layer(batch[:, None]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def mixture(weights=None):
+    return Mixture({"a": list(A), "b": list(B)}, weights or {"a": 0.7, "b": 0.3}, length=LENGTH)
+
+
+def module(dataset, **how):
+    options = LoaderOptions(num_workers=0, executor="inline", probe=False)
+    return FastDataModule.from_datasets(
+        dataset, batch_size=BATCH, options=options, guard="off", seed=3, **how
+    )
+
+
+def fit(folder, data, *, steps=2 * STEPS, resume=None, callbacks=(), logger=False):
+    model = Model()
+    trainer = Trainer(
+        max_epochs=-1,
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        logger=logger,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=5,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return model.seen
+
+
+def test_a_training_reads_the_mixture_in_its_own_order_and_goes_on_within_an_epoch(tmp_path):
+    straight = fit(tmp_path, module(mixture()))
+    expected = mixture()
+    for epoch in range(2):
+        expected.set_epoch(epoch)
+        mine = [expected[i] for i in range(LENGTH)]
+        assert [i for step in straight[epoch * STEPS :][:STEPS] for i in step] == mine
+    assert fit(tmp_path, module(mixture()), steps=STEPS + 3) == straight[: STEPS + 3]
+    rest = fit(tmp_path, module(mixture()), resume=tmp_path / "last.ckpt")
+    assert rest == straight[STEPS + 3 :]
+
+
+def test_loggers_get_the_proportions_and_the_epochs_of_the_parts(tmp_path):
+    callback = DataThroughputCallback(every_n_steps=5, summary=False, report=False)
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, module(mixture({0: {"a": 1, "b": 0}, 20: {"a": 0, "b": 1}})), steps=10,
+        callbacks=[callback], logger=logger)  # fmt: skip
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("data_mix/a_percent")]
+    shown = [[float(row[f"data_mix/{name}_percent"]) for name in "ab"] for row in rows]
+    assert shown[:2] == [[100, 0], [0, 100]]
+    assert float(rows[1]["data_mix/a_epochs"]) == pytest.approx(20 / 25)
+    assert float(rows[1]["data_mix/b_epochs"]) == pytest.approx(20 / 8)
+
+
+def test_a_mixture_is_shuffled_and_cached_by_nobody(tmp_path):
+    with pytest.raises(OptionsError, match="order of its own"):
+        module(mixture(), shuffle=True).train_dataloader()
+    cached = module(mixture(), cache="ram").train_dataloader()
+    assert isinstance(cached.dataset, Mixture)
+
+
+def test_draws_of_a_sampler_are_keyed_so_that_later_epochs_are_those_of_before(tmp_path):
+    class Weighted(FastDataModule):
+        def train_dataloader(self):
+            sampler = WeightedRandomSampler(A + 1, LENGTH)
+            return self.make_loader(list(A), stage="train", sampler=sampler)
+
+    def data():
+        torch.seed()
+        options = LoaderOptions(num_workers=0, executor="inline", probe=False)
+        return Weighted(BATCH, options=options, guard="off", seed=3)
+
+    straight = fit(tmp_path, data())
+    assert straight[:STEPS] != straight[STEPS:]
+    fit(tmp_path, data(), steps=3)
+    assert fit(tmp_path, data(), resume=tmp_path / "last.ckpt") == straight[3:]

@@ -1,0 +1,308 @@
+"""Batches of like length: little padding, every sample once, ranks with as much to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from misses import Misses
+from thoroughness import max_examples
+from torch.utils.data import DataLoader, DistributedSampler
+from trainers import Keeps, quiet_trainer
+
+from benchmarks.lengths import LAWS, drawn
+from lightning_fastdata import BucketBatchSampler, FastDataLoader, FastDataModule
+from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.order.samplers import index_batches
+
+SIZES = {
+    "lengths": st.lists(st.integers(0, 60), max_size=70),
+    "seed": st.integers(0, 2**40),
+    "epoch": st.integers(0, 3),
+    "tokens": st.sampled_from([None, 60, 97, 400]),
+    "batch_size": st.sampled_from([1, 3, 8]),
+    "together": st.sampled_from([None, 1, 3]),
+    "padding": st.sampled_from([0.01, 0.05, 0.4]),
+}
+
+
+def of_ranks(lengths, ranks, epoch=0, **how):
+    """Return the batches of each rank."""
+    found = []
+    for rank in range(ranks):
+        sampler = BucketBatchSampler(lengths, num_replicas=ranks, rank=rank, **how)
+        sampler.set_epoch(epoch)
+        found.append(list(sampler))
+        assert len(found[-1]) == len(sampler)
+    return found
+
+
+def can_be_shared(lengths, ranks, start=0, epoch=0, **how):
+    """Return whether batches can be cut into as many on each rank."""
+    sampler = BucketBatchSampler(lengths, num_replicas=ranks, rank=0, **how)
+    sampler.set_epoch(epoch)
+    try:
+        return len(replace(sampler.sampler.order, start=start)) >= 0
+    except OptionsError:
+        sizes = [len(batch) for batch in of_ranks(lengths, 1, **how)[0]]
+        assert start or sum(sizes) - len(sizes) < -len(sizes) % ranks
+        return False
+
+
+def padded(lengths, batches):
+    """Return the numbers of padded batches, with padding."""
+    return sum(len(batch) * lengths[batch].max() for batch in batches)
+
+
+@max_examples(100)
+@given(ranks=st.integers(1, 5), **SIZES)
+def test_ranks_share_every_sample_once_in_as_many_batches_within_the_budget(
+    ranks, lengths, **how
+) -> None:
+    assume(can_be_shared(lengths, ranks, **how))
+    batches = of_ranks(lengths, ranks, **how)
+    assert len({len(own) for own in batches}) == 1
+    seen = [index for own in batches for batch in own for index in batch]
+    assert sorted(seen) == list(range(len(lengths)))
+    for batch in (batch for own in batches for batch in own):
+        longest = max(lengths[index] for index in batch)
+        assert len(batch) <= how["batch_size"]
+        assert how["tokens"] is None or len(batch) * longest <= how["tokens"]
+
+
+@max_examples(100)
+@given(ranks=st.integers(1, 5), then=st.integers(1, 5), stop=st.integers(0, 9), **SIZES)
+def test_a_run_goes_on_anywhere_on_any_ranks_with_every_sample_once(
+    ranks, then, stop, lengths, epoch, **how
+) -> None:
+    assume(can_be_shared(lengths, ranks, epoch=epoch, **how))
+    sampler = BucketBatchSampler(lengths, num_replicas=ranks, rank=0, **how)
+    sampler.set_epoch(epoch)
+    order = sampler.sampler.order
+    before = order.samples_before(stop)
+    how["together"] = order.together
+    assume(can_be_shared(lengths, then, before, epoch, **how))
+    done = [list(replace(order, rank=r).batches())[:stop] for r in range(ranks)]
+    rest = [
+        list(replace(order, rank=r, world_size=then, start=before).batches()) for r in range(then)
+    ]
+    assert len({len(own) for own in rest}) == 1
+    seen = [int(i) for own in (*done, *rest) for batch in own for i in batch]
+    assert sorted(seen) == list(range(len(lengths)))
+    if then == ranks:
+        for rank, own in enumerate(rest):
+            whole = list(replace(order, rank=rank).batches())
+            assert [b.tolist() for b in whole[stop:]] == [b.tolist() for b in own]
+
+
+def test_as_many_ranks_go_on_with_the_same_batches_of_each() -> None:
+    lengths = drawn("chat", 400)
+    for rank in range(4):
+        how = {"tokens": 8192, "num_replicas": 4, "rank": rank}
+        order = BucketBatchSampler(lengths, **how).sampler.order
+        rest = replace(order, start=order.samples_before(7))
+        whole = [batch.tolist() for batch in order.batches()]
+        assert [batch.tolist() for batch in rest.batches()] == whole[7:]
+        assert order.batch(3).tolist() == whole[3]
+
+
+def test_one_rank_goes_on_within_a_batch_that_two_had_cut() -> None:
+    order = BucketBatchSampler([1, 2, 60, 60], tokens=60, num_replicas=2, rank=0).sampler.order
+    before = order.samples_before(1)
+    assert before not in order.buckets.epoch(0, 2).edges
+    rest = list(replace(order, world_size=1, start=before).batches())
+    done = [next(replace(order, rank=rank).batches()) for rank in range(2)]
+    assert sorted(np.concatenate([*done, *rest]).tolist()) == [0, 1, 2, 3]
+
+
+@max_examples(40)
+@given(ranks=st.integers(1, 5), **SIZES)
+def test_what_is_dropped_is_less_than_a_step(ranks, lengths, **how) -> None:
+    everything = of_ranks(lengths, 1, **how)[0]
+    batches = of_ranks(lengths, ranks, drop_last=True, **how)
+    assert [len(own) for own in batches] == [len(everything) // ranks] * ranks
+
+
+@pytest.mark.parametrize("budget", [{"tokens": 16384}, {"batch_size": 32}], ids=str)
+def test_at_most_5_percent_of_a_batch_is_padding(budget) -> None:
+    with Misses() as misses:
+        for name in LAWS:
+            lengths = drawn(name, 50_000)
+            share = 1 - lengths.sum() / padded(lengths, BucketBatchSampler(lengths, **budget))
+            misses.check(share <= 0.05, name, share)
+
+
+def loads(lengths, ranks, cost, **how):
+    """Return what eight ranks, or all, have to do in an epoch."""
+    order = BucketBatchSampler(lengths, cost=cost, num_replicas=ranks, rank=0, **how).sampler.order
+    power = 1 if cost == "linear" else 2
+    return [
+        sum(len(batch) * float(lengths[batch].max()) ** power for batch in own.batches())
+        for own in (replace(order, rank=rank) for rank in range(0, ranks, -(-ranks // 8)))
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 20_000), (4, 20_000), (64, 100_000)])
+def test_the_costs_of_ranks_are_within_3_percent(ranks, count) -> None:
+    with Misses() as misses:
+        for name in LAWS:
+            lengths = drawn(name, count)
+            for cost in ("linear", "quadratic"):
+                found = loads(lengths, ranks, cost, tokens=2 * int(lengths.max()))
+                misses.check(max(found) <= 1.03 * min(found), name, cost, max(found) / min(found))
+
+
+def test_no_rank_of_a_step_waits_long_for_another() -> None:
+    lengths = drawn("speech", 50_000)
+    steps = zip(*of_ranks(lengths, 4, tokens=16384), strict=True)
+    longest = np.array([[lengths[batch].max() for batch in step] for step in steps])
+    assert (longest.max(1) / longest.mean(1) - 1).mean() < 0.02
+
+
+def test_1_2_and_4_ranks_have_the_same_samples_in_a_step_of_4_batches() -> None:
+    lengths = drawn("chat", 2000)
+
+    def steps(ranks):
+        batches = of_ranks(lengths, ranks, tokens=8192, together=4, drop_last=True)
+        each = 4 // ranks
+        count = len(batches[0]) // each
+        return [
+            {i for own in batches for batch in own[each * n : each * (n + 1)] for i in batch}
+            for n in range(count)
+        ]
+
+    assert steps(1) == steps(2) == steps(4)
+
+
+def test_epochs_and_seeds_differ_in_companions_and_order_but_not_in_number() -> None:
+    lengths = drawn("speech", 5000)
+    sampler = BucketBatchSampler(lengths, tokens=16384)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    other = list(BucketBatchSampler(lengths, tokens=16384, seed=1))
+    assert len(first) == len(second) == len(other)
+    together = [{frozenset(batch) for batch in batches} for batches in (first, second, other)]
+    few = len(first) // 20  # in sparse buckets there is one way to make a batch
+    assert len(together[0] & together[1]) < few
+    assert len(together[0] & together[2]) < few
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(pickle.loads(pickle.dumps(sampler))) == first
+    assert list(copy.deepcopy(sampler)) == first
+    order = [lengths[batch].max() for batch in first]
+    assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.1
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.full((int(self.lengths[index]),), index)
+
+
+def pad(rows):
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+@pytest.mark.parametrize("executor", ["torch", "inline", "workers"])
+def test_a_loader_gives_torchs_batches_and_goes_on_in_the_middle(executor) -> None:
+    data = Rows(drawn("sentences", 300))
+    sampler = BucketBatchSampler(data.lengths, tokens=512)
+    how = {"collate_fn": pad, "num_workers": int(executor == "workers")}
+    expected = [batch.tolist() for batch in DataLoader(data, batch_sampler=sampler, collate_fn=pad)]
+    loader = FastDataLoader(data, batch_sampler=sampler, executor=executor, **how)
+    batches = iter(loader)
+    given = [next(batches).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    loader.close()
+    other = BucketBatchSampler(data.lengths, tokens=512)
+    again = FastDataLoader(data, batch_sampler=other, executor=executor, **how)
+    again.load_state_dict(state)
+    assert given + [batch.tolist() for batch in again] == expected
+    again.close()
+
+
+@pytest.mark.parametrize("then", [1, 2, 3])
+def test_a_state_of_4_ranks_goes_on_on_others_in_its_order(then) -> None:
+    data = Rows(drawn("chat", 400))
+
+    def loader_of(ranks, rank):
+        sampler = BucketBatchSampler(data.lengths, tokens=8192, num_replicas=ranks, rank=rank)
+        return FastDataLoader(data, batch_sampler=sampler, collate_fn=pad, executor="inline")
+
+    seen, states = [], []
+    for rank in range(4):
+        loader = loader_of(4, rank)
+        for _, batch in zip(range(5), loader, strict=False):
+            seen += batch[:, 0].tolist()
+        states.append(loader.state_dict())
+    assert states[0]["samples"] == len(seen)
+    for rank in range(then):
+        loader = loader_of(then, rank)
+        loader.load_state_dict(states[0])
+        with pytest.warns(match="no sample comes twice or is left out"):
+            batches = list(loader)
+        seen += [int(row[0]) for batch in batches for row in batch]
+        assert loader.state_dict()["epoch"] == 1
+        assert loader.state_dict()["drawn"] == {"ahead": {"sampler": {"together": 4}}}
+    assert sorted(seen) == list(range(400))
+
+
+def test_lightning_puts_no_sampler_of_its_own_in_its_place() -> None:
+    lengths = drawn("sentences", 200)
+    sampler = BucketBatchSampler(lengths, tokens=512)
+    loader = FastDataLoader(Rows(lengths), batch_sampler=sampler)
+    assert isinstance(loader.sampler, DistributedSampler)
+    data = FastDataModule.from_datasets(Rows(lengths), collate_fn=pad)
+    data.train_dataloader = lambda: data.make_loader(
+        Rows(lengths), stage="train", batch_sampler=sampler, collate_fn=pad
+    )
+    trainer, module = quiet_trainer(max_epochs=2), Keeps()
+    trainer.fit(module, datamodule=data)
+    assert sampler.sampler.epoch == 1
+
+
+def test_index_arrays_are_the_samplers_own_indices() -> None:
+    sampler = BucketBatchSampler(drawn("sentences", 200), tokens=512)
+    arrays = [batch.tolist() for batch in index_batches(sampler)]
+    assert arrays == list(sampler)
+    assert [index for batch in arrays for index in batch] == list(sampler.sampler)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "match"),
+    [
+        ({"lengths": [3, -1]}, DatasetError, r"lengths\[1\] is -1"),
+        ({"lengths": [0.5]}, DatasetError, "float64"),
+        ({"lengths": [[1]]}, DatasetError, r"shape \(1, 1\)"),
+        ({"lengths": [3, 9, 10]}, DatasetError, "Sample 1 has the length 9, above tokens=8, and"),
+        ({"tokens": 0}, OptionsError, "tokens is 0"),
+        ({"tokens": None}, OptionsError, "tokens=, batch_size="),
+        ({"batch_size": True}, OptionsError, "batch_size is True"),
+        ({"padding": 0.0}, OptionsError, "padding is 0.0"),
+        ({"cost": "cubic"}, OptionsError, "cost is 'cubic'"),
+        ({"together": -1}, OptionsError, "together is -1"),
+        ({"num_replicas": 2, "rank": 2}, OptionsError, "rank is 2"),
+        ({"rank": 0}, OptionsError, "rank is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(how, error, match) -> None:
+    with pytest.raises(error, match=match):
+        BucketBatchSampler(**{"lengths": [3, 4], "tokens": 8, **how})
+
+
+def test_fewer_samples_than_ranks_are_refused() -> None:
+    sampler = BucketBatchSampler([3, 3], tokens=8, num_replicas=4, rank=0)
+    with pytest.raises(OptionsError, match="2 samples cannot make 4 batches"):
+        len(sampler)
