@@ -10,7 +10,7 @@ import pytest
 import torch
 from conformance.pieces import RowsModule, make_trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from lightning_fastdata.order.samplers import EvaluationBatchSampler, RankBatchSampler
 from lightning_fastdata.plugin.seams.loaders import average_exactly
@@ -50,6 +50,55 @@ def test_ranks_have_batches_of_our_own(tmp_path):
     assert kinds(make_trainer(tmp_path)) == [theirs] * 4
     assert kinds(ranks_of(tmp_path, use_distributed_sampler=False)) == [theirs] * 4
     assert kinds(None) == [theirs] * 4
+
+
+class Pairs:
+    """A batch sampler that knows nothing of torch's."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3], [4, 5], [6, 7], [8]])
+
+    def __len__(self):
+        return 5
+
+
+TRAINED = {
+    "sampler": ({"sampler": [4, 2, 6, 0, 7]}, [[4, 2], [0]]),
+    "sampler, the rest left out": ({"sampler": [4, 2, 6, 0, 7], "drop_last": True}, [[4, 2]]),
+    "torch's batch sampler": (
+        {"batch_sampler": BatchSampler([7, 6, 5, 4, 3, 2], 2, drop_last=True)},
+        [[7, 6]],
+    ),
+    "batch sampler": ({"batch_sampler": Pairs()}, [[0, 1], [4, 5], [8]]),
+    "ready batches": ({"sampler": [5, 3, 1, 0], "batch_size": None}, [5, 1]),
+    "in order": ({"shuffle": False}, [[0, 1], [4, 5]]),
+    "split already": ({"sampler": DistributedSampler(range(8), 2, 1, shuffle=False)}, None),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.filterwarnings("ignore:The last 1 of an epoch")
+def test_a_rank_trains_on_its_part_of_any_order_and_none_is_split_twice(tmp_path, name, capsys):
+    how, expected = TRAINED[name]
+    module = RowsModule(batch_size=2, length=8, guard="off")
+    module.trainer = ranks_of(tmp_path)
+    rows = list(range(9))
+    loader = module.make_loader(rows[: 9 if "batch_sampler" in how else 8], stage="train", **how)
+    assert isinstance(loader.sampler, DistributedSampler)  # Lightning leaves it alone
+    found = [batch.tolist() if hasattr(batch, "tolist") else batch for batch in loader]
+    assert found == (expected or [[1, 3], [5, 7]])
+    assert len(loader) == len(found)
+    said = capsys.readouterr().out
+    if name == "sampler":
+        assert "the last 1 samples of each epoch of list are shared by all 2 ranks" in said
+    elif name == "sampler, the rest left out":
+        assert "the last 1 samples of each epoch of list are left out" in said
+    elif name == "torch's batch sampler":
+        assert "the last 1 batches of each epoch of BatchSampler are left out" in said
+    elif name == "batch sampler":
+        assert "the last 1 batches of each epoch of Pairs are shared" in said
+    else:
+        assert "of each epoch" not in said
 
 
 def test_a_users_order_wins(tmp_path):

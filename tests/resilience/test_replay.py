@@ -177,13 +177,17 @@ class Stream(IterableDataset):
         return iter(range(9))
 
 
+def test_ranks_that_trained_in_the_order_of_the_dataset_are_found_too() -> None:
+    found = replayed(Data(4, shuffle=False), 0, 0, rank=1, ranks=2)
+    assert found.indices == (4, 5, 6, 7)
+
+
 @pytest.mark.parametrize(
     ("data", "how", "said"),
     [
         (Data(4), {"number": 6}, "no batch 6 in epoch 0, which has 6"),
         (Data(4), {"number": -1}, "no batch -1"),
         (Data(4), {"number": 0, "rank": 1}, "rank is 1"),
-        (Data(4, shuffle=False), {"number": 0, "ranks": 2}, "SequentialSampler on 2 ranks"),
         (Data("auto"), {"number": 0}, 'batch_size="auto"'),
         (Weighted(4), {"number": 0}, "WeightedRandomSampler"),
         (FastDataModule.from_datasets(Stream()), {"number": 0}, "over Stream"),

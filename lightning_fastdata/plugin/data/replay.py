@@ -174,8 +174,7 @@ def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> Epoc
     """Return which samples the batches of an epoch held, on a rank of so many."""
     batches: Any = loader.batch_sampler
     sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
-    kinds = (ShuffleSampler, BlockShuffleSampler, *((SequentialSampler,) if ranks == 1 else ()))
-    if type(sampler) not in kinds:
+    if type(sampler) not in (ShuffleSampler, BlockShuffleSampler, SequentialSampler):
         on = f" on {ranks} ranks" if ranks > 1 else ""
         raise OptionsError(
             f"The order of this training is that of {type(sampler).__name__}{on}, which does not "
