@@ -156,8 +156,7 @@ class BucketBatchSampler(BatchSampler):
             raise OptionsError(f"rank is {rank!r}; with num_replicas it is one from 0 on below it.")
         found = checked_lengths(lengths)
         if tokens is not None:
-            remedy = "Cut such samples, leave them out, or give more tokens."
-            check_fits(found, tokens, remedy)
+            check_fits(found, tokens, "Cut such samples, leave them out, or give more tokens.")
         self.batch_size = batch_size  # type: ignore[assignment]  # as SizeWatch and planners read it
         self.drop_last = drop_last
         self.tokens = tokens
@@ -194,13 +193,8 @@ class BucketShare(DistributedSampler[Any]):
         given: tuple[int, int] | None,
     ) -> None:
         # Not that of the base class, which asks for the ranks where they may not be known yet.
-        self.buckets, self.together, self.drop_last, self._given = (
-            buckets,
-            together,
-            drop_last,
-            given,
-        )
-        self.seed, self.epoch, self.shuffle = buckets.seed, 0, True
+        self.buckets, self.together, self.drop_last = buckets, together, drop_last
+        self.seed, self.epoch, self.shuffle, self._given = buckets.seed, 0, True, given
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -445,7 +439,8 @@ class BucketOrder:
         numbers = np.arange(len(edges) - 1).reshape(-1, self.world_size)
         if self.world_size == 1 or not len(numbers):
             return numbers[:, 0]
-        longest = np.maximum.reduceat(self.buckets.lengths[self.samples()], edges[:-1])
+        lengths = self.buckets.lengths[self.samples()[: edges[-1]]]
+        longest = np.maximum.reduceat(lengths, edges[:-1])
         costs = np.diff(edges) * np.maximum(longest, 1.0) ** self.buckets.power
         costs = costs.reshape(numbers.shape)
         dearest = np.argsort(-costs, axis=1, kind="stable")

@@ -159,7 +159,8 @@ def _shown(numbers: Numbers, shapes: Shapes) -> Iterator[_Seen]:
             places = math.prod(shapes[ids])
             yield _Seen(ids, name, np.array([places]), places, named=True)
         holds = {"attention_mask": 1, "padding_mask": 0}.get("_".join(name.split("_")[-2:]))
-        if holds is not None and found.ndim == 2 and found.size and set(np.unique(found)) <= {0, 1}:
+        marks = holds is not None and found.ndim == 2 and found.size > 0
+        if marks and found.min() >= 0 and found.max() <= 1:
             yield _Seen(path, name, (found == holds).sum(1), found.shape[1], named=True)
     yield from _by_lengths(numbers, shapes)
     yield from _by_pad_ids(numbers)
