@@ -16,6 +16,7 @@ import enum
 import functools
 import hashlib
 import math
+import os
 import pickle
 import stat
 import sys
@@ -23,7 +24,7 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
@@ -53,11 +54,11 @@ _SHARED: Final = (
     ("mmap", "mmap"),
 )
 """What other processes see as it is now, whenever they were started."""
-_BUILT_IN: Final = (dict, list, tuple, set, frozenset, deque, str, bytes, int, float)
+BUILT_IN: Final = (dict, list, tuple, set, frozenset, deque, str, bytes, int, float)
 _HEAP_TYPE: Final = 1 << 9
 """Of ``type.__flags__``: a class that was made by a class statement."""
-_C_DATA: Final = ctypes.Array.__mro__[1]
-_REMEMBERS: Final = type(functools.lru_cache(len))
+C_DATA: Final = ctypes.Array.__mro__[1]
+REMEMBERS: Final = type(functools.lru_cache(len))
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
 
@@ -86,13 +87,7 @@ def fingerprint(
     which may have nothing to do with the objects. ``instead``: what some objects, by their ``id``,
     are compared by.
     """
-    sink = _Sink(clock.thread_time() + within_s)
-    digesting = _Digesting(sink, instead or {}, roughly=roughly, with_globals=with_globals)
-    try:
-        digesting.dump(objects)
-    except Exception:  # whatever the __reduce__() of an object raises
-        return None
-    return Fingerprint(sink.digest.digest(), digesting.live.digest())
+    return Digesting(within_s, instead, roughly=roughly, with_globals=with_globals).of(objects)
 
 
 class _TooLongError(Exception):
@@ -117,26 +112,42 @@ class _Sink:
         self.write(buffer.raw())
 
 
-class _Digesting(pickle.Pickler):
+class Digesting(pickle.Pickler):
     """Digests what a pickle would hold; code by its address, and what it holds."""
 
     def __init__(
-        self, sink: _Sink, instead: Mapping[int, object], *, roughly: bool, with_globals: bool
+        self,
+        within_s: float,
+        instead: Mapping[int, object] | None = None,
+        *,
+        roughly: bool = False,
+        with_globals: bool = True,
     ) -> None:
+        self._sink = sink = _Sink(clock.thread_time() + within_s)
         super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
         self.live = hashlib.blake2b(digest_size=16)
-        self._instead = instead
+        self._instead = instead or {}
         self._roughly = roughly
         self._with_globals = with_globals
         self._looked_up = 0
         self._modules: set[str] = set()
         self._code: set[int] = set()
-        self._shared_kinds = tuple(
+        self.lasting_kinds = tuple(
             kind for module, *names in _SHARED for kind in loaded_classes(module, *names)
         )
-        self._with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
+        self.lasting_kinds += _LOCKS
+        self.with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
+
+    def of(self, objects: tuple[object, ...]) -> Fingerprint | None:
+        """Return what objects are now; None: they cannot be compared. To be called once."""
+        try:
+            self.dump(objects)
+        except Exception:  # whatever the __reduce__() of an object raises
+            return None
+        return Fingerprint(self._sink.digest.digest(), self.live.digest())
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return what stands for an object in its pickle."""
         if obj is _stand_in:
             return NotImplemented
         if id(obj) in self._instead:
@@ -152,21 +163,19 @@ class _Digesting(pickle.Pickler):
             return _stand_in, tuple(self._of_tensor(obj))
         if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
             return _stand_in, tuple(self._of_array(obj))
-        if isinstance(obj, self._with_locks):
+        if isinstance(obj, self.with_locks):
             self.live.update(bytes(cast("Any", obj).get_obj()))
             return _stand_in, ("shared", id(obj))
-        if isinstance(obj, _C_DATA):  # which may be shared, or this process's own
+        if isinstance(obj, C_DATA):  # which may be shared, or this process's own
             return _stand_in, (bytes(cast("Any", obj)),)
-        if isinstance(obj, self._shared_kinds):
-            return _stand_in, ("shared", id(obj))
-        if isinstance(obj, _LOCKS):
-            return _stand_in, ("lock", id(obj))
+        if isinstance(obj, self.lasting_kinds):
+            return _stand_in, ("lasts", id(obj))
         return self._of_others(obj)
 
     def _of_others(self, obj: Any) -> Any:
         if isinstance(obj, MethodType):
             return _stand_in, ("method", obj.__func__, obj.__self__)
-        if isinstance(obj, _REMEMBERS):
+        if isinstance(obj, REMEMBERS):
             return _stand_in, ("remembers", obj.cache_info().misses, held_by(obj))
         if held(obj, "__wrapped__") is not None:
             return _stand_in, (type(obj).__qualname__, held_by(obj))
@@ -177,30 +186,34 @@ class _Digesting(pickle.Pickler):
     def _of_object(self, obj: Any) -> Iterator[object]:
         """Yield what an object of the user's class holds, also what a pickle would leave out."""
         yield type(obj)
-        yield object.__getstate__(obj)  # its __dict__ and __slots__
+        state = object.__getstate__(obj)  # its __dict__, or that and its __slots__
+        yield (state[0], tuple(state[1].items())) if isinstance(state, tuple) else state
         for value in held_by(obj).values():
             if type(value) is str:
                 self._look_up(value)
-        kind: Any = next((one for one in _BUILT_IN if isinstance(obj, one)), None)
+        kind: Any = next((one for one in BUILT_IN if isinstance(obj, one)), None)
         if kind is not None:
             yield kind(obj)
-        elif not _is_python(type(obj)):
+        elif not is_python(type(obj)):
             yield obj.__reduce_ex__(5)  # what is not in Python's own attributes
 
     def _look_up(self, path: str) -> None:
-        """Take the size and the time of a file into the digest of what others see change."""
         if self._looked_up < _FEW:
             self._looked_up += 1
-            self.live.update(repr(_of_file(path)).encode())
+            self._digest_file(path)
+
+    def _digest_file(self, path: str) -> None:
+        """Take the size and the time of a file into the digest of what others see change."""
+        self.live.update(repr(of_file(path)).encode())
 
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
         if tensor.device.type != "cpu":
             raise TypeError("It would have to be copied from its device.")
-        yield from (str(tensor.dtype), tuple(tensor.shape), held_by(tensor))
+        yield from (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad, held_by(tensor))
         if self._roughly and tensor.nbytes > _LARGE_BYTES:
             yield from (tensor._version, tensor.data_ptr())
             return
-        content = _as_buffer(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content = _memory_of(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         if tensor.is_shared():  # type: ignore[no-untyped-call]
             self.live.update(content)
             yield from (tensor.data_ptr(), tensor.stride())
@@ -209,11 +222,8 @@ class _Digesting(pickle.Pickler):
 
     def _of_array(self, array: np.ndarray[Any, Any]) -> Iterator[object]:
         yield from (array.dtype.str, array.shape, held_by(array))  # of a subclass: a mask, say
-        owner: Any = array
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        if isinstance(owner, np.memmap) and held(owner, "_mmap") is not None and owner.mode != "c":
-            # Its pages are those of the file, for every process and at any time.
+        owner = file_under(array)
+        if owner is not None:
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
         if self._roughly and array.nbytes > _LARGE_BYTES:
@@ -237,34 +247,42 @@ class _Digesting(pickle.Pickler):
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
         yield from (id(function.__code__), function.__defaults__, function.__kwdefaults__)
-        yield dict(vars(function))
-        yield closed_over(function)
+        yield from (vars(function), tuple(closed_over(function)))
         if is_users(function.__module__):
             yield self._of_globals(function.__module__)
 
-    def _of_globals(self, name: str | None) -> dict[str, object]:
+    def _of_globals(self, name: str | None) -> tuple[object, ...]:
         """Return the plain data of a module, and of the user's modules that it imports, once."""
         module = sys.modules.get(name or "")
         if module is None or name in self._modules or not self._with_globals:
-            return {}
+            return ()
         self._modules.add(str(name))
-        found: dict[str, object] = {}
+        found: list[object] = []
         for key, value in list(vars(module).items()):
             if key.startswith("__"):
                 continue
             if isinstance(value, ModuleType):
                 if is_users(value.__name__):
-                    found[key] = self._of_globals(value.__name__)
+                    found += key, self._of_globals(value.__name__)
             elif isinstance(value, type):
                 home = value.__module__
                 if isinstance(home, str) and is_users(home):
-                    found[key] = _plain_attributes(value), self._of_globals(home)
+                    found += key, _plain_attributes(value), self._of_globals(home)
             elif isinstance(value, FunctionType):
                 if is_users(value.__module__):
-                    found[key] = _kept_by(value)
-            elif isinstance(value, _REMEMBERS) or _is_plain(value, _DEPTH):
-                found[key] = value
-        return found
+                    found += key, tuple(filter(is_plain, kept_by(value)))
+            elif is_plain(value):
+                found += key, value
+        return tuple(found)
+
+
+def file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
+    """Return the memory map whose pages an array shows, for every process and at any time."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    mapped = isinstance(owner, np.memmap) and held(owner, "_mmap") is not None
+    return owner if mapped and owner.mode != "c" else None
 
 
 def closed_over(function: FunctionType) -> list[object]:
@@ -278,24 +296,23 @@ def closed_over(function: FunctionType) -> list[object]:
     return contents
 
 
-def _kept_by(function: FunctionType) -> list[object]:
-    """Return the plain data that a function keeps from call to call: a default, a closure."""
+def kept_by(function: FunctionType) -> tuple[object, ...]:
+    """Return what a function keeps from call to call: defaults, a closure, attributes."""
     defaults = (function.__defaults__ or ()), (function.__kwdefaults__ or {}).values()
-    kept = (*chain(*defaults), *closed_over(function), *vars(function).values())
-    return [each for each in kept if isinstance(each, _REMEMBERS) or _is_plain(each, _DEPTH)]
+    return (*chain(*defaults), *closed_over(function), *vars(function).values())
 
 
-def _of_namespace(cls: type) -> dict[str, object]:
+def _of_namespace(cls: type) -> tuple[object, ...]:
     """Return what a class has of its own: methods, and whatever else it holds."""
-    found: dict[str, object] = {}
+    found: list[object] = []
     for name, value in list(vars(cls).items()):
         if isinstance(value, staticmethod | classmethod):
-            found[name] = value.__func__
+            found += name, value.__func__
         elif isinstance(value, property):
-            found[name] = (value.fget, value.fset, value.fdel)
-        elif isinstance(value, FunctionType) or is_data(name, value):
-            found[name] = value
-    return found
+            found += name, (value.fget, value.fset, value.fdel)
+        elif isinstance(value, FunctionType | REMEMBERS) or is_data(name, value):
+            found += name, value
+    return tuple(found)
 
 
 def is_data(name: str, value: object) -> bool:
@@ -303,21 +320,21 @@ def is_data(name: str, value: object) -> bool:
     return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
 
 
-def _plain_attributes(cls: type) -> dict[str, object]:
-    """Return the plain data among the attributes of a class."""
+def _plain_attributes(cls: type) -> tuple[object, ...]:
+    """Return the plain data among the attributes of a class, with their names."""
     items = list(vars(cls).items())
-    return {n: v for n, v in items if not n.startswith("__") and _is_plain(v, _DEPTH)}
+    return tuple(item for item in items if not item[0].startswith("__") and _is_plain(item[1]))
 
 
-def _is_python(cls: type) -> bool:
+def is_python(cls: type) -> bool:
     """Return whether objects of a class hold nothing but Python's attributes."""
     return all(owner is object or owner.__flags__ & _HEAP_TYPE for owner in cls.__mro__)
 
 
-def _of_file(path: str) -> tuple[int, int] | None:
+def of_file(path: str) -> tuple[int, int] | None:
     """Return size and time of the last change of a file; None: it is none."""
     try:
-        status = Path(path).stat()
+        status = os.stat(path)  # noqa: PTH116 - a Path would take as long as the system
     except (OSError, ValueError):  # a text that names no file
         return None
     return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
@@ -327,11 +344,23 @@ def _as_buffer(array: Any) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(array)
 
 
+def _memory_of(tensor: torch.Tensor) -> pickle.PickleBuffer:
+    """Return the bytes of a tensor, whose memory could not be resized after a view of NumPy's."""
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # which is to live as long
+    return _as_buffer(memory)
+
+
 def _stand_in(*_what: object) -> None:
     """Stand for an object that is compared by what is said of it."""
 
 
-def _is_plain(value: object, depth: int) -> bool:
+def is_plain(value: object) -> bool:
+    """Return whether a global is compared: data, or what has kept results of a function."""
+    return isinstance(value, REMEMBERS) or _is_plain(value)
+
+
+def _is_plain(value: object, depth: int = _DEPTH) -> bool:
     """Return whether a value is made of numbers, texts and arrays alone."""
     kind = type(value)
     if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | torch.Tensor):
@@ -339,7 +368,7 @@ def _is_plain(value: object, depth: int) -> bool:
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject
     with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
-    if isinstance(value, (_C_DATA, *with_locks)):
+    if isinstance(value, (C_DATA, *with_locks)):
         return True
     if not depth:
         return False
@@ -349,6 +378,13 @@ def _is_plain(value: object, depth: int) -> bool:
         return _are_plain(value, depth)  # type: ignore[arg-type]
     own = kind in (SimpleNamespace, argparse.Namespace) or _is_of_user(kind)
     return own and _are_plain(held_by(value), depth)
+
+
+def may_become_plain(value: object) -> bool:
+    """Return whether it rests on what a value holds whether that is plain data."""
+    kind = type(value)
+    own = kind in (SimpleNamespace, argparse.Namespace) or _is_of_user(kind)
+    return own or kind in (*_SEQUENCES, *_MAPPINGS) or isinstance(value, np.ndarray)
 
 
 def _are_plain(items: Mapping[Any, object], depth: int) -> bool:
