@@ -66,7 +66,7 @@ _Look: TypeAlias = Callable[[Any], Any]
 _MOST_BYTES: Final = 2**25
 """Of numbers of which a copy is kept. To compare as many takes some 5 ms."""
 _OF_FUNCTION: Final = attrgetter(
-    "__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__", "__module__"
+    "__code__", "__defaults__", "__kwdefaults__", "__closure__", "__dict__"
 )
 _OF_CLASS: Final = attrgetter("__qualname__", "__mro__")
 # Of these, no call lets another thread go on.
@@ -126,7 +126,10 @@ class Watched:
             return self._told
         self._snapshot, replaced = None, instead()
         if not (self._refused or replaced):
+            # The first look may change something itself: Python notes in a class what slots it has.
             taken = taken_of(objects, within_s)
+            if taken is not None and not taken[1].holds():
+                taken = taken_of(objects, within_s)
             self._refused = taken is None
             if taken is not None and taken[1].holds():  # else another thread was at work
                 self._told, self._snapshot = taken
