@@ -11,6 +11,7 @@ the start of one to the start of the next, goes to ``--out``.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import tempfile
@@ -311,6 +312,7 @@ def planted(name: str, folder: Path) -> Script:
 
 def fitted(name: str, change: dict[str, Any], max_epochs: int | None) -> list[float]:
     """Make everything anew and fit; return the wall times of the epochs."""
+    gc.collect()  # what the fit before has left makes each start of a worker dearer
     with tempfile.TemporaryDirectory() as folder:
         make = REAL.get(name)
         script = planted(name, Path(folder)) if make is None else make()

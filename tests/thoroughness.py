@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import providers
 
 LONG = os.environ.get("TEST_LONG") == "1"
 REALTIME = os.environ.get("TEST_REALTIME") == "1"
@@ -60,6 +61,17 @@ def choose_examples() -> None:
         max_examples=max_examples(100).max_examples,
     )
     settings.load_profile("long" if LONG else "short")
+    if not LONG:
+        leave_out_numbers_of_the_code()
+
+
+def leave_out_numbers_of_the_code() -> None:
+    """Have Hypothesis draw no numbers and texts that it finds in the modules that are imported.
+
+    With them a change anywhere, or another order of the tests, would change the examples of all.
+    """
+    # Of Hypothesis's own; test_thoroughness.py sees it if it goes by another name.
+    providers._get_local_constants = providers.Constants
 
 
 def max_examples(count: int, **how: Any) -> settings:

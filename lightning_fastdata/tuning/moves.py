@@ -187,9 +187,9 @@ def propose(
 ) -> Proposal | None:
     """Return the number of workers that pays; None: the present one is good.
 
-    More workers have to make a step shorter. Fewer have to leave it as it is,
-    also if samples came to take a quarter longer. Each number takes the model milliseconds, so that
-    no more are looked at than it takes.
+    More workers have to make a step shorter. Fewer have to do so, too, as where the training gets
+    more of the CPUs; or leave it as it is, also if samples came to take a quarter longer. Each
+    number takes the model milliseconds, so that no more are looked at than it takes.
 
     Args:
         window: The steps that were measured.
@@ -239,15 +239,20 @@ def propose(
     slower = scaled(costs, cpu=_SURE, blocked=_SURE, collate=_SURE)
     limit_ms, slower_limit_ms = _AS_GOOD * now_ms, _AS_GOOD * simulated_ms(now, slower)
 
+    def gains(number: int) -> bool:
+        return step_ms(number) <= (1 - _LEAST_GAIN) * now_ms
+
     def suffices(number: int) -> bool:
-        return step_ms(number) <= limit_ms and simulated_ms(number, slower) <= slower_limit_ms
+        in_time = step_ms(number) <= limit_ms
+        return in_time and (gains(number) or simulated_ms(number, slower) <= slower_limit_ms)
 
     found = bisect_left(fewer, True, key=suffices)
     if found == len(fewer):
         return None
-    return Proposal(
-        fewer[found], ratio * step_ms(fewer[found]), "fewer workers make the batches in time"
-    )
+    number = fewer[found]
+    why = "fewer workers leave the training more CPUs"
+    why = why if gains(number) else "fewer workers make the batches in time"
+    return Proposal(number, ratio * step_ms(number), why)
 
 
 def _computes(costs: Sequence[BatchCost]) -> bool:
@@ -259,19 +264,21 @@ def _computes(costs: Sequence[BatchCost]) -> bool:
 def paid(move: Move, after: Window) -> bool:
     """Return whether a move is kept, by the steps after it.
 
-    More workers have to bring a third of what was expected, and more than noise; with fewer, steps
-    must not have become longer.
+    More workers have to bring a third of what was expected, and more than noise. Fewer have to do
+    so, too, or leave steps as long as they were.
     """
     if move.step_expected_ms is None:
         return True
     gained_ms = move.step_before_ms - after.step_ms
-    if move.after < move.before:
-        # What the training itself takes differs from window to window, the wait hardly does.
-        longer_ms = after.wait_ms - move.wait_before_ms
-        limit_ms = _LONGER_WAIT * move.step_before_ms
-        return longer_ms <= limit_ms and gained_ms >= -_NOISE * move.step_before_ms
     expected_ms = move.step_before_ms - move.step_expected_ms
-    return gained_ms >= max(_NOISE * move.step_before_ms, expected_ms / 3)
+    faster = gained_ms >= max(_NOISE * move.step_before_ms, expected_ms / 3)
+    if move.after > move.before:
+        return faster
+    for_speed = expected_ms >= _LEAST_GAIN * move.step_before_ms
+    # What the training itself takes differs from window to window, the wait hardly does.
+    longer_ms = after.wait_ms - move.wait_before_ms
+    as_before = longer_ms <= _LONGER_WAIT * move.step_before_ms
+    return (for_speed and faster) or (as_before and gained_ms >= -_NOISE * move.step_before_ms)
 
 
 def still_open(numbers: range, move: Move) -> range:

@@ -23,8 +23,16 @@ from lightning_fastdata.augment.replay.triton import has_kernels, is_fusible
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.types import SampleKey
 
-pytest.importorskip("triton")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
+
+def fma(_, x, y, z):
+    """Round a product and a sum once, as GPUs do; Triton's interpreter rounds the product, too."""
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_fma = fma
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -192,6 +200,19 @@ def test_a_crop_before_the_pixels_reads_the_same_bytes():
     assert program.runs[0].reading.geometry == "window"
     fused, single = both_ways(program, draws.blob, torch.from_numpy(np.stack(images)))
     assert torch.equal(fused, single)
+
+
+@each(
+    "pipeline",
+    [[A.HorizontalFlip(p=1)], [A.RandomResizedCrop((9, 11), p=1)], [A.RandomCrop(5, 7, p=1)]],
+)
+def test_a_batch_is_read_at_any_address(pipeline):
+    batch, draws = prepared([*pipeline, A.ToGray(p=0.5)], photographs(3, 13, 15))
+    for offset in range(4):
+        memory = torch.full((offset + batch.numel() + 7,), 170, dtype=torch.uint8, device=DEVICE)
+        there = memory[offset:][: batch.numel()].view(batch.shape).copy_(batch)
+        fused, single = both_ways(draws.programs["image"], draws.blob, there)
+        assert torch.equal(fused, single)
 
 
 @pytest.mark.cases(1)

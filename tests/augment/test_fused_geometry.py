@@ -179,5 +179,6 @@ def test_a_warp_sees_what_came_before_it():
 @pytest.mark.cases(2)
 @each("mode", BORDERS.values())
 def test_padding_is_read_by_the_run(mode):
-    program = check([A.Pad((3, 9), border_mode=mode, fill=(1, 2, 300), p=1), A.ToGray()], count=3)
+    pad = A.Pad((3, 9), border_mode=mode, fill=(1, 2, 300), p=1)
+    program = check([A.Resize(20, 30), pad, A.ToGray()], count=3)
     assert [run.reading.geometry for run in program.runs] == ["window"]

@@ -320,7 +320,17 @@ def test_side_processes_are_tried_once_there_is_something_to_compare_them_with()
 def test_the_quicker_way_is_chosen(here_s, aside_s, aside):
     ways = ways_of(here_s)
     ways.decide(aside_s)
+    ways.decide(aside_s)
     assert ways.aside is aside
+
+
+def test_side_processes_that_were_slow_as_they_had_just_started_are_tried_once_more():
+    ways = ways_of([0.1] * 9)
+    ways.decide([0.12] * 5)
+    assert ways.aside is None
+    assert ways.tries
+    ways.decide([0.05] * 5)
+    assert ways.aside is True
 
 
 @pytest.mark.parametrize("length", [8, 200, 1000])

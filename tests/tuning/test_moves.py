@@ -96,6 +96,22 @@ def test_fewer_workers_leave_the_step_as_it_is_even_if_samples_get_slower(blocke
         assert step_ms[1] <= 1.02 * step_ms[0]
 
 
+def test_fewer_workers_are_tried_where_they_leave_the_training_more_cpus():
+    # Two share the CPU that is left by a training which needs another for itself; one worker keeps
+    # up, but would not if samples took a quarter longer.
+    costs = [cost(cpu_ms=24.0, step_ms=21.0)] * 8
+    shared = replace(HERE, scheduling="sample", cpus=2.0, step_cpus=1.0)
+
+    def setup_with(number):
+        return replace(shared, workers=number)
+
+    seen = simulate(costs, setup_with(2))
+    found = propose(Window(24, seen.step_ms, seen.wait_ms), costs, setup_with, 2, [1, 3, 4])
+    assert found.workers == 1
+    assert found.step_ms <= 0.95 * seen.step_ms
+    assert "more CPUs" in found.why
+
+
 def test_workers_that_compute_are_no_more_than_the_cpus():
     costs = [cost(cpu_ms=40.0, blocked_ms=2.0)] * 8
     late = Window(24, 40.0, 30.0)  # however late, as others use the CPUs, too
@@ -152,6 +168,9 @@ def test_fewer_workers_must_not_be_waited_for_longer_though_the_training_is_fast
     )  # fmt: skip
     assert paid(move, Window(24, 19.0, 1.3))
     assert not paid(move, Window(24, 19.0, 1.5))
+    for_speed = replace(move, step_expected_ms=17.0)
+    assert paid(for_speed, Window(24, 19.0, 1.5))
+    assert not paid(for_speed, Window(24, 19.5, 1.5))
 
 
 def test_a_window_in_which_the_work_became_another_is_not_steady():

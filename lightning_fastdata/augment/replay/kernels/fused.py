@@ -50,8 +50,7 @@ _VARYING: Final = (
 where the numbers of a batch lie is another place in each batch."""
 
 _ANYWHERE: Final = ("source",)
-"""Where images lie changes nothing, as their bytes are read one by one. A batch that is a part of
-another begins at any address."""
+"""A batch that is a part of another begins at any address, and the kernels read it at any."""
 
 
 @triton.jit

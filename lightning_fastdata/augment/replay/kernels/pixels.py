@@ -66,13 +66,47 @@ def fold(at, length, mode):
 
 
 @triton.jit
+def _word(address, mask):
+    """Return the four bytes at an aligned address, uint64, the first of them lowest."""
+    return tl.load(address.to(tl.pointer_type(tl.uint32)), mask, 0).to(tl.uint64)
+
+
+@triton.jit
+def _colors(pixel):
+    """Return red, green and blue of bytes, the first of them lowest, as int32."""
+    pixel = pixel.to(tl.uint32).to(tl.int32)
+    return pixel & 255, (pixel >> 8) & 255, (pixel >> 16) & 255
+
+
+@triton.jit
 def read(image, y, x, width, mask):
-    """Return red, green and blue at positions inside an image, as int32."""
-    at = image + (y * width + x) * 3
-    red = tl.load(at, mask, 0).to(tl.int32)
-    green = tl.load(at + 1, mask, 0).to(tl.int32)
-    blue = tl.load(at + 2, mask, 0).to(tl.int32)
-    return red, green, blue
+    """Return red, green and blue at positions inside an image, as int32.
+
+    Loaded are words of four bytes, which is done in fewer instructions than byte by byte; and only
+    those in which a byte of the pixel lies, as no other need be part of the batch's memory.
+    """
+    address = image.to(tl.int64) + (y * width + x) * 3
+    begin = (address & 3) * 8
+    word = _word(address & -4, mask)
+    word = word | _word((address & -4) + 4, mask & (begin > 8)) << 32
+    return _colors(word >> begin.to(tl.uint64))
+
+
+@triton.jit
+def read_pair(image, y, x, width, two, mask):
+    """Return what :func:`read` does, and the same of the pixel to the right, where there are two.
+
+    Where there are not, the second pixel has any values.
+    """
+    address = image.to(tl.int64) + (y * width + x) * 3
+    begin = (address & 3) * 8
+    second = _word((address & -4) + 4, mask & (two | (begin > 8)))
+    word = _word(address & -4, mask) | second << 32
+    behind = second | _word((address & -4) + 8, mask & two & (begin > 16)) << 32
+    red, green, blue = _colors(word >> begin.to(tl.uint64))
+    right = tl.where(begin > 16, behind >> 16, word >> (begin + 24).to(tl.uint64))
+    red_2, green_2, blue_2 = _colors(right)
+    return red, green, blue, red_2, green_2, blue_2
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from lightning_fastdata.augment.replay.kernels.pixels import (
     fold,
     read,
     read_anywhere,
+    read_pair,
 )
 
 
@@ -51,15 +52,14 @@ def read_resized(image, box, steps, y, x, width, mask):
     y0 = tl.minimum(tl.maximum(y0, 0), rows - 1)
     x0 = tl.minimum(tl.maximum(x0, 0), columns - 1)
     # Columns are clamped by dropping the weight, rows by reading the edge row twice.
-    across = tl.where(x0 == x1, 0.0, across)
+    two = x0 != x1
+    across = tl.where(two, across, 0.0)
     right = even(across * 2048.0).to(tl.int32)
     before = even((1.0 - across) * 2048.0).to(tl.int32)
     below = even(down * 2048.0).to(tl.int32)
     above = even((1.0 - down) * 2048.0).to(tl.int32)
-    r00, g00, b00 = read(image, y0 + top, x0 + left, width, mask)
-    r01, g01, b01 = read(image, y0 + top, x1 + left, width, mask)
-    r10, g10, b10 = read(image, y1 + top, x0 + left, width, mask)
-    r11, g11, b11 = read(image, y1 + top, x1 + left, width, mask)
+    r00, g00, b00, r01, g01, b01 = read_pair(image, y0 + top, x0 + left, width, two, mask)
+    r10, g10, b10, r11, g11, b11 = read_pair(image, y1 + top, x0 + left, width, two, mask)
     red = _blend_bytes(r00, r01, r10, r11, before, right, above, below)
     green = _blend_bytes(g00, g01, g10, g11, before, right, above, below)
     blue = _blend_bytes(b00, b01, b10, b11, before, right, above, below)
