@@ -125,7 +125,7 @@ def beside_the_old(tensor):
     tensor.data = torch.ones(2, 3)
 
 
-OLD: list[object] = [object()]
+OLD: list[object] = [print]
 """No plain data, so that it is not compared itself."""
 
 
