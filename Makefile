@@ -16,9 +16,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # By files, as several have a fixture that takes long for all of their tests; in the order of
 # tests/thoroughness.py, the longest first. A third process for two CPUs gains nothing. What failed
-# once fails again: only long runs shuffle the tests.
+# once fails again: only long runs shuffle the tests. A process that crashes ends the run, as one that
+# took its place would wait for ever for the files that the other had done.
 ORDER := -p no:randomly
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # Albumentations asks the network for its newest version at import unless this is set.
 export NO_ALBUMENTATIONS_UPDATE := 1

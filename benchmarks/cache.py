@@ -8,7 +8,7 @@ DataLoader with persistent workers. "fixed": Resize(256), CenterCrop(224), so th
 as they are. "random": Resize(256), RandomCrop(224), RandomHorizontalFlip, of which the first step
 is kept. "crops": random crops of 224 px, mirrored or not, by torchvision from PIL's pictures, and
 by FastImageFolder from the files or from pictures that ``cache_images`` keeps: whole, or with a
-shorter side of 256 px (which are other pixels) as rgb, yuv or jpeg; these are there already in the
+shorter side of 256 px (which are other pixels); these are there already in the
 first epoch. Images per second of the first epoch (which fills the cache of a new folder, starting
 workers included), of the third, and of the third epoch of a second training with the same cache.
 "gathered" is a ColumnDataset over a memory map of the same numbers; LitData reads chunks that it
@@ -137,20 +137,16 @@ def same_content(data, cache: Path) -> None:
 
 
 def folders(root: Path, scratch: Path) -> dict[str, FastImageFolder]:
-    """FastImageFolder from the files and from each form, made anew with each call."""
+    """FastImageFolder from the files and from what is kept, made anew with each call."""
 
     def folder(**options) -> FastImageFolder:
         return FastImageFolder(root, size=224, horizontal_flip=0.5, **options)
 
-    small = {
-        f"256 px as {form}": cache_images(folder(shorter_side=256), scratch, form=form)
-        for form in ("rgb", "yuv", "jpeg")
-    }
     return {
         "from the files": folder(),
         "256 px, from the files": folder(shorter_side=256),
-        "whole as rgb": cache_images(folder(), scratch, form="rgb"),
-        **small,
+        "whole": cache_images(folder(), scratch),
+        "256 px": cache_images(folder(shorter_side=256), scratch),
     }
 
 

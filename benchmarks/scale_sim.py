@@ -4,7 +4,7 @@
     python benchmarks/scale_sim.py --check    # small cases, simulated beside real runs here
     python benchmarks/scale_sim.py --measure  # what one rank costs here: CPU, memory, files
 
-The simulation is that of the package (``tuning/events.py``), which knows one training process with
+The simulation is that of the package (``tuning/simulate.py``), which knows a training process with
 its loader: one for each rank here, and a step ends when the slowest rank has ended it. The ranks of
 a node share its CPUs and its links in equal parts, since none of them can get ahead of the others.
 Random numbers have fixed seeds. docs/scaling.md explains the tables.
@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import turns
 
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.events import EventModel
+from lightning_fastdata.tuning.simulate import BatchCost, EventModel, LoaderSetup
 
 MS = 1e6
 GPUS_A_NODE = 8
@@ -106,6 +105,33 @@ class Line:
         return self._free_ns
 
 
+class Rank(EventModel):
+    """A rank of several, which waits for the others at the end of a step.
+
+    ``line`` brings its batches: given a number and when its last task ended, it returns when the
+    batch has arrived; None: at once.
+    """
+
+    def __init__(
+        self, costs: Sequence[BatchCost], setup: LoaderSetup, line: Line | None = None
+    ) -> None:
+        super().__init__(costs, setup)
+        self._line = line
+
+    @property
+    def now_ns(self) -> float:
+        """What the clock shows, which begins at 0."""
+        return self._now_ns
+
+    def rest_until(self, moment_ns: float) -> None:
+        """Let the training do nothing until then, as one that waits for other ranks."""
+        self._pass(moment_ns - self._now_ns, cpus=0.0)
+
+    def arrival_ns(self, batch: int) -> float:
+        """Return when a batch is there whose last task ends now."""
+        return self._now_ns if self._line is None else self._line(batch, self._now_ns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """What the steps of a training took in which ranks wait for each other."""
@@ -141,7 +167,7 @@ def coupled(
         lines: Of each rank, what brings its batches; none: they are there at once.
     """
     carried = lines or [None] * len(ranks)
-    models = [EventModel(costs, setup, line) for costs, line in zip(ranks, carried, strict=True)]
+    models = [Rank(costs, setup, line) for costs, line in zip(ranks, carried, strict=True)]
     took, waited = [], 0.0
     began = 0.0
     for number in range(warm_up + steps):

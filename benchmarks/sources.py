@@ -5,12 +5,11 @@
 1,000 records of 43 kB in the page cache, read one by one in a random order that is the same for
 both: microseconds of CPU time a record in one process, threads of the library included, and their
 ratio. Parquet has groups of 10 rows, and is read in blocks of 10 groups, too; Zarr has chunks of
-one row. Formats whose library is not installed (zarr, litdata, pylance) are left out.
+one row. Formats whose library is not installed (zarr) are left out.
 """
 
 from __future__ import annotations
 
-import struct
 import tarfile
 import tempfile
 import time
@@ -41,9 +40,6 @@ def make(folder: Path) -> None:
     with zipfile.ZipFile(folder / "x.zip", "w") as archive:
         for index in range(COUNT):
             archive.write(folder / f"{index:04}.bin", f"{index:04}.bin")
-    with (folder / "x.tfrecord").open("wb") as file:
-        for record in records:
-            file.write(struct.pack("<QI", len(record), 0) + record + bytes(4))
     environment = lmdb.open(str(folder / "lmdb"), map_size=1 << 28)
     with environment.begin(write=True) as transaction:
         for index, record in enumerate(records):
@@ -63,26 +59,6 @@ def make_others(folder: Path) -> None:
         rows = np.frombuffer(b"".join(records), np.uint8).reshape(COUNT, SIZE)
         group = zarr.open_group(folder / "x.zarr", mode="w")
         group.create_array("x", data=rows, chunks=(1, SIZE))
-    if find_spec("lance"):
-        import lance
-
-        lance.write_dataset(pa.table({"x": records}), folder / "x.lance")
-    if find_spec("litdata"):
-        import litdata
-
-        litdata.optimize(
-            ReadOne(folder), list(range(COUNT)), str(folder / "litdata"), chunk_bytes="8MB"
-        )
-
-
-class ReadOne:
-    """Returns record i; may be sent to another process."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __call__(self, index):
-        return {"x": (self.folder / f"{index:04}.bin").read_bytes()}
 
 
 def others(folder: Path) -> dict:
@@ -93,17 +69,6 @@ def others(folder: Path) -> dict:
 
         array = zarr.open_group(folder / "x.zarr", mode="r")["x"]
         found["Zarr"] = sources.ZarrSource(folder / "x.zarr"), lambda index: array[index]
-    if (folder / "x.lance").exists():
-        import lance
-
-        rows = lance.dataset(folder / "x.lance")
-        source = sources.LanceSource(folder / "x.lance")
-        found["Lance"] = source, lambda index: rows.take([index]).to_pylist()[0]
-    if (folder / "litdata").exists():
-        import litdata
-
-        stream = litdata.StreamingDataset(str(folder / "litdata"))
-        found["LitData"] = sources.LitDataSource(folder / "litdata"), lambda index: stream[index]
     return found
 
 
@@ -118,7 +83,6 @@ def pairs(folder: Path) -> dict:
         "files": sources.FileSource(paths),
         "tar": sources.TarSource(folder / "x.tar"),
         "zip": sources.ZipSource(folder / "x.zip"),
-        "TFRecord": sources.TFRecordSource(folder / "x.tfrecord"),
         "LMDB": sources.LmdbSource(folder / "lmdb"),
         "Parquet": sources.ParquetSource(folder / "x.parquet"),
         "HDF5": sources.Hdf5Source(folder / "x.h5", ["x"]),
@@ -134,7 +98,6 @@ def pairs(folder: Path) -> dict:
         "files": lambda index: paths[index].read_bytes(),
         "tar": lambda index: tar.extractfile(members[index]).read(),
         "zip": lambda index: archive.read(names[index]),
-        "TFRecord": None,
         "LMDB": from_lmdb,
         "Parquet": lambda i: table.read_row_group(i // 10).column("x")[i % 10].as_py(),
         "HDF5": lambda index: hdf5["x"][index],

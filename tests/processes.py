@@ -13,10 +13,11 @@ import psutil
 
 def until(condition: Callable[[], Any], seconds: float = 120) -> None:
     """Wait for something that comes without fail, however loaded the machine is."""
-    end = time.monotonic() + seconds
+    end, pause_s = time.monotonic() + seconds, 0.0002
     while not condition():
         assert time.monotonic() < end, "it has not come to that"
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.005)
 
 
 def hang() -> None:

@@ -26,23 +26,20 @@ REALTIME = os.environ.get("TEST_REALTIME") == "1"
 MUTANTS = os.environ.get("TEST_MUTANTS") == "1"
 
 LONGEST = (
-    *("front_door/test_changing_world.py", "front_door/test_prove.py", "test_docs.py"),
-    *("resilience/test_stream_resume.py", "resilience/test_resume_laws.py"),
-    *("front_door/test_other_streams.py", "resilience/test_preemption.py"),
-    *("front_door/test_zero_code.py", "caches/test_cached_source.py"),
-    "resilience/test_bad_samples.py",
-    *("executors/test_fault_races.py", "executors/test_kills.py", "augment/test_fused.py"),
-    *("conformance/test_missing_packages.py", "sources/test_objects.py"),
-    *("executors/test_stream.py", "front_door/test_resume.py", "plugin/test_guard_choice.py"),
-    *("caches/test_cached_dataset.py", "conformance/test_running.py"),
-    *("plugin/test_guard_on_ranks.py", "augment/test_later_draws.py", "executors/test_faults.py"),
-    *("device/test_late_copies.py", "front_door/test_notebook.py"),
-    *("front_door/test_several_loaders.py", "planning/test_inspection.py"),
-    *("front_door/test_names_inside_reading.py", "resilience/test_cut_short.py"),
-    *("plugin/test_prefetching.py", "executors/test_pool_on_machine.py"),
-    *("loading/test_epoch_begins.py", "executors/test_gather.py"),
-    *("front_door/test_loggers_and_reports.py", "caches/test_identity.py"),
-    "augment/test_exhaustive_colours.py",
+    *("front_door/test_changing_world.py", "test_docs.py", "front_door/test_prove.py"),
+    *("executors/test_standby.py", "resilience/test_stream_resume.py"),
+    *("resilience/test_bad_samples.py", "front_door/test_other_streams.py"),
+    *("resilience/test_preemption.py", "front_door/test_zero_code.py"),
+    *("front_door/test_notebook.py", "front_door/test_loggers_and_reports.py"),
+    *("conformance/test_missing_packages.py", "plugin/test_guard_on_ranks.py"),
+    *("sources/test_objects.py", "executors/test_kills.py", "caches/test_cached_dataset.py"),
+    *("executors/test_stream.py", "caches/test_cached_source.py", "planning/test_inspection.py"),
+    *("augment/test_later_draws.py", "augment/test_fused.py", "resilience/test_resume_laws.py"),
+    *("conformance/test_running.py", "executors/test_fault_races.py", "device/test_late_copies.py"),
+    *("front_door/test_several_loaders.py", "executors/test_faults.py"),
+    *("front_door/test_names_inside_reading.py", "plugin/test_prefetching.py"),
+    *("executors/test_pool_on_machine.py", "loading/test_epoch_begins.py"),
+    *("executors/test_gather.py", "caches/test_identity.py", "augment/test_exhaustive_colours.py"),
 )
 """Files that take longest, many of them in programs of their own. They come first where files are
 shared out to several processes: one that comes last leaves all others idle."""

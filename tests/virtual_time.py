@@ -102,6 +102,30 @@ class VirtualClock(clock.Clock):
         return getattr(self._of_thread, "queued_ns", 0)
 
 
+class HurriedClock(clock.Clock):
+    """A minute passes from one time that it is asked to the next."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def monotonic_ns(self) -> int:
+        """Return the machine's time, and a minute more for each time that it was asked."""
+        self._asked += 1
+        return super().monotonic_ns() + self._asked * 60 * _A_SECOND_NS
+
+
+class LateClock(clock.Clock):
+    """The machine's, which is ten minutes on whenever it is asked again."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def monotonic_ns(self) -> int:
+        """Return the time; after the first one, that of ten minutes later."""
+        late_ns, self._asked = 600 * _A_SECOND_NS * self._asked, True
+        return super().monotonic_ns() + late_ns
+
+
 class PatientClock(VirtualClock):
     """Moves on by :meth:`advance` only; who sleeps does so really.
 

@@ -15,14 +15,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from torch.utils.data import Dataset, Subset, SubsetRandomSampler
+from torch.utils.data import Dataset, SubsetRandomSampler
 
 from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.host import clock
-from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch
 
 BadSamplePolicy: TypeAlias = Literal["raise", "replace", "skip"]
@@ -313,22 +312,11 @@ def path_of(dataset: object, index: object, error: BaseException) -> str | None:
 
 
 def _listed_path(dataset: object, index: Any) -> str | None:
-    owner = own_dataset(dataset)
     try:
-        while isinstance(owner, Subset):
-            index, owner = owner.indices[index], own_dataset(owner.dataset)
-        if isinstance(owner, FastImageFolder):
-            return owner.path_of(index)
-        for name in ("samples", "imgs"):
-            listed = held(owner, name)
-            if isinstance(listed, list | tuple):
-                entry = listed[index]
-                path = entry[0] if isinstance(entry, list | tuple) else entry
-                if isinstance(path, str | os.PathLike):
-                    return os.fspath(path)
-    except (LookupError, TypeError):  # no such sample, or one of another kind
-        pass
-    return None
+        listed = files_of(own_dataset(dataset), [index])
+    except (LookupError, TypeError, ValueError):  # no such sample, or one of another kind
+        return None
+    return None if listed is None else listed[0]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

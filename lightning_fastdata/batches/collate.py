@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -206,15 +206,10 @@ def advice(samples: Sequence[object]) -> str:
     )
 
 
-@runtime_checkable
-class _Shaped(Protocol):
-    shape: Sequence[int]
-
-
 def _has_shape(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_nested
-    return isinstance(value, _Shaped)
+    return hasattr(value, "shape")
 
 
 def _stranger(sample: object, where: str) -> tuple[str, object] | None:

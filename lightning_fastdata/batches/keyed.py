@@ -176,13 +176,6 @@ def keyed(
     return KeyedDataset(keying)
 
 
-def keying_of(dataset: Dataset[Any], seed: int, epoch: EpochCell) -> _Keying:
-    """Return how the samples of a dataset are drawn, keyed already or not."""
-    if isinstance(dataset, KeyedDataset):
-        return dataset._keying
-    return _Keying(dataset, seed, epoch, None)
-
-
 def own_dataset(dataset: object) -> object:
     """Return the user's dataset, where one with keyed randomness stands for it."""
     return dataset._keying.dataset if isinstance(dataset, _Stand) else dataset

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lightning_fastdata.batches.packed import tensor_over
+from lightning_fastdata.batches.packed import ALIGNMENT_BYTES, SMALL_BYTES, tensor_over
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.tree import is_named_tuple
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     _Writers: TypeAlias = Sequence[Any]
 
-_ALIGNMENT_BYTES: Final = 64
-_SMALL_BYTES: Final = 16 * 1024
 _SCALARS: Final = (int, float, bool)
 _BLOCK_BYTES: Final = 64 * 1024
 """Small samples are written together, a call for each leaf, while they are in the cache."""
@@ -84,7 +82,7 @@ class SampleLayout:
         starts, end = [], 0
         for field in self.fields:
             starts.append(end)
-            end += -(-samples * field.row_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end += -(-samples * field.row_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return starts, end
 
     def tensors(self, memory: Memory, samples: int) -> list[torch.Tensor]:
@@ -139,7 +137,7 @@ class SampleLayout:
         if rows is not None:
             tensors = [t[rows] for t in tensors]
         else:
-            tensors = [t.clone() if copy or t.nbytes <= _SMALL_BYTES else t for t in tensors]
+            tensors = [t.clone() if copy or t.nbytes <= SMALL_BYTES else t for t in tensors]
         return _collated(self.root, tensors)
 
 

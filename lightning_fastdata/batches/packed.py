@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.types import Batch
 
-_ALIGNMENT_BYTES: Final = 64
-_SMALL_BYTES: Final = 16 * 1024
+ALIGNMENT_BYTES: Final = 64
+SMALL_BYTES: Final = 16 * 1024
 """Leaves up to this size are handed over as copies, so that labels a user keeps hold no images."""
 _MIN_ARRAY_BYTES: Final = 256
 
@@ -191,7 +191,7 @@ class _Leaves:
             PackedLeaf(dtype, tuple(leaf.shape), self.size_bytes, size, layout, requires_grad)
         )
         self.leaves.append(leaf)
-        self.size_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.size_bytes += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return _place, (len(self.leaves) - 1,)
 
 
@@ -214,7 +214,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _take(self, number: int) -> torch.Tensor | NDArray[Any]:
         leaf = self._packed.table[number]
-        copy = self._copy or leaf.size_bytes <= _SMALL_BYTES
+        copy = self._copy or leaf.size_bytes <= SMALL_BYTES
         if isinstance(leaf.dtype, torch.dtype):
             tensor = _tensor_view(leaf, self._owner)
             if copy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch.utils.data import default_collate
@@ -183,11 +183,6 @@ def as_plain(value: Batch) -> Batch:
     return value if type(value) in (bool, int, float, str, bytes, type(None)) else repr(value)
 
 
-@runtime_checkable
-class _Dimensioned(Sized, Protocol):
-    ndim: int
-
-
 def batch_samples(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
 
@@ -197,7 +192,7 @@ def batch_samples(batch: Batch) -> int:
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of such
         return len(first)
     for leaf in leaves(batch):
-        if isinstance(leaf, torch.Tensor | _Dimensioned) and leaf.ndim:
+        if isinstance(leaf, Sized) and getattr(leaf, "ndim", False):
             return len(leaf)
     return len(batch) if isinstance(batch, Sized) else 1
 

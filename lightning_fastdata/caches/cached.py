@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from torch.utils.data import Dataset
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fastdata.caches.fixed_part import (
     FixedPart,
@@ -15,23 +19,40 @@ from lightning_fastdata.caches.fixed_part import (
     same_parts,
     tried_indices,
 )
-from lightning_fastdata.caches.folders import CacheFolder, Kept, hold, open_or_make
+from lightning_fastdata.caches.folders import (
+    CacheFolder,
+    cache_path,
+    hold,
+    is_memory,
+    is_there,
+    open_or_make,
+    room_bytes,
+)
+from lightning_fastdata.caches.identity import identity
 from lightning_fastdata.caches.sample_file import SampleFile
 from lightning_fastdata.caches.sample_form import taken_apart
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.global_generators import kept_random_state
+from lightning_fastdata.randomness.search import find_instances
 from lightning_fastdata.sources.source import Raw, Source, read_ahead, reads_ahead
 from lightning_fastdata.types import Batch, MapDataset
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 _FORMS_TRIED: Final = 16
 """Samples whose forms decide whether all are rows of columns."""
+_FILLED_AT_ONCE: Final = 32
+_CHANGED: Final = (
+    "The program has changed {name}, of which the cache {folder} has samples as they were before. "
+    "From here on they are made each time, and none is kept. To keep them, leave the dataset as it "
+    "is: what changes can be the transform of a CachedDataset, or a dataset around it."
+)
 
 
-class CachedDataset(Kept, Dataset[Any]):
+class CachedDataset(Dataset[Any]):
     """A map-style dataset that keeps what another one returns, and makes each sample once.
 
     Samples are written as they are first read, by whichever worker or rank reads them, and are
@@ -70,6 +91,12 @@ class CachedDataset(Kept, Dataset[Any]):
         >>> data = CachedDataset(ImageFolder("photos", Resize(256)), "disk")  # doctest: +SKIP
     """
 
+    made: ClassVar[bool] = False
+    """Whether this process has had a cache: made here, copied or unpickled."""
+    _said: str | None = None
+    """What is kept, in words; None: as it was found."""
+    _forms_tried = _FORMS_TRIED
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -85,12 +112,41 @@ class CachedDataset(Kept, Dataset[Any]):
                 f"{type(dataset).__name__} has no length or no samples by index, so that it cannot "
                 "be cached. Cache what it reads from."
             )
-        super().__init__(dataset, folder, max_bytes=max_bytes, key=key)
+        if max_bytes is not None and max_bytes < 1:
+            raise OptionsError(f"max_bytes is {max_bytes!r}; give bytes, or None for the default.")
+        CachedDataset.made = True
         self.dataset = dataset
         self.transform = transform
+        self.folder = cache_path(self.owner, folder, key)
+        self._in_memory = is_memory(folder)
+        self._max_bytes = max_bytes
         self._always_same = always_same
+        self._length = len(dataset)
+        # One more than there are samples: that the cache was compared with its dataset.
+        self._known = SharedFlags(self._length + 1)
+        self._file: SampleFile | None = None
         self._part: FixedPart | None = None
         self._columns: list[NDArray[Any]] | None = None
+        self._full = False
+        self.optional = False
+        """Whether samples are made, and that is said, where the cache cannot be used: no error."""
+        self._given_up = False
+        self._has_key = key is not None
+        self._state = _state_of(self.owner, math.inf)
+        """What the dataset was when the folder was named; None: it cannot be compared."""
+        self._there: NDArray[np.bool_] | None = None
+        """Which samples were kept when the dataset was last found to be as it was."""
+        is_there(self.folder)  # one of another user is refused at once
+        if self._in_memory:
+            hold(self.folder, until_the_end=True)
+
+    @property
+    def owner(self) -> object:
+        """What the user knows the samples by."""
+        return self.dataset
+
+    def __len__(self) -> int:
+        return self._length
 
     def __getitem__(self, index: int) -> Batch:
         """Return a sample, from the cache or made now.
@@ -117,12 +173,32 @@ class CachedDataset(Kept, Dataset[Any]):
 
     def _make(self, file: SampleFile, part: FixedPart, number: int) -> Batch:
         # What is left of the sample is to draw the same, whether this was made now or not.
-        with kept_random_state():
+        with self._undisturbed():
             sample = part.dataset[number]
         self._keep(file, number, sample)
         return sample
 
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        """Return what leaves the random state as it is while the dataset is read."""
+        return kept_random_state()
+
+    def fill(self, num_workers: int = 0) -> None:
+        """Make or read all samples that are not in the cache, and keep them, before a training.
+
+        It ends early where no more samples find room.
+
+        Args:
+            num_workers: Processes that do it; 0: this one does.
+        """
+        notice_changes(self)
+        filled = _Filled(self)
+        for kept in DataLoader(filled, _FILLED_AT_ONCE, num_workers=num_workers, collate_fn=any):
+            if not kept:
+                break
+        self.flush()
+
     def _fill(self, indices: Sequence[int]) -> list[bool]:
+        """Make or read these samples, and return which of them are in the cache now."""
         opened = self._opened()
         if opened is None:
             return []
@@ -147,19 +223,33 @@ class CachedDataset(Kept, Dataset[Any]):
             read_ahead(part.dataset, [index for index in indices if not file.has(index)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_part": None, "_columns": None}
+        of_this_process = ("_file", "_part", "_columns", "_state", "_there")
+        return {**self.__dict__, **dict.fromkeys(of_this_process)}
 
-    @property
-    def owner(self) -> MapDataset:
-        """The dataset whose samples are kept."""
-        return self.dataset
-
-    def _let_go(self) -> None:
-        super()._let_go()
-        self._part = self._columns = None
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CachedDataset.made = True
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.dataset!r}, {str(self.folder)!r})"
+
+    @property
+    def stored(self) -> int:
+        """How many samples are in the cache."""
+        file = self._seen()
+        return 0 if file is None else file.stored()
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the samples in the cache take."""
+        file = self._seen()
+        return 0 if file is None else file.used_bytes()
+
+    def flush(self) -> None:
+        """Wait until the disk has all samples that were written."""
+        file = self._seen()
+        if file is not None:
+            file.flush()
 
     def explain(self) -> str:
         """Return what is kept and where, as text."""
@@ -200,10 +290,7 @@ class CachedDataset(Kept, Dataset[Any]):
         file = self._seen()
         return None if file is None else file.form
 
-    def _existing(self) -> SampleFile | None:
-        if self._file is None:
-            self._file = super()._existing()
-        return self._file
+    # How the cache is found, and when it is used no more
 
     def _opened(self) -> tuple[SampleFile, FixedPart] | None:
         """Return the cache and what is kept in it; it is made if it is not there.
@@ -222,23 +309,46 @@ class CachedDataset(Kept, Dataset[Any]):
     def _open(self) -> tuple[SampleFile, FixedPart]:
         if not self._in_memory:
             hold(self.folder)
-        with kept_random_state():
+        with self._undisturbed():
             file = self._file = open_or_make(self.folder, self._existing, self._create)
         part = part_of(self.dataset, file.manifest.get("steps"))
         if self._length not in self._known:
             self._compare(file, part)
             self._known.add(self._length)
-        self._file, self._part = file, part
+        self._part = part
         return file, part
+
+    def _existing(self) -> SampleFile | None:
+        if self._file is None and is_there(self.folder):
+            self._file = SampleFile.open(self.folder, self._length, self._known)
+        return self._file
+
+    def _seen(self) -> SampleFile | None:
+        """Return the cache; None: there is none yet, or it is optional and cannot be used."""
+        if self._given_up:
+            return None
+        try:
+            return self._existing()
+        except (DatasetError, OptionsError) as error:
+            self._go_without(error)
+            return None
 
     def _create(self) -> SampleFile:
         part = find_fixed_part(self.dataset, always_same=self._always_same)
-        tried = tried_indices(self._length, _FORMS_TRIED) if self._length else []
+        tried = tried_indices(self._length, self._forms_tried) if self._length else []
         forms = [taken_apart(part.dataset[index])[0] for index in tried]
         same = bool(forms) and all(form == forms[0] for form in forms)
-        return self._new_file(
+        return SampleFile.create(
+            self.folder,
+            self._length,
+            self._known,
             form=forms[0] if same else None,
-            about={"steps": part.steps, "kept": part.said, "dataset": type(self.dataset).__name__},
+            max_bytes=self._max_bytes or room_bytes(self.folder, in_memory=self._in_memory),
+            about={
+                "steps": part.steps,
+                "kept": self._said or part.said,
+                "dataset": type(self.owner).__name__,
+            },
         )
 
     def _compare(self, file: SampleFile, part: FixedPart) -> None:
@@ -247,17 +357,91 @@ class CachedDataset(Kept, Dataset[Any]):
             there, kept = file.read(index)
             if not there:
                 continue
-            with kept_random_state():
+            with self._undisturbed():
                 made = part.dataset[index]
             if not same_parts(taken_apart(kept), taken_apart(made)):
                 raise DatasetError(
-                    f"The cache {self.folder} does not hold what {type(self.dataset).__name__} "
-                    f"returns now: sample {index} differs. Delete the folder, and it is made "
-                    "again; if you gave it a key, give another one when the samples change."
+                    f"The cache {self.folder} does not hold what {self.name_of(index)} is now. "
+                    "Delete the folder, and it is made again; if you gave it a key, give another "
+                    "one when the samples change."
                 )
 
+    def name_of(self, index: int) -> str:
+        """Return what errors call a sample."""
+        return f"sample {index} of {type(self.dataset).__name__}"
 
-class CachedSource(Kept):
+    def _keep(self, file: SampleFile, index: int, sample: object) -> None:
+        if self._full:
+            return
+        try:
+            file.write(index, sample)
+        except OSError as error:
+            self._give_up(error)
+        except DatasetError as error:
+            if not self.optional:
+                raise
+            self._give_up(error)
+
+    def _go_without(self, error: Exception) -> None:
+        """Raise an error again; or, of a cache that is optional, say it, and use it no more."""
+        if not self.optional:
+            raise error
+        self._given_up = True
+        warnings.warn(
+            f"The samples are made each time, as no cache can be used (cache='auto'): {error}",
+            FastDataWarning,
+            stacklevel=3,
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        """Say that nothing more is written to the cache."""
+        self._full = True
+        said = error.strerror if isinstance(error, OSError) else None
+        warnings.warn(
+            f"No more samples are written to the cache {self.folder}: {said or error}. They are "
+            "made each time. Make room there, or give another folder.",
+            FastDataWarning,
+            stacklevel=3,
+        )
+
+    def notice_change(self, within_s: float = math.inf) -> None:
+        """Use the cache no more, and say so, if its dataset is not what it was.
+
+        What was kept since it was last the same may be of either state, and is taken out.
+
+        Args:
+            within_s: Seconds of a CPU that it may take; one that takes longer is not compared.
+        """
+        if self._given_up:
+            return
+        now = _state_of(self.owner, within_s)
+        if now is None and within_s < math.inf:
+            return
+        file = self._seen()
+        there = None if file is None else file.there()
+        if (now is not None and now == self._state) or self._is_recognised(now):
+            self._state, self._there = now, there
+            return
+        if file is not None and there is not None:
+            before = np.zeros_like(there) if self._there is None else self._there
+            file.take_out(np.flatnonzero(there & ~before))
+        self._file = self._part = self._columns = None
+        self._given_up = True
+        self._length = len(self.dataset)
+        said = _CHANGED.format(name=type(self.owner).__name__, folder=self.folder)
+        warnings.warn(said, FastDataWarning, stacklevel=3)
+
+    def _is_recognised(self, now: Fingerprint | None) -> bool:
+        """Return whether another run would find the cache by its dataset as it is now."""
+        if self._has_key:  # which is trusted where nothing can be compared
+            return now is None or self._state is None
+        try:
+            return identity(self.owner) == self.folder.name
+        except DatasetError:  # it has opened a file since, say
+            return now is None
+
+
+class CachedSource(CachedDataset):
     """A source that keeps its records on this machine: of object storage, or a slow file system.
 
     Records are written as they are first read, by whichever worker or rank reads them, and are
@@ -287,6 +471,8 @@ class CachedSource(Kept):
         >>> SourceDataset(CachedSource(photos), decode)  # doctest: +SKIP
     """
 
+    _forms_tried = 0  # they are as long as they come, and take their time
+
     def __init__(
         self,
         source: Source,
@@ -295,10 +481,17 @@ class CachedSource(Kept):
         max_bytes: int | None = None,
         key: str | None = None,
     ) -> None:
-        super().__init__(source, folder, max_bytes=max_bytes, key=key)
         self.source = source
+        records = _Records(source)
+        super().__init__(records, folder, max_bytes=max_bytes, key=key, always_same=True)
+        self._said = f"records of {type(source).__name__}"
         self.parallel_reads = source.parallel_reads
         self._opening = threading.Lock()
+
+    @property
+    def owner(self) -> Source:
+        """The source whose records are kept."""
+        return self.source
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return records, from the cache where they are there.
@@ -306,91 +499,76 @@ class CachedSource(Kept):
         Raises:
             DatasetError: The cache is of other records, or cannot be read.
         """
-        file = self._opened()
-        if file is None:
-            return self._read(indices)
-        found = {
-            index: record for index in indices for there, record in [file.read(index)] if there
-        }
-        missing = [index for index in dict.fromkeys(indices) if index not in found]
-        if missing:
-            for index, record in zip(missing, self._read(missing), strict=True):
-                self._keep(file, index, record)
-                found[index] = record
-        return [found[index] for index in indices]
-
-    def _fill(self, indices: Sequence[int]) -> list[bool]:
-        file = self._opened()
-        if file is None:
-            return []
-        self.get_bytes([index for index in indices if not file.has(index)])
-        return [file.has(index) for index in indices]
-
-    @property
-    def owner(self) -> Source:
-        """The source whose records are kept."""
-        return self.source
+        return [self[index] for index in indices]
 
     def name_of(self, index: int) -> str:
         """Return what the source calls a record."""
         return self.source.name_of(index)
 
+    def _opened(self) -> tuple[SampleFile, FixedPart] | None:
+        if self._part is not None:  # no lock then: a process may be forked at any moment
+            return super()._opened()
+        with self._opening:  # reads come in several threads
+            return super()._opened()
+
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        return nullcontext()  # a source draws nothing, and other threads may
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_opening": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _opening=threading.Lock())
+        super().__setstate__({**state, "_opening": threading.Lock()})
 
     def __repr__(self) -> str:
         return f"CachedSource({self.source!r}, {str(self.folder)!r})"
 
-    # What follows reads nothing from the source, which this process perhaps must not: see
-    # ObjectSource.
 
-    def explain(self) -> str:
-        """Return what is kept and where, as text."""
-        return (
-            f"cache: {self.folder}, {self.stored} of {self._length}, {self.stored_bytes / 1e6:.0f} "
-            f"MB: records of {type(self.source).__name__}"
-        )
+class _Records(Dataset[Raw]):
+    """The records of a source, in the form in which a cache returns them."""
 
-    def _opened(self) -> SampleFile | None:
-        """Return the cache; it is made if it is not there. None: it is optional, and not usable."""
-        if self._file is not None:
-            return self._file
-        with self._opening:  # reads come in several threads
-            if self._file is None and not self._given_up:
-                try:
-                    self._file = self._open()
-                except Exception as error:  # of the system, the cache, or the source to compare
-                    self._go_without(error)
-        return self._file
+    def __init__(self, source: Source) -> None:
+        self.source = source
 
-    def _open(self) -> SampleFile:
-        if not self._in_memory:
-            hold(self.folder)
-        file = open_or_make(self.folder, self._existing, self._create)
-        if self._length not in self._known:
-            self._compare(file)
-            self._known.add(self._length)
-        return file
+    def __len__(self) -> int:
+        return len(self.source)
 
-    def _create(self) -> SampleFile:
-        about = {"kept": "records", "source": type(self.source).__name__}
-        return self._new_file(form=None, about=about)
+    def __getitem__(self, index: int) -> Raw:
+        record = self.source.get_bytes([index])[0]
+        return bytes(record) if isinstance(record, memoryview) else record
 
-    def _read(self, indices: Sequence[int]) -> list[Any]:
-        """Return records of the source, in the form in which the cache returns them."""
-        records = self.source.get_bytes(indices)
-        return [bytes(each) if isinstance(each, memoryview) else each for each in records]
 
-    def _compare(self, file: SampleFile) -> None:
-        """Compare some records of the cache with the source."""
-        for index in tried_indices(self._length) if self._length else []:
-            there, kept = file.read(index)
-            if there and not same_parts(taken_apart(kept), taken_apart(*self._read([index]))):
-                raise DatasetError(
-                    f"The cache {self.folder} does not hold what {self.name_of(index)} is now. "
-                    "Delete the folder, and it is made again; if you gave it a key, give another "
-                    "one when the records change."
-                )
+def caches_in(dataset: object) -> list[CachedDataset]:
+    """Return the caches that a dataset holds, those that are read by others first."""
+    found: list[CachedDataset] = []
+    if not CachedDataset.made:  # to look for one takes as long as the dataset has parts
+        return found
+    for cache in find_instances(dataset, (CachedDataset,)):
+        found += [*caches_in(cache.owner), cache]
+    return found
+
+
+def notice_changes(dataset: object) -> None:
+    """See that the caches of a dataset are used only for what they were made of.
+
+    Call it in the training process, before workers start or are given an epoch.
+    """
+    for cache in caches_in(dataset):
+        cache.notice_change()
+
+
+def _state_of(dataset: object, within_s: float) -> Fingerprint | None:
+    return fingerprint(dataset, within_s=within_s, with_globals=False)
+
+
+class _Filled(Dataset[bool]):
+    """For each sample of a cache, whether it is there after it was made or read."""
+
+    def __init__(self, cache: CachedDataset) -> None:
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def __getitems__(self, indices: list[int]) -> list[bool]:
+        return self._cache._fill(indices)

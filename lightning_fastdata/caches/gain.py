@@ -10,7 +10,6 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.caches.fixed_part import tried_indices
 from lightning_fastdata.caches.image_cache import cache_of, with_cache
-from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
@@ -96,8 +95,7 @@ def measure_gain(dataset: Dataset[Any], folder: str, *, budget_s: float = 2.0) -
         made_ms = min(_each_ms(dataset, indices) for _ in range(2))
         cached = with_cache(Subset(dataset, indices), folder)
         cache = cache_of(cached)
-        if cache is None:  # it has said why
-            raise DatasetError(f"There is no room for the pictures of {type(dataset).__name__}.")
+        assert cache is not None  # which with_cache() has made
         numbers = list(range(len(indices)))
         _each_ms(cached, numbers[:1])  # which looks for what can be kept
         first_ms = _each_ms(cached, numbers[1:])

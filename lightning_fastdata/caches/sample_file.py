@@ -28,6 +28,7 @@ from lightning_fastdata.caches.sample_form import (
     first_leaf_at,
     joined,
     leaf_bytes,
+    leaves_of,
     put_together,
     split,
     taken_apart,
@@ -260,7 +261,7 @@ class SampleFile:
         if self.form is None or self.stored() < len(self):
             return None
         maps: list[NDArray[Any]] = []
-        for leaf, path in zip(_leaves(self.form), self.paths, strict=True):
+        for leaf, path in zip(leaves_of(self.form), self.paths, strict=True):
             kind = column_of(leaf)
             dtype = None if kind is None else _numpy_dtype(kind[0])
             if kind is None or dtype is None or not leaf["bytes"]:
@@ -331,14 +332,6 @@ def locked(folder: Path) -> Iterator[None]:
         # Of this opening of the file, so that threads wait for each other, too.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _leaves(form: Form) -> Iterator[Form]:
-    if "of" not in form:
-        yield form
-        return
-    for part in form["of"]:
-        yield from _leaves(part)
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ Raw: TypeAlias = "NDArray[np.uint8]"
 """The bytes of a leaf, in one row."""
 
 _NUMBERS: Final = {"int": np.int64, "float": np.float64, "bool": np.bool_}
-_PICTURE_BYTES: Final = {"L": 1, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "HSV": 3}
+_PICTURE_MODES: Final = frozenset({"L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"})
 """Modes of PIL images that are nothing but bytes."""
 _SUPPORTED: Final = (
     "tensors in host memory, NumPy arrays and scalars, PIL images, numbers, strings, bytes and "
@@ -50,11 +50,18 @@ def put_together(form: Form, raws: list[Raw]) -> Batch:
     return _made(form, iter(raws).__next__)
 
 
+def leaves_of(form: Form) -> Iterator[Form]:
+    """Yield the forms of the leaves, in order."""
+    if "of" not in form:
+        yield form
+        return
+    for part in form["of"]:
+        yield from leaves_of(part)
+
+
 def leaf_bytes(form: Form) -> list[int]:
     """Return the number of bytes of each leaf."""
-    if "of" in form:
-        return [size for part in form["of"] for size in leaf_bytes(part)]
-    return [int(form["bytes"])]
+    return [int(leaf["bytes"]) for leaf in leaves_of(form)]
 
 
 def column_of(form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -150,9 +157,10 @@ def _leaf(value: object, path: str) -> tuple[Form, Raw]:
         name = "scalar" if isinstance(value, np.generic) else "array"
         form = {"is": name, "dtype": value.dtype.str, "shape": list(value.shape)}
         return form, _raw(np.asarray(value))
-    if (size := _picture_size(value)) is not None:
-        form = {"is": "picture", "mode": value.mode, "size": list(size)}  # type: ignore[attr-defined]
-        return form, np.frombuffer(value.tobytes(), np.uint8)  # type: ignore[attr-defined]
+    picture: Any = value
+    if kind.__module__.startswith("PIL.") and getattr(picture, "mode", "") in _PICTURE_MODES:
+        form = {"is": "picture", "mode": picture.mode, "size": list(picture.size)}
+        return form, np.frombuffer(picture.tobytes(), np.uint8)
     raise _unsupported(path, f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -176,20 +184,6 @@ def _tensor(value: torch.Tensor, path: str) -> tuple[Form, Raw]:
 
 
 _EMPTY: Final = np.empty(0, np.uint8)
-
-
-@runtime_checkable
-class _Picture(Protocol):
-    mode: str
-    size: tuple[int, int]
-
-
-def _picture_size(value: object) -> tuple[int, int] | None:
-    """Return width and height of a PIL image that is nothing but its bytes; None otherwise."""
-    if not type(value).__module__.startswith("PIL."):
-        return None
-    picture = value if isinstance(value, _Picture) else None
-    return None if picture is None or picture.mode not in _PICTURE_BYTES else picture.size
 
 
 def _raw(array: NDArray[Any]) -> Raw:

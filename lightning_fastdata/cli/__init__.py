@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata import __version__
-from lightning_fastdata.cli.commands import doctor, replay, takes_doctor, takes_replay
-from lightning_fastdata.cli.proofs import prove, takes_prove
-from lightning_fastdata.cli.runs import (
+from lightning_fastdata.cli.commands import (
     compare,
+    doctor,
+    replay,
     report,
     run,
     takes_compare,
+    takes_replay,
     takes_report,
     takes_run,
     takes_top,
     top,
 )
+from lightning_fastdata.cli.proofs import prove, takes_prove
 from lightning_fastdata.errors import FastDataError
 
 if TYPE_CHECKING:
@@ -29,14 +32,18 @@ _COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = 
     top: takes_top,
     report: takes_report,
     compare: takes_compare,
-    doctor: takes_doctor,
+    doctor: lambda _: None,
     replay: takes_replay,
 }
 """Each command, and what tells its parser what it takes."""
+_UNUSABLE: Final = 2
+"""As argparse ends; 1 is what `prove` and `compare` say of what they have found."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
+
+    Exit codes: that of the command; 2 where its arguments, or what they name, cannot be used.
 
     Args:
         arguments: What follows the program's name; None takes it from the shell.
@@ -56,4 +63,5 @@ def main(arguments: list[str] | None = None) -> None:
         given.pop("call")(**given)
     except FastDataError as error:
         # The message says what to do; our stack would not help.
-        raise SystemExit(f"fastdata: {error}") from error
+        sys.stderr.write(f"fastdata: {error}\n")
+        raise SystemExit(_UNUSABLE) from error

@@ -1,24 +1,31 @@
-"""Commands that look at a machine, and that make a batch of a data module again."""
+"""All commands but ``prove``: they run scripts, show trainings, make batches again."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from importlib.metadata import entry_points
+from json import dumps as dump_json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, printable
+from lightning_fastdata.host import clock
+from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+GROUP: Final = "lightning.pytorch.callbacks_factory"
+_EVERY_S: Final = 1.0
 
 
-def doctor(*, ray: bool = False) -> None:
-    """Print what this machine, or a Ray cluster, allows, and what of it limits data loading."""
-    if ray:
-        from lightning_fastdata.executors.ray.cluster_seen import look_at_cluster
-
-        sys.stdout.write(f"{look_at_cluster().text()}\n")
-        return
+def doctor() -> None:
+    """Print what this machine allows, and what of it limits data loading."""
     from lightning_fastdata.host.cpu import read_cpu_limit
     from lightning_fastdata.host.gpus import read_gpus
     from lightning_fastdata.host.machine import doctor_text, read_versions
@@ -27,16 +34,6 @@ def doctor(*, ray: bool = False) -> None:
     cpu, memory, versions = read_cpu_limit(), read_host_memory(), read_versions()
     text = doctor_text(cpu=cpu, memory=memory, gpus=read_gpus(), versions=versions)
     sys.stdout.write(f"{text}\n")
-
-
-def takes_doctor(parser: ArgumentParser) -> None:
-    """Add the arguments of ``doctor``."""
-    parser.add_argument(
-        "--ray",
-        action="store_true",
-        help="Look at the Ray cluster in the place of this machine: its nodes, and what a batch "
-        "from each costs.",
-    )
 
 
 def replay(
@@ -168,3 +165,183 @@ def _write(path: str, write: Callable[[], object]) -> None:
     except (OSError, RuntimeError) as error:  # torch's of a folder that is missing
         raise OptionsError(f"{path} cannot be written: {error}.") from error
     sys.stdout.write(f"{path} written.\n")
+
+
+def run(command: Sequence[str], *, module: bool = False, report: str | None = None) -> None:
+    """Run a script; each Lightning Trainer that it makes gets a DataThroughputCallback.
+
+    This process becomes that of the script: signals, exit code and output are its own.
+    """
+    check_found_by_lightning()
+    program = program_of(command, "run", module=module)
+    settings = RunSettings(report=None if report is None else str(Path(report).resolve()))
+    sys.stderr.write(
+        f"fastdata: each Trainer of {command[0]} gets a DataThroughputCallback. A loop without "
+        "Lightning's Trainer is measured by StepTimer.\n"
+    )
+    _become(program, {**os.environ, VARIABLE: settings.as_text()})
+
+
+def check_found_by_lightning() -> None:
+    """Raise OptionsError unless Lightning finds what this package adds to a Trainer."""
+    if not any(each.value.startswith("lightning_fastdata.") for each in entry_points(group=GROUP)):
+        raise OptionsError(
+            "Lightning cannot find this package, since it is only on the path, or was installed "
+            "before it had `fastdata run`. Install it: pip install lightning-fastdata."
+        )
+
+
+def program_of(command: Sequence[str], asked: str, *, module: bool) -> list[str]:
+    """Return the program and its arguments that a command stands for.
+
+    Args:
+        command: What the user wrote behind the options.
+        asked: The command of ours that was asked for.
+        module: It is a module, as of ``python -m``.
+
+    Raises:
+        OptionsError: There is no such file or program.
+    """
+    if not command:
+        raise OptionsError(
+            f"There is nothing to run. Write: fastdata {asked} train.py [arguments]."
+        )
+    first, *rest = command
+    if module:
+        return [sys.executable, "-m", first, *rest]
+    if Path(first).is_file() and first.endswith(".py"):
+        return [sys.executable, first, *rest]
+    found = shutil.which(first)
+    if found is None or first.endswith(".py"):
+        raise OptionsError(f"{first!r} is no Python file here, and no program that can be found.")
+    return [found, *rest]
+
+
+def _become(program: list[str], environ: Mapping[str, str]) -> None:
+    sys.stderr.flush()
+    sys.stdout.flush()
+    if os.name == "posix":
+        os.execve(program[0], program, environ)
+    # Elsewhere the shell would take the end of this process for the end of the script.
+    raise SystemExit(subprocess.run(program, env=dict(environ), check=False).returncode)
+
+
+def top(*, once: bool = False) -> None:
+    """Show how trainings of this user on this machine are going, and where they hang.
+
+    Where the output is no terminal, one page is printed.
+    """
+    from lightning_fastdata.insight.live import live_folder, page_text, read_all
+
+    def page() -> str:
+        now_s = clock.unix_s()
+        return page_text(read_all(live_folder(), now_s), now_s)
+
+    if once or not sys.stdout.isatty():
+        sys.stdout.write(f"{page()}\n")
+        return
+    with suppress(KeyboardInterrupt):
+        while True:
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in page().splitlines()[: rows - 1]]
+            # The cursor goes home, and the screen is cleared.
+            sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(lines) + "\n")
+            sys.stdout.flush()
+            clock.sleep(_EVERY_S)
+
+
+def report(run: str, *, open: bool = False) -> None:  # noqa: A002
+    """Print the summary of a run again."""
+    from lightning_fastdata.insight.report.compare import read_report
+    from lightning_fastdata.insight.report.run_report import page_line, print_lines
+
+    file = report_file(Path(run))
+    summary = read_report(file)["summary"]
+    print_lines([(printable(text, keep=""), how) for text, how in line] for line in summary)
+    page = file.with_suffix(".html")
+    if page.is_file():
+        sys.stdout.write(f"{page_line(page)}\n")
+    if open:
+        import webbrowser
+
+        if not page.is_file():
+            raise OptionsError(f"There is no page beside {file}.")
+        webbrowser.open(page.resolve().as_uri())
+
+
+def report_file(run: Path) -> Path:
+    """Return the report that a path means: of a folder its ``report.json``, or the only other one.
+
+    Raises:
+        OptionsError: There is none, or it is not clear which.
+    """
+    if not run.is_dir():
+        return run
+    if (run / "report.json").is_file():
+        return run / "report.json"
+    found = sorted(run.glob("report-*.json")) or sorted(run.rglob("report.json"))
+    if len(found) == 1:
+        return found[0]
+    listed = f" There are: {', '.join(map(str, found[:10]))}." if found else ""
+    raise OptionsError(f"{run} has no report.json.{listed} Name a folder of a run, or its report.")
+
+
+def takes_top(parser: ArgumentParser) -> None:
+    """Add the arguments of ``top``."""
+    parser.add_argument("--once", action="store_true", help="Print one page and end.")
+
+
+def takes_report(parser: ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
+    parser.add_argument("run", help="The folder of a run, or its report.json.")
+    parser.add_argument("--open", action="store_true", help="Open its page in the browser.")
+
+
+def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> None:
+    """Print what differs between two runs.
+
+    Exit codes: 0; 1 if a condition holds; 2 if a report or a condition cannot be read, or a
+    condition cannot be decided.
+    """
+    from lightning_fastdata.insight.report.compare import compare_files
+
+    comparison = compare_files(report_file(Path(a)), report_file(Path(b)), fail_if)
+    if json:
+        sys.stdout.write(f"{dump_json(comparison.as_dict(), indent=2)}\n")
+    else:
+        sys.stdout.write(f"{comparison.text()}\n")
+    if comparison.failed:
+        raise SystemExit(1)
+
+
+def takes_run(parser: ArgumentParser) -> None:
+    """Add the arguments of ``run``; what follows the script is the script's own."""
+    parser.add_argument(
+        "--report",
+        help="Where the report is written. Default: report.json in the Trainer's log folder.",
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="COMMAND is a module, as of python -m."
+    )
+    parser.add_argument(
+        "command",
+        nargs="...",
+        help="A Python file and its arguments; or a program, such as torchrun, and its arguments.",
+    )
+
+
+def takes_compare(parser: ArgumentParser) -> None:
+    """Add the arguments of ``compare``, whose condition may be given several times."""
+    parser.add_argument("a", help="The folder or the report.json of the run to compare with.")
+    parser.add_argument("b", help="The same of the run that is compared.")
+    parser.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="What must not be, any number of times: 'step_ms > +10%%' is a change of b over a in "
+        "percent, 'stall_share > +0.02' a change, 'stall_percent > 5' the value of b; with "
+        "'val.' before the name, of validation. Exit codes: 0, 1 if a condition holds, 2 if a "
+        "report or a condition cannot be read.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")

@@ -6,6 +6,7 @@ a name and a row here.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runt
 
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
@@ -178,6 +179,26 @@ def executor_for(asked: ExecutorName, *, stream: bool, workers: int) -> Executor
     """
     name = "workers" if stream and not KINDS[asked].reads_streams else asked
     return "inline" if KINDS[name].side_processes and not workers else name
+
+
+def able_to_read_on(name: ExecutorName, *, workers: int, asked: bool) -> ExecutorName:
+    """Return who fetches in place of an executor where samples that fail are to be passed over.
+
+    Torch's own iterator cannot do that. ``asked``: it is to be done.
+    """
+    from lightning_fastdata.batches.slots import shared_slots_supported
+
+    if not (asked and KINDS[name].is_torch):
+        return name
+    able: ExecutorName = "workers" if workers and shared_slots_supported() else "inline"
+    if workers:
+        warnings.warn(
+            "Torch's own iterator does not read on where a sample fails (on_bad_sample), so that "
+            f"{KINDS[able].what} read{'s' * KINDS[able].caller_reads} in its place.",
+            FastDataWarning,
+            stacklevel=3,
+        )
+    return able
 
 
 def unsuited(

@@ -22,7 +22,7 @@ from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.faults import (
     doing_in_streams,
     stream_broken,
-    stream_timed_out,
+    timed_out,
 )
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
@@ -319,7 +319,7 @@ class StreamExecutor:
         events = self._crew.wait(look_s or until)
         children = list(self.children.values())
         if events is None and look_s is None:
-            raise stream_timed_out(self.plan.timeout_s, children)
+            raise timed_out(self.plan.timeout_s, doing_in_streams(children))
         self._handle(events)
         if events is None:
             self._stall.look(children, lambda: doing_in_streams(children))

@@ -50,29 +50,6 @@ class HostMemory:
         return self.ram_available_bytes if limit is None else min(self.ram_available_bytes, limit)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchMemory:
-    """Where batches of worker processes are held, and how much of it one rank may fill."""
-
-    place: str
-    """``"/dev/shm"`` or ``"RAM"``."""
-    free_bytes: int
-    """For all ranks of the host."""
-    parts: int
-    """Of ``free_bytes``; one loader of one rank may fill one: 4 for each rank. Training and
-    validation workers live at the same time, and the dataset and the model need the rest."""
-    remedy: str
-    """How to enlarge it; ``{gib}`` stands for the GiB that must be free."""
-
-    def holds(self, batches_bytes: int) -> bool:
-        """Whether batches of this size in all fit into one part."""
-        return batches_bytes * self.parts <= self.free_bytes
-
-    def remedy_for(self, batches_bytes: int) -> str:
-        """What to do so that batches of this size in all fit."""
-        return self.remedy.format(gib=math.ceil(batches_bytes * self.parts / 2**30))
-
-
 class DeviceMemory(NamedTuple):
     """Memory of one GPU, as its driver counts it: all processes together."""
 
@@ -98,18 +75,6 @@ def cgroup_available(*, limit_bytes: int, usage_bytes: int, stat: str) -> int:
     # v1 gives both; the one with "total_" includes the cgroups below, as the usage does.
     inactive = counts.get("total_inactive_file") or counts.get("inactive_file") or 0
     return max(0, limit_bytes - max(0, usage_bytes - inactive))
-
-
-def batch_memories(memory: HostMemory, *, ranks: int) -> tuple[BatchMemory, ...]:
-    """Every place that the batches of worker processes must fit into."""
-    less = "Take smaller batches or fewer workers, or free {gib} GiB of memory for the job."
-    ram = BatchMemory("RAM", memory.available_bytes, 4 * ranks, less)
-    if memory.shm_free_bytes is None:
-        return (ram,)
-    more = (
-        "Give it {gib} GiB: docker run --shm-size={gib}g, or mount -o remount,size={gib}G /dev/shm."
-    )
-    return BatchMemory("/dev/shm", memory.shm_free_bytes, 4 * ranks, more), ram
 
 
 def read_host_memory(*, root: Path = Path("/")) -> HostMemory:

@@ -57,10 +57,6 @@ class Decoder:
 
     name: ClassVar[str] = "pillow"
     """The library that decodes JPEG."""
-    strict: ClassVar[bool] = False
-    """Whether the library refuses garbled entropy-coded data in a JPEG by itself."""
-    scales_jpeg: ClassVar[bool] = True
-    """Whether decoding a JPEG at ``scale`` > 1 is cheaper than decoding it fully."""
 
     def size(self, data: bytes) -> tuple[int, int]:
         """Return ``(height, width)`` in pixels, read from the header; EXIF is not applied."""
@@ -105,7 +101,6 @@ class _SimpleJpegDecoder(Decoder):
     """simplejpeg: libjpeg-turbo, strict."""
 
     name = "simplejpeg"
-    strict = True
 
     def __init__(self) -> None:
         import simplejpeg

@@ -25,7 +25,7 @@ from lightning_fastdata.images.resized_crop import (
     render,
     settle_resample,
 )
-from lightning_fastdata.images.stored import encoded, open_stored, shrunk
+from lightning_fastdata.images.stored import StoredPicture, shrunk
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import SampleKey
@@ -285,7 +285,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         image = self.files.open(index)
         if self.shorter_side is None:
             return image
-        return open_stored(encoded(shrunk(image, self.shorter_side), "rgb"), image.path)
+        return StoredPicture(shrunk(image, self.shorter_side))
 
     def __getstate__(self) -> dict[str, Any]:
         # The unpacked list is what makes other datasets expensive to send to workers.

@@ -44,7 +44,7 @@ class EncodedImage:
     @property
     def scalable(self) -> bool:
         """Whether decoding at a scale above 1 is cheaper than decoding fully."""
-        return self.decoder.scales_jpeg and is_jpeg(self.data)
+        return is_jpeg(self.data)
 
     def decode(self, *, scale: Scale = 1) -> Pixels:
         """Return the pixels, ``[ceil(height/scale), ceil(width/scale), 3]`` uint8 RGB.

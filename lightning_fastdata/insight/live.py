@@ -17,10 +17,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import psutil
 
@@ -68,8 +68,8 @@ Start one with Trainer(callbacks=[DataThroughputCallback()]), and this in anothe
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What whoever runs it knows of a run."""
+class Status:
+    """What one process of a training tells."""
 
     rank: int
     world_size: int
@@ -83,21 +83,15 @@ class RunFacts:
     """The optimizer's steps so far; batches of a run that is no fit."""
     found: str | None = None
     """What limits the run, as judged last, and what to try; None: nothing yet."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status(RunFacts):
-    """What one process of a training tells."""
-
-    pid: int
-    written_s: float
+    pid: int = field(default_factory=os.getpid)
+    written_s: float = field(default_factory=clock.unix_s)
     """When this was written, seconds since 1970."""
-    started_s: float
+    started_s: float = 0.0
     """When the run began, likewise."""
-    group: str
+    group: str = ""
     """The same for all processes of one training."""
-    script: str
-    lines: tuple[str, ...]
+    script: str = ""
+    lines: tuple[str, ...] = ()
     """Its part of the page."""
 
     @classmethod
@@ -199,10 +193,6 @@ def _who(rank: int, world_size: int, pid: int) -> str:
 # -- what a process knows of its run --------------------------------------------------------------
 
 
-Told: TypeAlias = "tuple[RunFacts, Sequence[FastDataLoader]]"
-"""What is known of a run, and the loaders that it reads now."""
-
-
 class PaceMeter:
     """Notes once a second, where a step ends, what the thread that tells must not read itself."""
 
@@ -289,7 +279,7 @@ class WorkerWatch:
         return f", {ready} batches ready, {made} being made", lines
 
     def _line(self, loader: FastDataLoader, worker: WorkerNow, now_s: float, *, hangs: bool) -> str:
-        from lightning_fastdata.insight.measure.stage_stamps import sample_path
+        from lightning_fastdata.insight.measure.stage import sample_path
 
         for_s, doing, at = now_s - self._since[worker.child.pid][1], str(worker.state), ""
         if worker.state == "reading" and hangs and for_s >= _LONG_S:
@@ -346,7 +336,7 @@ class WatchedRun:
     It is made in the thread that runs it.
 
     Args:
-        facts: Returns what is known now, and the loaders that are read. It is called in a thread of
+        known: Returns what is known now, and the loaders that are read. It is called in a thread of
             its own, and changes nothing. What it raises is passed over: a training ends for nothing
             that is told of it.
 
@@ -355,10 +345,10 @@ class WatchedRun:
         OSError: It cannot be made.
     """
 
-    def __init__(self, facts: Callable[[], Told]) -> None:
+    def __init__(self, known: Callable[[], tuple[Status, Sequence[FastDataLoader]]]) -> None:
         self.pace = PaceMeter()
         """To be told of each step that ends."""
-        self._facts, self._workers = facts, WorkerWatch()
+        self._known, self._workers = known, WorkerWatch()
         self._runs_in = threading.get_ident()
         self._started_s = clock.unix_s()
         self._owner = os.getpid()
@@ -381,38 +371,36 @@ class WatchedRun:
     def _run(self) -> None:
         while not self._ended.is_set():
             with suppress(Exception):
-                write_atomically(self._path, json.dumps(asdict(self.status(*self._facts()))))
+                write_atomically(self._path, json.dumps(asdict(self.status(*self._known()))))
             self._ended.wait(_EVERY_S)
 
-    def status(self, facts: RunFacts, loaders: Sequence[FastDataLoader]) -> Status:
+    def status(self, known: Status, loaders: Sequence[FastDataLoader]) -> Status:
         """Return what is told of the run as it is now."""
-        log_dir = facts.log_dir if "://" in facts.log_dir else str(Path(facts.log_dir).absolute())
-        facts = replace(facts, log_dir=log_dir)
-        return Status(
-            **asdict(facts),
-            pid=self._owner,
-            written_s=clock.unix_s(),
+        folder = known.log_dir if "://" in known.log_dir else str(Path(known.log_dir).absolute())
+        return replace(
+            known,
+            log_dir=folder,
             started_s=self._started_s,
-            group=_group(facts.world_size),
+            group=_group(known.world_size),
             script=sys.argv[0] if sys.argv else "",
-            lines=tuple(self._lines(facts, loaders)),
+            lines=tuple(self._lines(replace(known, log_dir=folder), loaders)),
         )
 
-    def _lines(self, facts: RunFacts, loaders: Sequence[FastDataLoader]) -> Iterator[str]:
-        who, hangs = _who(facts.rank, facts.world_size, self._owner), self.pace.hangs
+    def _lines(self, known: Status, loaders: Sequence[FastDataLoader]) -> Iterator[str]:
+        who, hangs = _who(known.rank, known.world_size, self._owner), self.pace.hangs
         batches, workers = "", list[str]()
         with suppress(RuntimeError):  # what it goes through has changed meanwhile
             batches, workers = self._workers.look(loaders, hangs=hangs)
         if hangs:
-            yield f" ! {who}no step for {duration_text(self.pace.quiet_s)}: {facts.activity}"
+            yield f" ! {who}no step for {duration_text(self.pace.quiet_s)}: {known.activity}"
             yield from (f" !   at {line}" for line in _stack_of_thread(self._runs_in))
-        place = f"epoch {facts.epoch}, step {facts.step}"
-        yield f" {who}{facts.activity}; {place}{self.pace.text()}{batches}"
+        place = f"epoch {known.epoch}, step {known.step}"
+        yield f" {who}{known.activity}; {place}{self.pace.text()}{batches}"
         yield from workers
-        if facts.rank == 0:
+        if known.rank == 0:
             yield from map(_reader_text, loaders)
-            yield from [f" found  {facts.found}"] if facts.found else []
-            yield f" logs   {facts.log_dir}"
+            yield from [f" found  {known.found}"] if known.found else []
+            yield f" logs   {known.log_dir}"
 
 
 def _group(world_size: int) -> str:

@@ -18,7 +18,6 @@ from typing import (
     NamedTuple,
     Protocol,
     TypeAlias,
-    cast,
     runtime_checkable,
 )
 
@@ -77,14 +76,6 @@ _CHANGED: Final = (
 )
 
 
-@runtime_checkable
-class _Respawns(Protocol):
-    """An executor that replaces processes that die."""
-
-    @property
-    def respawned(self) -> int: ...
-
-
 class _State(NamedTuple):
     """What is read at one moment."""
 
@@ -106,28 +97,6 @@ class _TellsState(Executor, Protocol):
     def ask_states(self, within_s: float) -> None: ...
 
     def read_the_same(self, digest: bytes, within_s: float) -> bool: ...
-
-
-@runtime_checkable
-class _Announces(Protocol):
-    """An executor that knows whether its next batch is ready."""
-
-    def ready(self) -> bool | None: ...
-
-
-@runtime_checkable
-class _ReadsAtStart(Executor, Protocol):
-    """An executor in the training process, which may have read an epoch when it began."""
-
-    @property
-    def reads_later(self) -> bool: ...
-
-
-@runtime_checkable
-class _Numbers(Protocol):
-    """An executor that knows which batches of the epoch it has handed over."""
-
-    def under_way(self) -> tuple[int, tuple[int, ...]]: ...
 
 
 class SourceSettings(NamedTuple):
@@ -198,9 +167,6 @@ class KeptExecutor:
         self.told = False
         """The dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
-        self._at_start: _ReadsAtStart | None = None
-        self._mortal: _Respawns | None = None
-        """The executor of the epoch that began last, if its processes may die."""
         self._respawned = 0
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
         ahead = self.aside or KINDS[self.name].gathers
@@ -249,11 +215,9 @@ class KeptExecutor:
             executor.close()  # which would otherwise live as long as the traceback
             raise
         self._last = executor
-        self._at_start = executor if isinstance(executor, _ReadsAtStart) else None
         if keep:
             self._iterator = executor
-        self._mortal = executor if isinstance(executor, _Respawns) else None
-        self._respawned = 0 if self._mortal is None else self._mortal.respawned
+        self._respawned = getattr(executor, "respawned", 0)
         reported = None if self.reported_batches is None else self.reported_batches()
         over = self._ask_workers if keep else None
         running = EpochIterator(executor, self.finish, reported, over=over)
@@ -376,7 +340,7 @@ class KeptExecutor:
     @property
     def reads_later(self) -> bool:
         """Whether what comes next of this epoch is read as things are by then."""
-        return self._at_start is None or self._at_start.reads_later
+        return bool(getattr(self._last, "reads_later", True))
 
     @property
     def draws_anew(self) -> bool:
@@ -423,7 +387,7 @@ class KeptExecutor:
 
     def _tell_other_state(self) -> None:
         """Warn where a worker that took a dead one's place may read something else."""
-        respawned = 0 if self._mortal is None else self._mortal.respawned
+        respawned: int = getattr(self._last, "respawned", 0)
         if respawned > self._respawned and self._has_changed():
             warnings.warn(
                 f"A worker that died was replaced, and the new one may read other samples: "
@@ -486,9 +450,6 @@ class EpochIterator:
         self._finish = finish
         self._reported = reported_batches
         self._given = 0
-        # Looked at once: to ask it of each batch takes tens of microseconds.
-        self._announces = isinstance(executor, _Announces)
-        self._numbers = isinstance(executor, _Numbers)
         if executor is not None and over is None:  # it ends with this iterator
             over = weakref.finalize(self, executor.close)
         self._over = over
@@ -521,12 +482,14 @@ class EpochIterator:
         """
         if self.executor is None:
             return True
-        return cast("_Announces", self.executor).ready() if self._announces else None
+        ready: Callable[[], bool | None] | None = getattr(self.executor, "ready", None)
+        return None if ready is None else ready()
 
     def under_way(self) -> tuple[int, tuple[int, ...]] | None:
         """Return how many batches were begun, and which were not handed over; None: not known."""
-        known = self._numbers and self.executor is not None
-        return cast("_Numbers", self.executor).under_way() if known else None
+        known: Callable[[], tuple[int, tuple[int, ...]]] | None
+        known = getattr(self.executor, "under_way", None)
+        return None if known is None else known()
 
     def end(self, why: str) -> None:
         """Give no more batches."""

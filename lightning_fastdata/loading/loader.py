@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, cast
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.batches.libraries import batches_of_workers, settle_ranks, tell_epoch
-from lightning_fastdata.caches.folders import caches_in, notice_changes
+from lightning_fastdata.caches.cached import caches_in, notice_changes
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName
-from lightning_fastdata.executors.torch_guard import OpenedNotes
+from lightning_fastdata.executors.kinds import KINDS, ExecutorName, able_to_read_on
+from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
-from lightning_fastdata.loading.position import CountedBatches, Pass, Run
-from lightning_fastdata.loading.resume import Resumable, WatchedBatches
+from lightning_fastdata.loading.position import (
+    CountedBatches,
+    LoaderState,
+    Pass,
+    Position,
+    Run,
+    SizeWatch,
+    StateWatch,
+)
+from lightning_fastdata.loading.resume import (
+    DigestedBatches,
+    WatchedBatches,
+    as_it_is,
+    cut_anew,
+    dataset_state,
+    read_again,
+    restore_dataset,
+    sampler_epoch,
+    start_of,
+    tell_draws,
+    tell_left,
+    tell_ranks,
+    tell_unknown,
+    with_indices,
+)
 from lightning_fastdata.loading.source import (
     Source,
+    ahead_by_index,
     epoch_of,
     indices_of,
     open_source,
     order_of,
     reads_with_torch,
+    setup_of,
+    splits_batches,
+    tuner_for,
 )
-from lightning_fastdata.loading.state_watch import SizeWatch, StateWatch
-from lightning_fastdata.loading.tuned import LoaderWorkers, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import (
@@ -37,17 +65,20 @@ from lightning_fastdata.order.samplers import (
     set_epoch,
 )
 from lightning_fastdata.planning.facts.inspection import may_start_processes
-from lightning_fastdata.planning.loader_plan import LoaderPlan, LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions, check_loader, checked_seed
-from lightning_fastdata.planning.plan_for import plan_asked
+from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed
+from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.stamped import Ledger, OpenedEnvelopes, stampable
+from lightning_fastdata.tuning.simulate import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 from lightning_fastdata.types import Batch, Batch_co, Shuffle, Stage
 
 if TYPE_CHECKING:
     from torch import Generator
+
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
 
 
 _CHANGED_WHILE_READ: Final = (
@@ -62,7 +93,20 @@ _PIPELINE_CHANGED: Final = (
 )
 
 
-class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], Generic[Batch_co]):
+class _Both(deque[BatchStamps]):
+    """Appends to two others what is appended to it, and keeps nothing."""
+
+    def __init__(self, one: deque[BatchStamps], other: deque[BatchStamps]) -> None:
+        super().__init__()
+        self._others = one, other
+
+    def append(self, stamps: BatchStamps) -> None:
+        """Append the stamps to both."""
+        for each in self._others:
+            each.append(stamps)
+
+
+class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
     To a type checker its batches are what ``collate_fn`` returns; ``FastDataLoader[Batch]`` says
@@ -138,6 +182,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
     """
 
     _inner: Source | None
+    executor: ExecutorName
+    tune: str | Tuner
     _inner_settings: tuple[SourceSettings, bool] | None
 
     def __init__(
@@ -240,9 +286,15 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
                 prefetch_factor = multiprocessing_context = None
             elif multiprocessing_context is None:
                 multiprocessing_context = plan.multiprocessing_context
+        self.faults = FaultLog.of(on_bad_sample, dataset)
+        self.on_bad_sample = self.faults.rule
         self.asked_prefetch_factor = prefetch_factor
         """As it was given; None: the executor chooses how far it is ahead."""
-        self.executor = executor
+        self.executor = able_to_read_on(
+            executor,
+            workers=num_workers or 0,
+            asked=self.faults.is_asked and not isinstance(dataset, IterableDataset),
+        )
         self.standby = standby
         self.keeps: Keeps = persistent_workers or False
         """Whether workers are kept between epochs, as it was asked for or chosen."""
@@ -279,15 +331,21 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         self.ahead = ahead
         self.actor_options = actor_options
         self.stall_timeout = stall_timeout
-        self.faults = FaultLog.of(on_bad_sample, dataset)
-        self.on_bad_sample = self.faults.rule
-        self._reported: dict[str, int] = {}
-        self._epoch_cell = EpochCell()
-        self._counts_from_nothing(run)
+        self.run = run
         self.tune = tune
-        self._records_nothing()
+        self._nothing_is_read_yet()
         if isinstance(tune, Tuner):
             self.set_workers(tune.workers or self.num_workers)
+
+    def _nothing_is_read_yet(self) -> None:
+        self._reported: dict[str, int] = {}
+        self._epoch_cell = EpochCell()
+        self._position = Position()
+        self._indices: EpochIndices | None = None
+        self._ledger = Ledger()
+        self.records: deque[BatchStamps] | None = None
+        """Where the stamps of delivered batches go; None: no stamps are taken."""
+        self.tuning_records: deque[BatchStamps] | None = None
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more of torch's workers than CPUs; this package's may well wait."""
@@ -310,8 +368,8 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
             # Lightning counts batches from here on, and may have to count what was taken anew.
             self.run.resumed(self)
         watch = self._state_watch()
-        size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
         settle = self._position.settle
+        size = SizeWatch(order_of(self)) if self.num_workers or self.chosen else None
         return CountedBatches(self._next_pass, self._begin, settle, self, watch, size)
 
     def _state_watch(self) -> StateWatch | None:
@@ -350,9 +408,6 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
             batches = self.tune.batches(batches, self)
         return batches if self.ahead is None else self.ahead(batches)
 
-    def _own_indices(self) -> EpochIndices | None:
-        return indices_of(self._settings())
-
     def _settings(self) -> SourceSettings:
         return SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
 
@@ -377,12 +432,204 @@ class FastDataLoader(Resumable, LoaderWorkers, HasQuarantine, DataLoader[Any], G
         if stamped:
             self._ledger.records = self.records
             batches = OpenedEnvelopes(batches, self._ledger)
-        if self.faults.is_asked and reads_with_torch(self):
-            batches = OpenedNotes(batches, self.faults)
         skips = self.on_bad_sample.policy == "skip"  # which may leave nothing of a batch
         if self._indices is not None and (skips or not self.in_order):
             batches = WatchedBatches(batches, begun, source)
         return self._dropped(batches, begun)
+
+    # -- stamps, and the side processes that read --------------------------------------------------
+
+    @property
+    def all_records(self) -> deque[BatchStamps] | None:
+        """Where all that take stamps get them."""
+        one, other = self.records, self.tuning_records
+        if one is None or other is None:
+            return one if other is None else other
+        return _Both(one, other)
+
+    def record_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch that is delivered from now on; None: no more.
+
+        Torch's own executor begins and ends it with the next iteration. It takes no stamps of
+        iterable DataPipes.
+        """
+        # Lightning carries over what is set in a data hook if it makes the loader anew.
+        self.records = self._ledger.records = records
+        self._record()
+
+    def tuning_stamps(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self.tuning_records = records
+        self._record()
+
+    def _record(self) -> None:
+        if isinstance(self._inner, KeptExecutor):
+            self._inner.record(self.all_records)
+
+    def now(self) -> list[ExecutorNow]:
+        """Return what is under way in side processes of this package; any thread may ask."""
+        inner = self._inner
+        return inner.now() if isinstance(inner, KeptExecutor) else []
+
+    def setup_with(self, workers: int, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+        """Return the loader with so many workers, as the model knows it; None: it does not."""
+        settings = self._settings()._replace(num_workers=workers)
+        return setup_of(settings, cpus=cpus, step_cpus=step_cpus)
+
+    def set_workers(self, workers: int) -> None:
+        """Read with so many workers from now on, in the middle of an epoch, too.
+
+        Order and content of the batches stay. Only ``"workers"`` of map-style data come and go so.
+
+        Raises:
+            OptionsError: ``workers`` is below 1, or other workers read this loader, or none.
+            WorkerError: They cannot be had, or the dataset holds by now what forked processes must
+                not share.
+        """
+        streamed = isinstance(self.dataset, IterableDataset)
+        if workers < 1 or not self.num_workers or streamed or not KINDS[self.executor].resizes:
+            raise OptionsError(
+                f"set_workers({workers!r}) of a loader with executor={self.executor!r} and "
+                f"num_workers={self.num_workers}: only 'workers' and 'ray' of a map-style dataset "
+                "come and go, and 1 or more stay. Make a new loader."
+            )
+        inner, self.num_workers = self._inner, workers
+        if isinstance(inner, KeptExecutor) and self._inner_settings is not None:
+            settings = self._settings()
+            split = splits_batches(settings)
+            inner.resize(workers, ahead_by_index(settings, workers, split=split))
+            vars(self)["_inner_settings"] = self._settings(), self._inner_settings[1]
+
+    def _keep(
+        self, inner: Source | None, settings: tuple[SourceSettings, bool] | None = None
+    ) -> None:
+        # Lightning records the attributes that are set on loaders in a data hook, and goes on to do
+        # so in the whole process if the hook raises. A record would keep the workers alive.
+        vars(self).update(_inner=inner, _inner_settings=settings)
+        if inner is not None:
+            # Torch's own loader knows no position, and what it takes stamps with is to go.
+            vars(self)["_read_by"] = inner if isinstance(inner, KeptExecutor) else None
+
+    def close(self) -> None:
+        """Stop the workers; the next iteration starts new ones."""
+        if isinstance(self._inner, KeptExecutor):
+            self._inner.close()
+        self._keep(None)
+
+    # torch keeps persistent workers under this name and Lightning stops them through it.
+    @property
+    def _iterator(self) -> Any:
+        return None if self._inner is None else self._inner._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: object) -> None:
+        if value is None:
+            self.close()
+
+    # -- how far the training has come -------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the training has come in the batches: plain data, below 2 kB.
+
+        It is what :meth:`load_state_dict` goes on from, in any process, with any executor and
+        number of workers. After the last batch of an epoch it is the start of the next one. A
+        dataset or a sampler that has a ``state_dict()`` of its own adds that.
+        """
+        return self.state_behind(0)
+
+    def state_behind(self, ahead: int) -> dict[str, Any]:
+        """Return the state as of so many batches before the last one that was handed out.
+
+        For who takes batches of a plain loop ahead of their use.
+        """
+        epoch, batches, found = self._position.now(self.run, self._length(), ahead)
+        if isinstance(found, LoaderState):
+            return found.as_dict()
+        reached, late = (None, []) if found is None else found.which(batches)
+        indices = self._indices or indices_of(self._settings())
+        state = replace(
+            as_it_is(self, indices),
+            epoch=epoch,
+            batches=batches,
+            reached=reached,
+            late=late,
+            digest=None if found is None else found.digests.get(batches),
+            quarantine=self.quarantine,
+            bad=self.faults.bad,
+        )
+        inner = self._read_by
+        if isinstance(inner, KeptExecutor):
+            state = replace(state, base_seed=inner.base_seed, draws=inner.draws_anew)
+            given = self._position.given(epoch, batches) if indices is None else None
+            if given is not None:
+                stream = inner.stream_position(given.batches, over=given.over)
+                state = replace(state, stream=stream)
+        if indices is not None:
+            state = with_indices(state, indices)
+        return replace(state, dataset_state=dataset_state(self.dataset)).as_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on, with the next iteration, behind the batch after which a state was saved.
+
+        Raises:
+            OptionsError: It is no state of a loader, or one of a later version.
+        """
+        self._position.load(LoaderState.from_dict(state))
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch was asked for, since the last state was loaded if one was."""
+        return self._position.begun
+
+    def cut_anew(self, state: LoaderState) -> LoaderState:
+        """Return a state of this loader with its position in batches of the present size."""
+        indices = self._indices or indices_of(self._settings())
+        return state if indices is None else cut_anew(state, as_it_is(self, indices), indices)
+
+    def _next_pass(self) -> Pass:
+        if self.run is not None:
+            return self._position.next_pass_of(self.run, self, self.epoch)
+        return self._position.next_pass(self.epoch, sampler_epoch(self))
+
+    def _go_on(self, begun: Pass) -> None:
+        """Have the pass that begins next begin where it should."""
+        state, indices, inner = begun.state, self._indices, self._inner
+        if state is not None:
+            restore_dataset(self.dataset, state)
+            self.quarantine = sorted({*self.quarantine, *state.quarantine})
+            self.faults.count_in(state.bad)
+            if state.batches and state.world_size > 1 and not self.in_order and indices is not None:
+                tell_ranks(state)
+        if indices is not None:
+            indices.epoch = begun.epoch
+            indices.start = start_of(begun, as_it_is(self, indices), indices)
+        if state is not None and state.draws:
+            tell_draws(self.dataset)
+        if state is not None and isinstance(inner, KeptExecutor):
+            inner.go_on_from(state.base_seed, state.stream)
+            if indices is None and state.batches and state.stream is None:
+                tell_unknown(state, "at the beginning of the stream")
+            between = indices is None and state.epoch and not state.batches
+            if between and state.stream is None and inner.keep and tells_state(self.dataset):
+                tell_left(self.dataset, state.epoch)
+
+    def _dropped(self, batches: Iterator[Batch], begun: Pass) -> Iterator[Batch]:
+        """Return what follows the batches of a stream that were delivered before the pass began.
+
+        Torch's own iterator can only read them again.
+        """
+        if self._indices is not None or isinstance(self._inner, KeptExecutor):
+            return batches
+        seen = DigestedBatches(batches, begun)
+        return seen if begun.state is None else read_again(seen, begun.state, self.dataset)
+
+    def _length(self) -> int | None:
+        if isinstance(self.dataset, IterableDataset):
+            return None  # it may give more or less than it says
+        try:
+            return len(self)
+        except TypeError:
+            return None
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.

@@ -5,21 +5,30 @@ What counts is what the training took, not what was fetched or handed out ahead 
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
-from lightning_fastdata.errors import OptionsError
+from torch.utils.data import BatchSampler
+
+from lightning_fastdata.caches.cached import CachedDataset
+from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.host import clock
 from lightning_fastdata.order.indices import Drawn
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import lasting
 
 if TYPE_CHECKING:
-    from lightning_fastdata.loading.state_watch import SizeWatch, StateWatch
     from lightning_fastdata.types import Batch
 
 VERSION: Final = 1
 _KEPT: Final = 2**12
 """Batches that are handed out ahead of the training at most."""
+_WITHIN_S: Final = 0.01
+_SHARE: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,3 +407,90 @@ class Position:
         while begun.earlier is not None and taken < begun.before:
             begun = begun.earlier
         return epoch, max(0, taken - begun.before), begun
+
+
+class StateWatch:
+    """Compares what is read before and behind steps: the first, 2nd, 4th, 8th, ..., and others.
+
+    Others as long as that takes a hundredth of the time. What reading itself changes makes no
+    difference, nor what cannot be compared.
+
+    Args:
+        objects: What is read.
+        text: The warning where a step has changed it, with a place for its number.
+        caches: Of what is read; used no more where a step has changed what they were made of.
+        reads_later: Returns whether what comes next is read as things are by then. Where it was
+            read when the epoch began, no step can change it.
+    """
+
+    def __init__(
+        self,
+        objects: tuple[object, ...],
+        text: str,
+        caches: Sequence[CachedDataset] = (),
+        reads_later: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._objects = objects
+        self._text = text
+        self._caches = caches
+        self._reads_later = reads_later
+        self._count = 0
+        self._began_s, self._spent_s = clock.monotonic(), 0.0
+        self._looks = False
+        self._before: Fingerprint | None = None
+
+    def handed_out(self) -> None:
+        """Note that a step begins."""
+        self._count += 1
+        began_s = clock.monotonic()
+        cheap = self._spent_s <= _SHARE * (began_s - self._began_s)
+        self._looks = cheap or not self._count & (self._count - 1)
+        self._looks &= self._reads_later()
+        if self._looks and self._text:
+            self._before = self._look()
+            self._spent_s += clock.monotonic() - began_s
+
+    def asked(self) -> None:
+        """Warn, once, if the step that has ended changed what is read."""
+        if not self._looks:
+            return
+        began_s = clock.monotonic()
+        for cache in self._caches:
+            cache.notice_change(_WITHIN_S)
+        if self._before is not None and self._look() not in (None, self._before):
+            warnings.warn(self._text.format(self._count), FastDataWarning, stacklevel=3)
+            self._text = ""
+        self._looks, self._before = False, None
+        self._spent_s += clock.monotonic() - began_s
+
+    def _look(self) -> Fingerprint | None:
+        # What a step draws from a pipeline changes no sample, each of which has its own key.
+        drawn = lasting(find_composes(self._objects))
+        how = {"roughly": True, "with_globals": False}
+        return fingerprint(*self._objects, within_s=_WITHIN_S, instead=drawn, **how)
+
+
+class SizeWatch:
+    """Warns, once, of a step that changes the size of batches that are drawn ahead of it.
+
+    Args:
+        source: A batch sampler, or a sampler, whose batches have no size.
+    """
+
+    def __init__(self, source: object) -> None:
+        self._source = source if isinstance(source, BatchSampler) else None
+        self._size: int | None = None
+
+    def asked(self) -> None:
+        """Look whether the size is what it was when the last batch was asked for."""
+        if self._source is None:
+            return
+        size, self._size = self._size, self._source.batch_size
+        if size not in (None, self._size):
+            warnings.warn(
+                f"The batch sampler's batch_size was {size} and is {self._size} since the last "
+                "step. Batches that were drawn ahead keep the size that they had: change it "
+                "between epochs.",
+                FastDataWarning,
+                stacklevel=3,
+            )

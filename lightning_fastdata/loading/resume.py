@@ -6,69 +6,34 @@ import functools
 import importlib.metadata
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.stream_state import ReadSamples, tell_others, tells_state
+from lightning_fastdata.executors.stream_state import ReadSamples, tell_others
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.kept_executor import EpochIterator
-from lightning_fastdata.loading.position import LoaderState, Pass, Position, Run, UnderWay
+from lightning_fastdata.loading.position import LoaderState, Pass, UnderWay
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.indices import (
-    EpochIndices,
-    HasEpoch,
-    Start,
-    Stateful,
-)
+from lightning_fastdata.order.indices import EpochIndices, Start, Stateful
 from lightning_fastdata.order.samplers import epoch_order, rows_in, sampler_in
 from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
 
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.loader import FastDataLoader
+
 _DIGESTS_KEPT: Final = 256
 
 
-class _Loader(Protocol):
-    """What of a FastDataLoader its state rests on."""
-
-    @property
-    def dataset(self) -> object:
-        """Map-style or a stream."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per batch."""
-
-    @property
-    def batch_sampler(self) -> object:
-        """Torch's, or the user's own."""
-
-    @property
-    def seed(self) -> int:
-        """Of the per-sample randomness."""
-
-
-@runtime_checkable
-class _Fetches(Protocol):
-    """A source of batches that an executor of this package fetches."""
-
-    base_seed: int | None
-    draws_anew: bool
-    keep: bool
-
-    def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None: ...
-    def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None: ...
-
-
-def as_it_is(loader: _Loader, indices: EpochIndices | None) -> LoaderState:
+def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> LoaderState:
     """Return the state of a loader at the start of epoch 0. ``indices``: None of a stream."""
     sampler = None if indices is None else indices.sampler
     batch_size = loader.batch_size
@@ -154,7 +119,7 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
         indices.prepare(state.drawn)
         return Start(drawn=state.drawn if "ahead" not in state.drawn else None)
     if state.samples < 0:  # a training that was saved without our state
-        _tell_unknown(state, f"with batch {state.batches} of the order there is now")
+        tell_unknown(state, f"with batch {state.batches} of the order there is now")
         return Start(
             batches=state.batches,
             samples=samples_before(indices, now, begun.epoch, state.batches),
@@ -172,7 +137,8 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     )
 
 
-def _tell_unknown(state: LoaderState, where: str) -> None:
+def tell_unknown(state: LoaderState, where: str) -> None:
+    """Warn that it is not known which batches were taken; the epoch goes on ``where``."""
     warnings.warn(
         f"The training took {state.batches} batches of epoch {state.epoch} before it was saved, "
         "and the checkpoint does not hold which: another loader gave them, or a state_dict() of a "
@@ -183,7 +149,8 @@ def _tell_unknown(state: LoaderState, where: str) -> None:
     )
 
 
-def _tell_ranks(state: LoaderState) -> None:
+def tell_ranks(state: LoaderState) -> None:
+    """Warn that what other ranks had taken is not known."""
     warnings.warn(
         f"Batches come as they are ready (in_order=False), and each of the {state.world_size} "
         "ranks had taken others when the training was saved. Those of rank 0 are known, so that "
@@ -194,7 +161,8 @@ def _tell_ranks(state: LoaderState) -> None:
     )
 
 
-def _tell_draws(stream: object) -> None:
+def tell_draws(stream: object) -> None:
+    """Warn that a stream draws from generators that no state holds."""
     warnings.warn(
         f"{type(stream).__name__} draws from global generators (random, numpy.random, torch). "
         "Those of the training process are not saved, and workers that are started anew for each "
@@ -207,7 +175,8 @@ def _tell_draws(stream: object) -> None:
     )
 
 
-def _tell_left(stream: object, epoch: int) -> None:
+def tell_left(stream: object, epoch: int) -> None:
+    """Warn that a stream was left before its end, and its state from then is not known."""
     warnings.warn(
         f"The pass over {type(stream).__name__} before epoch {epoch} was left before its end (as "
         "with limit_train_batches), and its state_dict() from then is not known. The epoch begins "
@@ -218,7 +187,7 @@ def _tell_left(stream: object, epoch: int) -> None:
     )
 
 
-def _cut_anew(state: LoaderState, now: LoaderState, indices: EpochIndices) -> LoaderState:
+def cut_anew(state: LoaderState, now: LoaderState, indices: EpochIndices) -> LoaderState:
     """Return a state with its position counted in batches of the present size.
 
     They count from the end of the epoch, where the whole batches are those that are left.
@@ -275,32 +244,34 @@ def _told(state: LoaderState, now: LoaderState, indices: EpochIndices) -> Iterat
         )
 
 
-def _dataset_state(dataset: object) -> dict[str, Any] | None:
+def dataset_state(dataset: object) -> dict[str, Any] | None:
     """Return what a map-style dataset saves of itself; None: nothing."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Stateful):
         return None
     return dataset.state_dict()
 
 
-def _restore_dataset(dataset: object, state: LoaderState) -> None:
+def restore_dataset(dataset: object, state: LoaderState) -> None:
     """Give a map-style dataset what it saved of itself."""
     saved = state.dataset_state
     if saved is not None and isinstance(dataset, Stateful):
         dataset.load_state_dict(saved)
 
 
-def _sampler_epoch(loader: Resumable) -> int | None:
+def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:
     """Return the epoch that was set for a loader's sampler; None: it has none.
 
     Lightning sets it after it has made the iterator of a resumed run.
     """
     for sampler in (loader.sampler, sampler_in(loader.batch_sampler)):
-        if isinstance(sampler, SetsEpoch) and isinstance(sampler, HasEpoch):
-            return sampler.epoch
+        epoch: int | None = getattr(sampler, "epoch", None)
+        if isinstance(sampler, SetsEpoch) and epoch is not None:
+            return epoch
     return None
 
 
-def _read_again(batches: DigestedBatches, state: LoaderState, stream: object) -> Iterator[Batch]:
+def read_again(batches: DigestedBatches, state: LoaderState, stream: object) -> Iterator[Batch]:
+    """Drop the batches of a stream that were delivered before a state, and return the others."""
     began_s = clock.monotonic()
     for _ in islice(batches, state.batches):
         pass
@@ -366,133 +337,3 @@ class DigestedBatches(WatchedBatches):
         self._begun.digests[self._seen.samples] = self.digest
         self._begun.digests.pop(self._seen.samples - _DIGESTS_KEPT, None)
         return batch
-
-
-class Resumable:
-    """The part of a FastDataLoader that knows how far the training has come in its batches."""
-
-    dataset: Dataset[Any]
-    batch_size: int | None
-    sampler: Any
-    batch_sampler: Any
-    in_order: bool
-    seed: int
-    epoch: Callable[[], int] | None
-    run: Run | None
-    quarantine: list[int]
-    faults: FaultLog
-    _inner: object
-    _read_by: object
-    _indices: EpochIndices | None
-
-    def _counts_from_nothing(self, run: Run | None) -> None:
-        self.run = run
-        self._position = Position()
-        self._indices = None
-
-    def _own_indices(self) -> EpochIndices | None:
-        """Return what gives the indices of the epochs; None of a stream."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how far the training has come in the batches: plain data, below 2 kB.
-
-        It is what :meth:`load_state_dict` goes on from, in any process, with any executor and
-        number of workers. After the last batch of an epoch it is the start of the next one. A
-        dataset or a sampler that has a ``state_dict()`` of its own adds that.
-        """
-        return self.state_behind(0)
-
-    def state_behind(self, ahead: int) -> dict[str, Any]:
-        """Return the state as of so many batches before the last one that was handed out.
-
-        For who takes batches of a plain loop ahead of their use.
-        """
-        epoch, batches, found = self._position.now(self.run, self._length(), ahead)
-        if isinstance(found, LoaderState):
-            return found.as_dict()
-        reached, late = (None, []) if found is None else found.which(batches)
-        indices = self._indices or self._own_indices()
-        state = replace(
-            as_it_is(self, indices),
-            epoch=epoch,
-            batches=batches,
-            reached=reached,
-            late=late,
-            digest=None if found is None else found.digests.get(batches),
-            quarantine=self.quarantine,
-            bad=self.faults.bad,
-        )
-        inner = self._read_by
-        if isinstance(inner, _Fetches):
-            state = replace(state, base_seed=inner.base_seed, draws=inner.draws_anew)
-            given = self._position.given(epoch, batches) if indices is None else None
-            if given is not None:
-                stream = inner.stream_position(given.batches, over=given.over)
-                state = replace(state, stream=stream)
-        if indices is not None:
-            state = with_indices(state, indices)
-        return replace(state, dataset_state=_dataset_state(self.dataset)).as_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on, with the next iteration, behind the batch after which a state was saved.
-
-        Raises:
-            OptionsError: It is no state of a loader, or one of a later version.
-        """
-        self._position.load(LoaderState.from_dict(state))
-
-    @property
-    def begun(self) -> bool:
-        """Whether a batch was asked for, since the last state was loaded if one was."""
-        return self._position.begun
-
-    def cut_anew(self, state: LoaderState) -> LoaderState:
-        """Return a state of this loader with its position in batches of the present size."""
-        indices = self._indices or self._own_indices()
-        return state if indices is None else _cut_anew(state, as_it_is(self, indices), indices)
-
-    def _next_pass(self) -> Pass:
-        if self.run is not None:
-            return self._position.next_pass_of(self.run, self, self.epoch)
-        return self._position.next_pass(self.epoch, _sampler_epoch(self))
-
-    def _go_on(self, begun: Pass) -> None:
-        """Have the pass that begins next begin where it should."""
-        state, indices, inner = begun.state, self._indices, self._inner
-        if state is not None:
-            _restore_dataset(self.dataset, state)
-            self.quarantine = sorted({*self.quarantine, *state.quarantine})
-            self.faults.count_in(state.bad)
-            if state.batches and state.world_size > 1 and not self.in_order and indices is not None:
-                _tell_ranks(state)
-        if indices is not None:
-            indices.epoch = begun.epoch
-            indices.start = start_of(begun, as_it_is(self, indices), indices)
-        if state is not None and state.draws:
-            _tell_draws(self.dataset)
-        if state is not None and isinstance(inner, _Fetches):
-            inner.go_on_from(state.base_seed, state.stream)
-            if indices is None and state.batches and state.stream is None:
-                _tell_unknown(state, "at the beginning of the stream")
-            between = indices is None and state.epoch and not state.batches
-            if between and state.stream is None and inner.keep and tells_state(self.dataset):
-                _tell_left(self.dataset, state.epoch)
-
-    def _dropped(self, batches: Iterator[Batch], begun: Pass) -> Iterator[Batch]:
-        """Return what follows the batches of a stream that were delivered before the pass began.
-
-        Torch's own iterator can only read them again.
-        """
-        if self._indices is not None or isinstance(self._inner, _Fetches):
-            return batches
-        seen = DigestedBatches(batches, begun)
-        return seen if begun.state is None else _read_again(seen, begun.state, self.dataset)
-
-    def _length(self) -> int | None:
-        if isinstance(self.dataset, IterableDataset):
-            return None  # it may give more or less than it says
-        try:
-            return len(cast("Sized", self))
-        except TypeError:
-            return None

@@ -1,4 +1,4 @@
-"""What gives the batches of a FastDataLoader: torch's loader, or an executor."""
+"""What gives the batches of a FastDataLoader, and what the model and the tuner know of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch.utils.data import (
@@ -29,23 +29,29 @@ from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
 from lightning_fastdata.executors.gather.rows import rows_of
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for
-from lightning_fastdata.executors.torch_guard import GuardedCollate, GuardedDataset
+from lightning_fastdata.executors.kinds import KINDS, executor_for, room_elsewhere
+from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import is_drawn_at_start
-from lightning_fastdata.planning.worker_count import look_ahead_batches
+from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
 from lightning_fastdata.randomness.generators import OwnGenerators
 from lightning_fastdata.randomness.seeds import EpochCell
 from lightning_fastdata.stamps.batch_stamps import WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
+from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling
+from lightning_fastdata.tuning.tuner import Tuner, log
 from lightning_fastdata.types import Batch
 
+if TYPE_CHECKING:
+    from lightning_fastdata.loading.loader import FastDataLoader
+    from lightning_fastdata.planning.plan_for import LoaderPlan
+
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
-
-
+Loader: TypeAlias = "FastDataLoader[Any] | SourceSettings"
+"""A loader, or its settings, which have the same names."""
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
 _PASSED_ON: Final = (
@@ -55,45 +61,17 @@ _PASSED_ON: Final = (
 """Settings that torch's own loader takes as they are."""
 
 
-class LoaderFacts(Protocol):
-    """A FastDataLoader, or its settings, under the names they have there."""
-
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """What is read."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in a batch; None: single samples, or the batches of ``batch_sampler``."""
-
-    @property
-    def batch_sampler(self) -> object:
-        """Gives the indices of batches."""
-
-    @property
-    def sampler(self) -> object:
-        """Gives the indices of samples."""
-
-    @property
-    def asked_prefetch_factor(self) -> int | None:
-        """Batches that each worker is ahead, as it was asked for; None: left open."""
-
-    @property
-    def executor(self) -> ExecutorName:
-        """Who reads."""
-
-
-def makes_batches(loader: LoaderFacts) -> bool:
+def makes_batches(loader: Loader) -> bool:
     """Return whether samples are put together into batches."""
     return loader.batch_size is not None or loader.batch_sampler is not None
 
 
-def order_of(loader: LoaderFacts) -> Any:
+def order_of(loader: Loader) -> Any:
     """Return what gives the indices of samples, or of batches."""
     return loader.batch_sampler if makes_batches(loader) else loader.sampler
 
 
-def reads_with_torch(loader: LoaderFacts) -> bool:
+def reads_with_torch(loader: Loader) -> bool:
     """Return whether torch's own iterator reads the dataset."""
     pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
     return KINDS[loader.executor].is_torch or pipe
@@ -130,13 +108,8 @@ def open_source(
         worker_part = settings.transform.in_worker(on_device=settings.on_device)
     collate_fn = _collation(settings, worker_part)
     dataset = keyed(settings.dataset, seed=settings.seed, epoch=epochs, transform=worker_part)
-    rule = settings.faults.rule
-    guard = SampleGuard.of(rule, settings.dataset, settings.sampler, settings.seed)
     if not reads_with_torch(settings):
-        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported, guard)
-    if settings.faults.is_asked and indices is not None:
-        dataset = GuardedDataset(dataset, guard, settings.faults, epochs)
-        collate_fn = GuardedCollate(collate_fn, dataset, batched=makes_batches(settings))
+        return _open_executor(settings, indices, dataset, collate_fn, epochs, reported)
     if stamps is not None:
         dataset, collate_fn = stamped(dataset, collate_fn)
     order: dict[str, Any] = {"batch_size": settings.batch_size, "drop_last": settings.drop_last}
@@ -188,7 +161,6 @@ def _open_executor(
     collate_fn: Callable[[Any], Batch],
     epochs: EpochCell,
     reported: dict[str, int],
-    guard: SampleGuard,
 ) -> KeptExecutor:
     streamed = isinstance(settings.dataset, IterableDataset)
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
@@ -222,7 +194,9 @@ def _open_executor(
         context=settings.multiprocessing_context,
         look_ahead=ahead,
         memory_limit_bytes=read_host_memory().available_bytes // 4,
-        guard=guard,
+        guard=SampleGuard.of(
+            settings.faults.rule, settings.dataset, settings.sampler, settings.seed
+        ),
         faults=settings.faults,
         rank=rank_now() if streamed else Rank(0, 1),
     )
@@ -250,7 +224,7 @@ def _stands_by(settings: SourceSettings) -> bool:
     return settings.standby and sure and not works and settings.transform is None
 
 
-def ahead_by_index(loader: LoaderFacts, workers: int, *, split: bool) -> int:
+def ahead_by_index(loader: Loader, workers: int, *, split: bool) -> int:
     """Return how many batches are under way at once, where side processes read by index.
 
     ``split``: the samples of one batch are given to several workers.
@@ -265,6 +239,77 @@ def ahead_by_index(loader: LoaderFacts, workers: int, *, split: bool) -> int:
         batch_size=loader.batch_size or 1,
         split=split,
     )
+
+
+def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | None:
+    """Return the setup of a loader; None for what the model does not know.
+
+    It knows loaders whose workers read by themselves: torch's own, ``"workers"`` and ``"ray"``, and
+    those that read in the training process when a batch is asked for. It does not know
+    ``"gather"``, whose caller helps its threads. It takes samples to be of one shape, and memory to
+    suffice for the whole look-ahead.
+
+    Args:
+        loader: As it is set up now; it is not iterated.
+        cpus: CPUs this process and its workers may use.
+        step_cpus: CPUs the training process uses between two requests, see
+            :class:`TrainingTimes`.
+    """
+    streamed = isinstance(loader.dataset, IterableDataset)
+    torchs = reads_with_torch(loader)
+    kind = KINDS[loader.executor]
+    if kind.gathers and not streamed and not torchs:
+        return None
+    workers = loader.num_workers if torchs or not kind.caller_reads else 0
+    scheduling: Scheduling = "sample" if splits_batches(loader) else "queue"
+    if kind.elsewhere:
+        scheduling = "actors"
+    if torchs or streamed:
+        scheduling = "batch"
+    ahead = 1
+    if workers and scheduling == "batch":
+        ahead = workers * (loader.asked_prefetch_factor or _TORCH_PREFETCH)
+    elif workers:
+        ahead = ahead_by_index(loader, workers, split=splits_batches(loader))
+    return LoaderSetup(
+        workers=workers,
+        look_ahead=ahead,
+        scheduling=scheduling,
+        in_order=loader.in_order,
+        cpus=cpus,
+        step_cpus=step_cpus,
+        inline=kind.caller_reads,
+    )
+
+
+def splits_batches(loader: Loader) -> bool:
+    """Return whether this package's executors share out the samples of one batch among workers.
+
+    They do where samples of one form, read one at a time, are collated by default.
+    """
+    transform = loader.transform
+    drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
+    default = loader.collate_fn in (default_collate, collate_samples) and not drawn
+    whole = not KINDS[loader.executor].splits_batches or reads_together(loader.dataset)
+    return default and makes_batches(loader) and not whole
+
+
+def tuner_for(
+    plan: LoaderPlan,
+    own: Tuner | None = None,
+    *,
+    local_ranks: int = 1,
+    tell: Callable[[str], None] = log.info,
+) -> Tuner | None:
+    """Return what tunes a loader of a plan, its ``own`` if it has one; None: nothing to tune."""
+    if plan.tune == "off" or own is not None:
+        return None if plan.tune == "off" else own
+    forked = plan.multiprocessing_context in (None, "fork")
+    most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
+    if KINDS[plan.executor].elsewhere:
+        most = room_elsewhere(plan.executor, plan.actor_options, local_ranks) or most
+    cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)
+    return Tuner(most_workers=most, cpus=cpus, tell=tell)
 
 
 class WorkerStart:

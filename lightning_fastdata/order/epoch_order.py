@@ -1,21 +1,24 @@
-"""In which order the samples of an epoch are read, for sets of any size."""
+"""In which order the samples of an epoch are read, for sets of any size, and who reads which."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order import Order, OrdersEpochs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_MASK: Final = 2**64 - 1
+Order: TypeAlias = "NDArray[np.int64] | KeyedPermutation | BlockOrder | range"
+"""Samples in an order: held, computed, or as the dataset has them."""
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
 # one thread of a server CPU), and of 2**30 8 GiB in half a minute. A computed batch costs 30 ns a
@@ -124,6 +127,67 @@ def drawn_permutation(length: int, generator: torch.Generator | None) -> NDArray
     return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
 
 
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Which samples of a dataset are stored together, and how many blocks are shuffled at once."""
+
+    starts: NDArray[np.int64]
+    """[blocks]; where in ``positions`` each block begins."""
+    length: int
+    """Samples of the dataset."""
+    positions: NDArray[np.int64] | None
+    """[length]; the samples, block by block. None: as the dataset has them."""
+    at_once: int
+
+    def order(self, seed: int, epoch: int) -> BlockOrder:
+        """Return the order of an epoch."""
+        return BlockOrder(self, seed, epoch)
+
+
+class BlockOrder:
+    """The samples of one epoch, in an order that is drawn where it is asked for.
+
+    It holds the order of the blocks. Each run of ``at_once`` of them is put together and permuted
+    by a generator of its own, with the key (seed, epoch, run).
+    """
+
+    def __init__(self, blocks: Blocks, seed: int, epoch: int) -> None:
+        self._blocks = blocks
+        self._seed, self._epoch = seed, epoch
+        self._order = epoch_permutation(len(blocks.starts), seed, epoch)[:]
+        sizes = np.diff(blocks.starts, append=blocks.length)[self._order]
+        runs = np.arange(0, len(sizes), blocks.at_once)
+        self._ends = np.cumsum(np.add.reduceat(sizes, runs)) if len(sizes) else sizes
+        self._run = lru_cache(maxsize=2)(self._drawn)
+
+    def __len__(self) -> int:
+        return self._blocks.length
+
+    def __getitem__(self, part: slice) -> NDArray[np.int64]:
+        """Return a part of the order, int64; the slice has no step."""
+        start, stop, _ = part.indices(len(self))
+        found = [np.empty(0, np.int64)]
+        while start < stop:
+            number = int(np.searchsorted(self._ends, start, side="right"))
+            run, before = self._run(number), self._before(number)
+            found.append(run[start - before : stop - before])
+            start = before + len(run)
+        return np.concatenate(found)
+
+    def _before(self, number: int) -> int:
+        return int(self._ends[number - 1]) if number else 0
+
+    def _drawn(self, number: int) -> NDArray[np.int64]:
+        starts, first = self._blocks.starts, number * self._blocks.at_once
+        chosen = self._order[first : first + self._blocks.at_once]
+        ends = np.append(starts[1:], self._blocks.length)[chosen]
+        bounds = zip(starts[chosen].tolist(), ends.tolist(), strict=True)
+        together = np.concatenate([np.arange(start, end) for start, end in bounds])
+        key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
+        drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
+        return drawn if self._blocks.positions is None else self._blocks.positions[drawn]
+
+
 def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the bounds of parts of ``size``, the last one shorter, up to ``stop``."""
     for start in range(0, stop, size):
@@ -201,8 +265,8 @@ class EpochOrder:
     """This process among ``world_size``."""
     world_size: int = 1
     """Processes that share the epoch."""
-    blocks: OrdersEpochs | None = None
-    """What orders each epoch in place of a permutation of all samples, if anything does."""
+    blocks: Blocks | None = None
+    """Within which each epoch is ordered, in place of a permutation of all samples."""
     start: int = 0
     """Samples of this epoch, over all ranks, that were delivered before; they are skipped. With a
     multiple of the global batch size the batches are those of the whole epoch from there on."""
@@ -246,10 +310,6 @@ class EpochOrder:
             return self.blocks.order(self.seed, self.epoch)
         return epoch_permutation(self.length, self.seed, self.epoch)
 
-    def samples_before(self, batches: int) -> int:
-        """Return how many samples of the epoch all ranks have had after so many batches of each."""
-        return self._cut(batches)
-
     def batch(self, number: int) -> NDArray[np.int64]:
         """Return the indices of batch ``number`` of this rank, int64; IndexError without one."""
         if not 0 <= number < len(self):
@@ -258,16 +318,16 @@ class EpochOrder:
 
     def _bounds(self, number: int) -> tuple[int, int]:
         """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
-        begin, end = self._cut(number), self._cut(number + 1)
+        begin, end = self.samples_before(number), self.samples_before(number + 1)
         each, more = divmod(end - begin, self.world_size)
         start = begin + self.rank * each + min(self.rank, more)
         return start, start + each + (self.rank < more)
 
-    def _cut(self, number: int) -> int:
-        """Return where global batch ``number`` begins; after the last one, the end."""
+    def samples_before(self, batches: int) -> int:
+        """Return how many samples of the epoch all ranks have had after so many batches of each."""
         step = self.batch_size * self.world_size
         full, rest = divmod(self._left, step)
         shift = self.equal_counts and not self.drop_last and 0 < rest < self.world_size
-        if shift and number == full:
+        if shift and batches == full:
             return self.length - self.world_size  # one each for the last batch
-        return min(self.start + number * step, self.length)
+        return min(self.start + batches * step, self.length)

@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, parts_of
-from lightning_fastdata.order.samplers import HasSampler, epoch_order, index_batches
+from lightning_fastdata.order.samplers import epoch_order, index_batches
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
 Drawn: TypeAlias = dict[str, Any]
@@ -57,18 +57,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Go on from a state."""
-
-
-@runtime_checkable
-class _HasGenerator(Protocol):
-    generator: object
-
-
-@runtime_checkable
-class HasEpoch(Protocol):
-    """A sampler with the number of its epoch."""
-
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +101,7 @@ class EpochIndices:
     @property
     def sampler(self) -> object:
         """What decides the order."""
-        return self.source.sampler if isinstance(self.source, HasSampler) else self.source
+        return getattr(self.source, "sampler", self.source)
 
     def __len__(self) -> int:
         """Return the length of a whole epoch, as torch's iterators tell it."""
@@ -122,7 +110,7 @@ class EpochIndices:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
         start = self.start
-        epoch = self.sampler.epoch if isinstance(self.sampler, HasEpoch) else 0
+        epoch: int = getattr(self.sampler, "epoch", 0)
         known = epoch_order(self.source, epoch)
         if known is not None:
             if not start.samples:
@@ -221,10 +209,10 @@ class _Began:
 
     def __init__(self, source: object, again: Drawn | None = None) -> None:
         self._again = again
-        sampler = source.sampler if isinstance(source, HasSampler) else source
+        sampler = getattr(source, "sampler", source)
         self._sampler = sampler
         self._torch = torch.get_rng_state()
-        generator = sampler.generator if isinstance(sampler, _HasGenerator) else None
+        generator = getattr(sampler, "generator", None)
         self._generator = generator.get_state() if isinstance(generator, torch.Generator) else None
         self._state = sampler.state_dict() if isinstance(sampler, Stateful) else None
 
@@ -250,14 +238,14 @@ def _restore(sampler: object, drawn: Drawn) -> None:
     """
     if "sampler" in drawn and isinstance(sampler, Stateful):
         sampler.load_state_dict(drawn["sampler"])
-    generator = sampler.generator if isinstance(sampler, _HasGenerator) else None
+    generator = getattr(sampler, "generator", None)
     if "generator" in drawn and isinstance(generator, torch.Generator):
         generator.set_state(_unpacked(drawn["generator"]))
 
 
 def _drawing_again(source: Iterable[Any], drawn: Drawn) -> Iterable[Any]:
     """Return what yields the indices of a sampler that draws from what it drew from before."""
-    sampler: Any = source.sampler if isinstance(source, HasSampler) else source
+    sampler: Any = getattr(source, "sampler", source)
     _restore(sampler, drawn)
     if "draw" not in drawn or type(sampler) is not RandomSampler:
         return source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.order import Order
-from lightning_fastdata.order.block_shuffle import Blocks, BlockShuffleSampler
+from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import (
+    Blocks,
     EpochOrder,
+    Order,
     can_share_evenly,
     cut,
     drawn_permutation,
@@ -39,26 +40,15 @@ if TYPE_CHECKING:
 _TO_INTEGERS: Final = 2**14
 
 
-@runtime_checkable
-class HasSampler(Protocol):
-    """A batch sampler that groups the indices of another sampler."""
-
-    sampler: object
-
-
-@runtime_checkable
-class _SizesBatches(Protocol):
-    batch_size: int | None
-
-
 def sampler_in(batch_sampler: object) -> object:
     """Return the sampler whose indices a batch sampler groups; None: it has none."""
-    return batch_sampler.sampler if isinstance(batch_sampler, HasSampler) else None
+    return getattr(batch_sampler, "sampler", None)
 
 
 def rows_in(batch_sampler: object) -> int | None:
     """Return how many samples a batch sampler says that its batches have; None: it does not."""
-    return batch_sampler.batch_size if isinstance(batch_sampler, _SizesBatches) else None
+    rows: int | None = getattr(batch_sampler, "batch_size", None)
+    return rows
 
 
 class ShuffleSampler(RandomSampler):
@@ -270,7 +260,7 @@ def is_drawn_at_start(source: object) -> bool:
     of the user's may look at what the training writes.
     """
     batched = type(source) in (BatchSampler, RankBatchSampler, EvaluationBatchSampler)
-    sampler = source.sampler if batched and isinstance(source, HasSampler) else source
+    sampler = sampler_in(source) if batched else source
     return type(sampler) in _DRAWN_AT_START
 
 

@@ -1,14 +1,16 @@
-"""Every setting of a loader, chosen for its dataset and this machine, with the reason for each."""
+"""A loader that is to be made, and its plan: every setting, with the reason for each."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import sys
 import warnings
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
@@ -21,15 +23,6 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
-from lightning_fastdata.planning.loader_plan import (
-    TORCH,
-    ExecutorChoice,
-    LoaderPlan,
-    LoaderSpec,
-    Setting,
-    Situation,
-    Value,
-)
 from lightning_fastdata.planning.options import LoaderOptions, check_among
 from lightning_fastdata.planning.worker_count import (
     MOST_WAITING,
@@ -37,17 +30,23 @@ from lightning_fastdata.planning.worker_count import (
     alone_ms,
     count_workers,
     look_ahead_batches,
-    over_epochs,
     soonest_workers,
     starting_ms,
-    torch_queue,
+    torch_prefetch,
     waits,
 )
-from lightning_fastdata.tree import bytes_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch.utils.data import Dataset
+
+    from lightning_fastdata.batches.bad_samples import BadSamplePolicy
+    from lightning_fastdata.host.cpu import CpuLimit
+    from lightning_fastdata.host.memory import HostMemory
+    from lightning_fastdata.planning.facts.probe import SampleCost
+    from lightning_fastdata.planning.stream_split import StreamSplit
+    from lightning_fastdata.types import Stage
 
 # Side processes are started to save a fifth of the time of a batch: less is not certain enough, as
 # they also wait for each other and for CPUs.
@@ -65,6 +64,188 @@ _BOTH: Final = "; the training process reads, too, as long as nothing changes wh
 _AT_START_S: Final = 0.25  # that an epoch may take which is read at once when it begins
 _ROWS: Final = "its batches are rows of numbers, copied with one call per column"
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
+Value: TypeAlias = int | float | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSpec:
+    """A loader that is to be made: what its plan rests on, besides this machine."""
+
+    dataset: Dataset[Any]
+    name: str
+    """How the user knows the dataset, e.g. ``"Photos.train_dataset()"``."""
+    options: LoaderOptions
+    stage: Stage = "train"
+    batch_size: int | None
+    """Samples in one batch of this rank; None: samples are delivered, or batches of unknown
+    size."""
+    pipelines: tuple[Any, ...] = ()  # of Albumentations, which the dataset calls itself
+    transformed: bool = False  # an Albumentations pipeline of the loader runs on each sample
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """The user's; None: the default collation, if samples are put together."""
+    sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Any] | None = None
+    """The user's, which give the keys of samples; None: these are numbers from 0."""
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each worker with its number; it may give a stream's copy there its part."""
+    start_method: str | None = None
+    """Of workers, if the options leave it open; None: Python's default, or one that works."""
+    keeps: bool = True
+    """Workers are kept between epochs, if the options leave it open."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset has no index."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def default_collation(self) -> bool:
+        """Whether samples are put together as torch does by default."""
+        return self.collate_fn is None and self.batch_size is not None
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the user says which samples come in which order."""
+        return self.sampler is not None or self.batch_sampler is not None
+
+    @property
+    def needs_cost(self) -> bool:
+        """Whether the options leave something open that rests on what samples cost."""
+        executor = self.options.executor
+        if executor == "auto":
+            return True
+        return self.options.num_workers == "auto" and not KINDS[executor].is_torch
+
+    @property
+    def leaves_workers_open(self) -> bool:
+        """Whether the options leave it open whether there are workers."""
+        return self.options.num_workers == self.options.executor == "auto"
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether the options have the training process read samples itself."""
+        executor = self.options.executor
+        if self.options.num_workers == 0:
+            return True
+        return executor != "auto" and KINDS[executor].caller_reads
+
+
+class ExecutorChoice(NamedTuple):
+    """The executor that suits a dataset."""
+
+    executor: ExecutorName
+    why: str
+    alone: bool = False
+    """The training process had better read for itself, where the number of workers is open."""
+    few: bool = False
+    """One worker does, where their number is open: reading costs next to nothing."""
+    standby: bool = False
+    """The training process may read, too, while the workers stand by."""
+
+
+TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
+"""Where nothing asks for another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What the plan of a loader rests on besides its options. None: not known."""
+
+    stage: Stage
+    cpu: CpuLimit  # of this rank
+    memory: HostMemory  # of this host, shared by its ranks
+    accelerator: str  # "cpu", "cuda", "mps" or another device type
+    batch_size: int  # samples in a batch of this rank
+    dataset_length: int | None  # samples that this rank reads in an epoch
+    iterable: bool  # the dataset is a stream (``IterableDataset``)
+    stream: StreamSplit | None = None  # whether a stream shares itself out among workers
+    batched_fetch: bool  # the dataset gives a whole batch in one call (``__getitems__``)
+    in_memory: bool = False  # samples are tensors in RAM, and nothing is computed for each
+    cost: SampleCost | None = None  # of a sample
+    split: bool = False  # the samples of one batch may be read by several workers
+    choice: ExecutorChoice = TORCH
+    start_method: str | None = None  # if the options leave it open; None: Python's default
+    actors: int | None = None  # that a cluster has room for, where they are to read
+    instead_of_fork: str | None = None  # to start processes by, as forked ones were seen to fail
+    start_ms: float = 0.0  # of an epoch, to start one worker
+    platform: str = sys.platform
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in an epoch."""
+        length = self.dataset_length
+        return None if length is None else math.ceil(length / self.batch_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting of a loader and where it comes from."""
+
+    option: str  # name of the field of ``LoaderOptions``
+    value: Value  # what the loader uses; None leaves it to torch
+    why: str  # the reason, with the numbers it rests on
+    by: Literal["you", "auto"]
+    """``"you"``: set by the user to other than the default, and never changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPlan:
+    """The settings one loader runs with: those of ``LoaderOptions``, decided.
+
+    None: ``split`` has no meaning for a dataset with an index; ``prefetch_factor`` and
+    ``stall_timeout_s`` follow the tasks; the start method stays as Python has it.
+    """
+
+    num_workers: int
+    pin_memory: bool
+    persistent_workers: bool | Literal["unchanged"]
+    prefetch_factor: int | None
+    multiprocessing_context: str | None
+    timeout_s: float
+    stall_timeout_s: float | None
+    in_order: bool
+    executor: ExecutorName
+    on_bad_sample: BadSamplePolicy
+    bad_sample_budget: float
+    quarantine_file: str | None
+    tune: Literal["auto", "off"]
+    probe: bool
+    split: bool | None
+    actor_options: dict[str, Any] | None
+    choices: tuple[Setting, ...]
+    """One for each setting, in the order of ``LoaderOptions``."""
+    limits: tuple[str, ...]
+    """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
+    warnings: tuple[str, ...] = ()
+    """What the user should know of the samples themselves; worth one each, too."""
+    draws: bool | None = None
+    """Whether reading a sample draws at random; None: not known."""
+    standby: bool = False
+    """The training process reads, too, as long as what is read is as it was when the epoch began.
+    Which is quicker is measured."""
+    only_here: bool = False
+    """No side process can read the dataset: the training process does, as with torch."""
+
+    def explain(self) -> str:
+        """A table of option, value, who chose it and why, followed by the limits."""
+        rows = [("option", "value", "by", "why")]
+        for choice in self.choices:
+            value = "default" if choice.value is None else str(choice.value)
+            rows.append((choice.option, value, choice.by, choice.why))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[3]]) for row in rows]
+        return "\n".join([*lines, *(f"limit: {limit}" for limit in self.limits)])
+
+    def dataloader_kwargs(self) -> dict[str, object]:
+        """Keyword arguments for ``torch.utils.data.DataLoader``.
+
+        Torch refuses settings of workers when there are none; those are left out.
+        """
+        names = ["num_workers", "pin_memory", "in_order"]
+        if self.num_workers > 0:
+            names += ["persistent_workers", "prefetch_factor", "multiprocessing_context"]
+        kwargs: dict[str, object] = {name: getattr(self, name) for name in names}
+        return kwargs | ({"timeout": self.timeout_s} if self.num_workers > 0 else {})
 
 
 def plan_for(
@@ -114,7 +295,6 @@ def plan_for(
     asked, actors = options.executor, None
     if asked != "auto" and options.num_workers == "auto" and not spec.is_stream:
         actors = room_elsewhere(asked, options.actor_options, local_ranks)
-    size = None if cost is None else cost.size_bytes
     situation = Situation(
         stage=spec.stage,
         cpu=cpu,
@@ -126,7 +306,6 @@ def plan_for(
         stream=stream,
         batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
         in_memory=isinstance(dataset, TensorDataset),
-        sample_bytes=size if facts.sample is None else bytes_in(facts.sample),
         cost=cost,
         split=facts.split,
         choice=choice,
@@ -170,7 +349,8 @@ def choose_executor(
         return ExecutorChoice(aside, "each process reads its own stream")
     if workers == 0:
         # Keys for draws that are not made would cost each step of the training some 20 us.
-        here: ExecutorName = "inline" if keyed or spec.transformed else "torch"
+        keyed |= spec.transformed or spec.options.on_bad_sample != "raise"
+        here: ExecutorName = "inline" if keyed else "torch"
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
     if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
         return _cheap(spec, facts, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)
@@ -183,10 +363,10 @@ def choose_executor(
         return ExecutorChoice(aside, f"what a sample costs is not known{lacks}")
     if spec.transformed:  # which is not part of what was measured
         return ExecutorChoice(aside, f"an Albumentations pipeline runs on each sample{lacks}")
-    alone = alone_ms(over_epochs(facts.cost, 1), batch_size, keyed=keyed)
+    alone = alone_ms(facts.cost, batch_size, keyed=keyed)
     length = dataset_length(spec.dataset)
     _, shared = soonest_workers(
-        over_epochs(facts.cost, cpus),
+        facts.cost,
         batch_size,
         cpus=cpus,
         most=MOST_WAITING if waits(facts.cost) else cpus,
@@ -196,11 +376,6 @@ def choose_executor(
     )
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
     said += ", with their start" if start_ms else ""
-    if facts.cost.again_ms is not None:
-        said += (
-            f", on the mean of ten epochs: a sample takes {facts.cost.cpu_ms:.2g} ms at first and "
-            f"{facts.cost.again_ms:.2g} when it is read again, as the dataset keeps it"
-        )
     if waits(facts.cost):
         said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
     if shared < _WORTH_IT * alone:
@@ -291,7 +466,6 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         limits = [*_overstepped(options, situation), *limits]
     prefetch: int | None
     if ours:
-        # The engine's slots keep to a share of the RAM by themselves, and take nothing of /dev/shm.
         prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
         ahead = look_ahead_batches(
             count,
@@ -301,9 +475,7 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         )
         prefetch_why = f"{ahead} batches ahead in all, as memory allows"
     else:
-        queue = torch_queue(count, why, options, situation)
-        count, why, prefetch, prefetch_why, bounds = queue
-        limits += bounds
+        prefetch, prefetch_why = torch_prefetch(count, options)
     kept = count > 0 and situation.stage in ("train", "val") and ours
     forks = situation.instead_of_fork is None
     auto: dict[str, tuple[Value, str]] = {

@@ -1,20 +1,18 @@
-"""How many workers fetch, and how far they are ahead, as memory and open files allow: pure."""
+"""How many workers fetch, and how far they are ahead: pure."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.executors.kinds import KINDS, ExecutorName
-from lightning_fastdata.host.memory import batch_memories
 
 if TYPE_CHECKING:
     from lightning_fastdata.host.cpu import CpuLimit
-    from lightning_fastdata.host.memory import BatchMemory, HostMemory
+    from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.loader_plan import Situation
     from lightning_fastdata.planning.options import LoaderOptions
+    from lightning_fastdata.planning.plan_for import Situation
     from lightning_fastdata.planning.stream_split import StreamSplit
     from lightning_fastdata.types import Stage
 
@@ -30,15 +28,13 @@ _LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow b
 _GIVE_MS, _GIVE_ROW_MS = 0.17, 0.0006
 _TAKE_MS, _TAKE_ROW_MS = 0.16, 0.0016
 _KEY_MS: Final = 0.006
-_EPOCHS: Final = 10  # of a training, where a dataset keeps what it has read, or workers are kept
+_EPOCHS: Final = 10  # of a training, where workers are kept
 _FORK_MS: Final = 60  # to start a process and to end it; measured as those above
 _FRESH_MS: Final = 2500  # the same of one that imports torch anew
 _SURELY_LESS: Final = 0.9  # of the time of an epoch, by fewer workers
 _FEWEST_OF_STREAM: Final = 4
 _FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
 _FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
-_TENSORS_PER_BATCH: Final = 2  # each takes open files on its way to torch's loader
-_NO_DESCRIPTORS: Final = ("darwin", "win32")
 _ONE_STREAM: Final = (
     "num_workers is 1 of {count} possible, because several workers may each read the whole stream, "
     "so that samples would come several times: {why}. If the dataset divides itself among them "
@@ -50,19 +46,6 @@ _ONE_STREAM: Final = (
 def waits(cost: SampleCost | None) -> bool:
     """Return whether a sample waits for most of its time, so that CPUs would stand idle."""
     return cost is not None and cost.wait_ms >= _SHORTEST_WAIT_MS and cost.wait_ms >= cost.cpu_ms
-
-
-def over_epochs(cost: SampleCost, readers: int) -> SampleCost:
-    """Return the mean cost of a sample over the first epochs, if the dataset keeps what it reads.
-
-    Each process keeps what it has read itself, and which of the ``readers`` reads a sample is
-    chance: in the n-th epoch it is new to its reader with probability ``(1 - 1 / readers) ** n``.
-    """
-    if cost.again_ms is None:
-        return cost
-    new = sum((1 - 1 / readers) ** epoch for epoch in range(_EPOCHS)) / _EPOCHS
-    mean_ms = new * cost.cpu_ms + (1 - new) * cost.again_ms
-    return replace(cost, cpu_ms=mean_ms, wall_ms=mean_ms + new * cost.wait_ms)
 
 
 def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float:
@@ -268,7 +251,7 @@ def count_workers(
         count = enough_workers(cost, situation.batch_size)
     if cost is not None and count > 1:
         soonest, _ = soonest_workers(
-            over_epochs(cost, count),
+            cost,
             situation.batch_size,
             cpus=cpu.usable_cpus,
             most=count,
@@ -294,80 +277,9 @@ def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, s
     return max(_LOOK_AHEAD_BATCHES, workers * 2)
 
 
-class Queue(NamedTuple):
-    """Workers of torch's loader and how far each is ahead."""
-
-    workers: int
-    why: str  # so many workers
-    prefetch: int  # batches that each of them is ahead
-    prefetch_why: str
-    limits: list[str]
-
-
-def torch_queue(workers: int, why: str, options: LoaderOptions, situation: Situation) -> Queue:
-    """Return the workers of torch's loader, and their look-ahead, that memory and files allow."""
-    memory, batch_bytes = situation.memory, (situation.sample_bytes or 0) * situation.batch_size
-    limits = []
-    if options.prefetch_factor == "auto":
-        prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, workers))))
-        prefetch_why = f"{workers * prefetch} batches ahead in all, to cover a slow one"
-    else:
-        prefetch, prefetch_why = options.prefetch_factor, SET
-    for place in batch_memories(memory, ranks=situation.cpu.ranks_on_host):
-        if place.holds(_held_batches(workers, prefetch) * batch_bytes):
-            continue
-        fitting = _fit(workers, prefetch, batch_bytes, place, options)
-        limits.append(_memory_message((workers, prefetch), fitting, batch_bytes, place))
-        why += f"; bounded by {place.place}" if fitting[0] < workers else ""
-        prefetch_why = f"bounded by {place.place}" if fitting[1] < prefetch else prefetch_why
-        workers, prefetch = fitting
-    files, soft = workers * prefetch * _TENSORS_PER_BATCH * 2, memory.open_files_soft
-    descriptors = situation.platform not in _NO_DESCRIPTORS
-    if descriptors and soft is not None and files * 2 >= soft:
-        limits.append(
-            f"Batches on their way take up to {files} open files, more than half of the {soft} "
-            "this process may have, and opening one more may fail. Run `ulimit -n "
-            f"{files * 2 + 1}` before the program (hard limit: {memory.open_files_hard}), or call "
-            'torch.multiprocessing.set_sharing_strategy("file_system") first.'
-        )
-    return Queue(workers, why, prefetch, prefetch_why, limits)
-
-
-def _fit(
-    workers: int, prefetch: int, batch_bytes: int, place: BatchMemory, options: LoaderOptions
-) -> tuple[int, int]:
-    """Return the workers and prefetch that fit into a place, lowering only what is open."""
-
-    # Fewer batches ahead cost less speed than fewer workers.
-    def fits() -> bool:
-        return place.holds(_held_batches(workers, prefetch) * batch_bytes)
-
-    while options.prefetch_factor == "auto" and prefetch > 1 and not fits():
-        prefetch -= 1
-    while options.num_workers == "auto" and workers > 0 and not fits():
-        workers -= 1
-    return workers, prefetch
-
-
-def _held_batches(workers: int, prefetch: int) -> int:
-    # Each worker fills one batch while its finished ones wait.
-    return workers * (prefetch + 1)
-
-
-def _memory_message(
-    wanted: tuple[int, int], fitting: tuple[int, int], batch_bytes: int, place: BatchMemory
-) -> str:
-    """Say that batches did not fit, what was lowered, and how to get more room."""
-    held_bytes = _held_batches(*wanted) * batch_bytes
-    fits = place.holds(_held_batches(*fitting) * batch_bytes)
-    return (
-        f"num_workers={wanted[0]} with prefetch_factor={wanted[1]} holds up to "
-        f"{_held_batches(*wanted)} batches of {_size(batch_bytes)}, {_size(held_bytes)} in all, "
-        f"but only 1/{place.parts} of the {_size(place.free_bytes)} free in {place.place} is for "
-        f"them. Now num_workers={fitting[0]}, prefetch_factor={fitting[1]}"
-        f"{'' if fits else ', which may still fail'}. {place.remedy_for(held_bytes)}"
-    )
-
-
-def _size(count_bytes: int) -> str:
-    return f"{count_bytes / 2**20:,.1f} MiB"
+def torch_prefetch(workers: int, options: LoaderOptions) -> tuple[int, str]:
+    """Return how many batches each worker of torch's loader is ahead, and why."""
+    if options.prefetch_factor != "auto":
+        return options.prefetch_factor, SET
+    prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, workers))))
+    return prefetch, f"{workers * prefetch} batches ahead in all, to cover a slow one"

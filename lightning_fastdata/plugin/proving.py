@@ -73,6 +73,7 @@ class ProvingHooks:
             self.session.ended_by(error)
             raise error
         trial.facts["given_to_fit"] = self.session.make_fast is not None
+        trial.facts["home"] = _home_of(trainer)
         trial.facts["logs"] = [str(folder) for folder in made]
         self._leave_out(trainer, trial)
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
@@ -112,12 +113,10 @@ class ProvingHooks:
         owner = loaders_owner(trainer.fit_loop)
         if owner is None or hasattr(owner, "training_step") or hasattr(owner, "prepare_data"):
             return None
-        tree = type(trainer).__mro__[-2].__module__.partition(".")[0]
-        name = "lightning_fastdata.pytorch_lightning" if tree == "pytorch_lightning" else None
-        bindings = importlib.import_module(name or "lightning_fastdata.plugin.bindings")
+        home = importlib.import_module(_home_of(trainer))
 
         def make(stage: str, loader: Any) -> Any:
-            data = bindings.FastDataModule.from_loaders(**{stage: loader}, num_workers="auto")
+            data = home.FastDataModule.from_loaders(**{stage: loader}, num_workers="auto")
             return data.train_dataloader() if stage == "train" else data.val_dataloader()
 
         return make
@@ -175,6 +174,13 @@ class ProvingHooks:
         """Keep what is known where the script fails."""
         if self.session is not None:
             self.session.ended_by(exception)
+
+
+def _home_of(trainer: Trainer) -> str:
+    """Return the module that has the data module which a Trainer takes."""
+    tree = type(trainer).__mro__[-2].__module__.partition(".")[0]
+    own = ".pytorch_lightning" if tree == "pytorch_lightning" else ""
+    return f"lightning_fastdata{own}"
 
 
 def _save_nothing(*_: object, **__: object) -> None:

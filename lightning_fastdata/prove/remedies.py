@@ -110,6 +110,8 @@ class LoaderFacts:
     changes: Changes = "nothing"
     """What was seen to change the dataset, its collate_fn or its own sampler while it is read;
     ``"unknown"``: they cannot be compared."""
+    in_globals: bool = False
+    """Only globals of the user's modules changed in its steps, which the dataset may read."""
     cached: bool = False
     keeps_bytes: float = 0.0
     """What all samples take, as they come out of the loader."""
@@ -203,14 +205,18 @@ def _why_not(change: Change, facts: LoaderFacts) -> str:
     if facts.epochs <= 1 and (change.cache or change.persistent_workers):
         return "the training has one epoch, and this helps from the second on"
     moves = change.num_workers is not None or change.fast
-    if facts.changes == "steps" and change.cache:
-        return "its steps change what is read, and a cache keeps what was read before"
-    if facts.changes == "steps" and change.persistent_workers:
-        return "its steps change what is read, and workers that stay have what was there before"
-    if facts.changes == "steps" and moves and not facts.num_workers:
-        return "its steps change what is read, and workers would see that an epoch later"
-    if facts.changes == "steps" and change.fast:
-        return "its steps change what is read, and where it would be read is left open"
+    if facts.changes == "steps":
+        what = "its steps change what is read"
+        if facts.in_globals:
+            what = "its steps change globals, which may be read (a loop in a function has none)"
+        if change.cache:
+            return f"{what}, and a cache keeps what was read before"
+        if change.persistent_workers:
+            return f"{what}, and workers that stay have what was there before"
+        if moves and not facts.num_workers:
+            return f"{what}, and workers would see that an epoch later"
+        if change.fast:
+            return f"{what}, and where it would be read is left open"
     if facts.changes == "epochs" and (change.cache or change.persistent_workers):
         return "what is read changes between epochs, and this keeps what was there in the first"
     if change.cache and facts.keeps_bytes > facts.free_bytes:
@@ -278,30 +284,41 @@ class CallSeen:
     """Its class."""
     dataset: str
     """The class of its dataset."""
+    dataset_name: str = "dataset"
+    """What the lines to paste call it; other datasets have other names."""
     arguments: Mapping[str, str]
     """Name -> as it is written in Python; those that differ from the defaults."""
 
 
-def code_of(change: Change, calls: list[CallSeen], *, given_to_fit: bool) -> list[str]:
+def code_of(
+    change: Change,
+    calls: list[CallSeen],
+    *,
+    given_to_fit: bool,
+    home: str = "lightning_fastdata",
+) -> list[str]:
     """Return the lines to paste.
 
     Args:
         change: What is to be other.
         calls: The loaders that it concerns.
         given_to_fit: ``trainer.fit(model, loader, ...)`` was given the loaders.
+        home: The module that has the data module which the Trainer takes.
     """
     if change.fast and given_to_fit and not change.cache:
         given = "train_loader, val_loader" if len(calls) > 1 else "train_loader"
         return [
-            "from lightning_fastdata import FastDataModule",
+            f"from {home} import FastDataModule",
             f'data = FastDataModule.from_loaders({given}, num_workers="auto")',
             "trainer.fit(model, datamodule=data)",
         ]
     new = change.fast and any(call.kind == "DataLoader" for call in calls)
     names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * new
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
-    dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
     for call in calls:
+        dataset = call.dataset_name
+        if change.cache:
+            dataset = f'CachedDataset({dataset}, "{change.cache}")'
         arguments = dict(call.arguments)
         if change.fast:
             for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"):

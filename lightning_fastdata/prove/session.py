@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.device.backend import synchronize
@@ -36,7 +36,7 @@ from lightning_fastdata.prove.trials import (
     turns,
 )
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,10 @@ _OVER: Final = 0.25
 """Of the budget, what it may take longer to confirm a remedy that was found in time."""
 _CACHE_SHARE: Final = 0.25
 """Of the memory that is free."""
+
+
+_Seen: TypeAlias = tuple[Fingerprint, Fingerprint]
+"""What is read at one moment, with the globals of the user's modules and without."""
 
 
 class TrialEndedError(SystemExit):
@@ -89,7 +93,7 @@ class TrialLoader:
 class Place:
     """A loader of the script, and what takes its place."""
 
-    def __init__(self, stage: str, own: Any, limit: int | None) -> None:
+    def __init__(self, stage: Stage, own: Any, limit: int | None) -> None:
         self.stage, self.own = stage, own
         length = made.batches_in(own)
         known = [number for number in (length, limit) if number is not None]
@@ -178,7 +182,7 @@ class Session:
         self.epochs = math.inf
         """Of the training."""
         self.block_s = min(max(budget_s / _BLOCKS, _BLOCK_S[0]), _BLOCK_S[1])
-        self._places: dict[str, list[Place]] = {"train": [], "val": []}
+        self._places: dict[Stage, list[Place]] = {"train": [], "val": []}
         self._turns = turns(trial, self.left_s, self._name_remedies)
         self._turn: Turn | None = None
         self._repeats = 1
@@ -186,10 +190,12 @@ class Session:
         """Of the block that runs: epoch, step and wall time of each part, and CPUs of others."""
         self._probes = 0
         self._bad = False
-        self._looks: dict[int, Fingerprint | None] = {}
-        self._before: dict[int, Fingerprint | None] = {}
+        self._looks: dict[int, _Seen | None] = {}
+        self._before: dict[int, _Seen | None] = {}
         """As it was before the step that runs."""
         self._changes: set[Changes] = set()
+        self._beside_globals = False
+        """What changed in a step was not in globals alone."""
         self._open: list[Generator[Batch]] = []
         self._in_place = False
         self._began_s = 0.0
@@ -210,7 +216,7 @@ class Session:
         """Return what is left of the budget."""
         return self._until_s - clock.monotonic()
 
-    def loader(self, stage: str, own: Any, limit: int | None = None) -> TrialLoader:
+    def loader(self, stage: Stage, own: Any, limit: int | None = None) -> TrialLoader:
         """Return what takes the place of a loader of the script."""
         place = Place(stage, own, limit)
         self._places[stage].append(place)
@@ -336,6 +342,7 @@ class Session:
             self._changes.add("unknown")
         elif before != after:
             self._changes.add("steps")
+            self._beside_globals |= before[1] != after[1]
         self._looks[id(place)] = after
 
     def _look_between(self, place: Place) -> None:
@@ -344,11 +351,19 @@ class Session:
         if now is not None and before != now:
             self._changes.add("epochs")
 
-    def _look(self, place: Place) -> Fingerprint | None:
+    def _look(self, place: Place) -> _Seen | None:
         began_s = clock.monotonic()
-        found = fingerprint(*made.what_is_read(place.own), within_s=_LOOK_S, roughly=True)
+        with_globals, without = (
+            fingerprint(
+                *made.what_is_read(place.own),
+                within_s=_LOOK_S,
+                roughly=True,
+                with_globals=each,
+            )
+            for each in (True, False)
+        )
         place.aside_s += clock.monotonic() - began_s
-        return found
+        return None if with_globals is None or without is None else (with_globals, without)
 
     def _changed(self) -> Changes:
         order: tuple[Changes, ...] = ("steps", "epochs", "unknown")
@@ -497,16 +512,16 @@ class Session:
         remedies, refused = named(facts)
         self.trial.remedies.update({remedy.name: remedy for remedy in remedies})
         self.trial.refused.extend(refused)
-        places = [p for stage in ("train", "val") for p in self._places[stage]]
-        words = {"train": "training", "val": "validation"}
+        seen = [
+            (place.stage, place.own)
+            for places in self._places.values()
+            for place in places
+            if made.reader_of(place.own) in ("torch", "fast")
+        ]
         self.trial.facts |= {
             "changes": facts.changes,
             "used_cpus": facts.used_cpus,
-            "calls": [
-                asdict(made.call_of(place.own, words[place.stage]))
-                for place in places
-                if made.reader_of(place.own) in ("torch", "fast")
-            ],
+            "calls": [asdict(call) for call in made.calls_of(seen)],
             "may_persist": facts.epochs > 1 and facts.changes in ("nothing", "unknown"),
         }
 
@@ -538,6 +553,7 @@ class Session:
             pinned=bool(own.pin_memory) if is_loader else False,
             stream=made.is_stream(own),
             changes=self._changed(),
+            in_globals=not self._beside_globals,
             epochs=self.epochs,
             cached=is_loader and isinstance(own.dataset, CachedDataset),
             keeps_bytes=batch_bytes * (train[0].batches or 0),

@@ -4,33 +4,24 @@ Each adapter is a thin layer over the library of its format, opens what it reads
 that reads it, and may be sent to any process. :class:`SourceDataset` makes samples of their bytes.
 """
 
-from lightning_fastdata.sources.archives import TarSource, TFRecordSource, ZipSource
+from lightning_fastdata.sources.archives import TarSource, ZipSource
 from lightning_fastdata.sources.arrays import Hdf5Source, ZarrSource
-from lightning_fastdata.sources.chunks import LitDataSource
 from lightning_fastdata.sources.dataset import SourceDataset
 from lightning_fastdata.sources.files import FileSource, FsspecSource, ObjectSource
 from lightning_fastdata.sources.source import Raw, Source
-from lightning_fastdata.sources.tables import (
-    ArrowSource,
-    LanceSource,
-    LmdbSource,
-    ParquetSource,
-)
+from lightning_fastdata.sources.tables import ArrowSource, LmdbSource, ParquetSource
 
 __all__ = [
     "ArrowSource",
     "FileSource",
     "FsspecSource",
     "Hdf5Source",
-    "LanceSource",
-    "LitDataSource",
     "LmdbSource",
     "ObjectSource",
     "ParquetSource",
     "Raw",
     "Source",
     "SourceDataset",
-    "TFRecordSource",
     "TarSource",
     "ZarrSource",
     "ZipSource",

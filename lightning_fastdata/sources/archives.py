@@ -1,4 +1,4 @@
-"""Records in archives that are read in any order, by an index made once: tar, zip and TFRecord."""
+"""Files in archives that are read in any order, by an index made once: tar and zip."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -17,39 +17,41 @@ from lightning_fastdata.images.packed import PackedStrings
 from lightning_fastdata.sources.files import begin_to_read
 from lightning_fastdata.sources.source import OpenedInEachProcess, Paths, Raw, as_list
 
-_LENGTH: Final = struct.Struct("<Q")
-_TFRECORD_BESIDE: Final = 16
-"""Bytes of a record besides its data: its length, and two checksums."""
-
 
 class Slices(OpenedInEachProcess[list[int]]):
-    """Records that are slices of files, found by file, offset and length."""
+    """Records that are slices of files, found by file, offset and length.
+
+    Each is made of so many slices, one after the other.
+    """
 
     parallel_reads = 1
 
-    def __init__(self, paths: list[str], names: PackedStrings | None, slices: list[Any]) -> None:
+    def __init__(
+        self, paths: list[str], names: PackedStrings, slices: list[Any], each: int = 1
+    ) -> None:
         self.paths = paths
         self._names = names
         self._slices = np.array(slices, np.int64).reshape(-1, 3)
+        self._each = each
 
     def __len__(self) -> int:
-        return len(self._slices)
+        return len(self._slices) // self._each
 
     def open(self) -> list[int]:
         """Return the descriptors of the files, which are closed with the process."""
         return [os.open(path, os.O_RDONLY) for path in self.paths]
 
-    def slice(self, index: int) -> bytes:
+    def slice(self, place: int) -> bytes:
         """Return the bytes of one slice.
 
         Raises:
             DatasetError: The file has become shorter.
         """
-        file, offset, length = self._slices[index].tolist()
+        file, offset, length = self._slices[place].tolist()
         data = os.pread(self.opened()[file], length, offset)
         if len(data) < length:
             raise DatasetError(
-                f"{self.name_of(index)} ends early: {len(data)} of {length} bytes are there. The "
+                f"{self._name(place)} ends early: {len(data)} of {length} bytes are there. The "
                 "archive has changed since it was opened; make the source anew."
             )
         return data
@@ -64,7 +66,7 @@ class Slices(OpenedInEachProcess[list[int]]):
 
     def places_of(self, index: int) -> range:
         """Return which slices make a record."""
-        return range(index, index + 1)
+        return range(index * self._each, (index + 1) * self._each)
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return records."""
@@ -72,8 +74,10 @@ class Slices(OpenedInEachProcess[list[int]]):
 
     def name_of(self, index: int) -> str:
         """Return the archive, and the name of the record in it."""
-        name = str(index) if self._names is None else self._names[index]
-        return f"{self.paths[int(self._slices[index, 0])]}:{name}"
+        return self._name(self.places_of(index)[0])
+
+    def _name(self, place: int) -> str:
+        return f"{self.paths[int(self._slices[place, 0])]}:{self._names[place]}"
 
 
 class TarSource(Slices):
@@ -97,10 +101,9 @@ class TarSource(Slices):
         self.parts = None if parts is None else tuple(parts)
         if self.parts is not None:
             found = _grouped(found, self.parts, files)
-        super().__init__(files, PackedStrings(name for name, _ in found), [at for _, at in found])
-
-    def __len__(self) -> int:
-        return len(self._slices) // (1 if self.parts is None else len(self.parts))
+        names = PackedStrings(name for name, _ in found)
+        each = 1 if self.parts is None else len(self.parts)
+        super().__init__(files, names, [at for _, at in found], each)
 
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return the bytes of files, or dicts of them by extension."""
@@ -110,15 +113,6 @@ class TarSource(Slices):
             dict(zip(self.parts, map(self.slice, self.places_of(index)), strict=True))
             for index in indices
         ]
-
-    def places_of(self, index: int) -> range:
-        """Return which slices make a record."""
-        count = 1 if self.parts is None else len(self.parts)
-        return range(index * count, index * count + count)
-
-    def name_of(self, index: int) -> str:
-        """Return the archive, and the name of the file in it."""
-        return super().name_of(self.places_of(index)[0])
 
 
 class ZipSource(Slices):
@@ -158,24 +152,6 @@ class ZipSource(Slices):
         if zlib.crc32(data) != crc:
             raise DatasetError(f"{self.name_of(index)} is damaged: its checksum is wrong.")
         return data
-
-
-class TFRecordSource(Slices):
-    """The records of TFRecord files, as bytes: what a ``tf.train.Example`` was serialised to.
-
-    The files are read once, length by length. Checksums are not looked at.
-
-    Args:
-        paths: Of the files, uncompressed.
-
-    Raises:
-        DatasetError: A file is none of that format, or ends early.
-    """
-
-    def __init__(self, paths: Paths) -> None:
-        files = as_list(paths)
-        slices = [each for number, path in enumerate(files) for each in _tfrecords(number, path)]
-        super().__init__(files, None, slices)
 
 
 def _tar_members(number: int, path: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -233,21 +209,3 @@ def _zip_data_at(path: str, info: zipfile.ZipInfo) -> int:
         file.seek(info.header_offset + 26)
         name, extra = struct.unpack("<HH", file.read(4))
     return info.header_offset + 30 + int(name) + int(extra)
-
-
-def _tfrecords(number: int, path: str) -> Iterator[tuple[int, int, int]]:
-    try:
-        with Path(path).open("rb") as file:
-            size, at = os.fstat(file.fileno()).st_size, 0
-            while at < size:
-                head = os.pread(file.fileno(), _LENGTH.size, at)
-                length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
-                if at + length + _TFRECORD_BESIDE > size:
-                    raise DatasetError(
-                        f"{path} is no TFRecord file, is compressed, or ends early: its record at "
-                        f"byte {at} would have {length} bytes."
-                    )
-                yield number, at + 12, length
-                at += length + _TFRECORD_BESIDE
-    except OSError as error:
-        raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error

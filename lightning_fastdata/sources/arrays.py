@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, imported, named_status
+from lightning_fastdata.sources.source import (
+    Handle,
+    OpenedInEachProcess,
+    Raw,
+    imported,
+    named_status,
+)
 
 if TYPE_CHECKING:
     import h5py
@@ -26,7 +32,30 @@ _CHUNKS_KEPT: Final = 8
 _MOST_FILES: Final = 20_000
 
 
-class Hdf5Source(OpenedInEachProcess["h5py.File"]):
+class _Rows(OpenedInEachProcess[Handle]):
+    """Rows of several arrays of one length, by the names of these."""
+
+    parallel_reads = 1
+    path: str
+    names: list[str]
+    _length: int
+    _rows_together: int
+    """In the longest of the arrays' chunks."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def block_starts(self) -> Sequence[int] | None:
+        """Return the first row of each chunk; None: they hold one, or there are none."""
+        together = self._rows_together
+        return range(0, self._length, together) if together > 1 else None
+
+    def name_of(self, index: int) -> str:
+        """Return the file or group, and the number of the row."""
+        return f"{self.path}:{','.join(self.names)}[{index}]"
+
+
+class Hdf5Source(_Rows["h5py.File"]):
     """Rows of datasets in an HDF5 file, by h5py: dicts of arrays by name.
 
     Args:
@@ -37,8 +66,6 @@ class Hdf5Source(OpenedInEachProcess["h5py.File"]):
         OptionsError: h5py is not installed, or there is no name.
         DatasetError: The file cannot be read, or its datasets differ in length.
     """
-
-    parallel_reads = 1
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         self.path = os.fspath(path)
@@ -58,13 +85,6 @@ class Hdf5Source(OpenedInEachProcess["h5py.File"]):
         self._length = _common_length(self.path, lengths)
         self._rows_together = max(rows)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def block_starts(self) -> Sequence[int] | None:
-        """Return the first row of each chunk; None: they hold one, or there are none."""
-        return _blocks(self._length, self._rows_together)
-
     def open(self) -> h5py.File:
         """Return the file of this process."""
         h5py = imported("h5py", "Hdf5Source")
@@ -76,33 +96,17 @@ class Hdf5Source(OpenedInEachProcess["h5py.File"]):
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return rows; rows that follow each other are read in one call."""
         file = self.opened()
-        order = sorted(set(indices))
-        rows: dict[int, dict[str, Any]] = {index: {} for index in order}
-        for first, last in _runs(order):
-            for name in self.names:
-                block = file[name][first : last + 1]
-                for index in range(first, last + 1):
-                    # A copy, so that one row does not hold the block.
-                    rows[index][name] = np.array(block[index - first])
+        order = np.unique(np.asarray(indices, np.int64))
+        rows: dict[int, dict[str, Any]] = {index: {} for index in order.tolist()}
+        for run in np.split(order, np.flatnonzero(np.diff(order) > 1) + 1):
+            for name in self.names if len(run) else ():
+                block = file[name][run[0] : run[-1] + 1]
+                for index, row in zip(run.tolist(), block, strict=True):
+                    rows[index][name] = np.array(row)  # which does not hold the block
         return [rows[index] for index in indices]
 
-    def name_of(self, index: int) -> str:
-        """Return the file and the number of the row."""
-        return f"{self.path}:{','.join(self.names)}[{index}]"
 
-
-def _runs(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and last of each run of numbers that follow each other."""
-    runs: list[tuple[int, int]] = []
-    for number in order:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = runs[-1][0], number
-        else:
-            runs.append((number, number))
-    return runs
-
-
-class ZarrSource(OpenedInEachProcess["_Opened"]):
+class ZarrSource(_Rows["_Opened"]):
     """Rows of the arrays in a Zarr group, by zarr 3: dicts of arrays by name.
 
     Arrays are stored in chunks of so many rows, each of which is read whole. The last eight are
@@ -117,8 +121,6 @@ class ZarrSource(OpenedInEachProcess["_Opened"]):
         OptionsError: zarr is not installed, or has no such version.
         DatasetError: The group cannot be read, or its arrays differ in length.
     """
-
-    parallel_reads = 1
 
     def __init__(
         self,
@@ -143,13 +145,6 @@ class ZarrSource(OpenedInEachProcess["_Opened"]):
         self._length = _common_length(self.path, lengths)
         self._rows_together = max(group[name].chunks[0] for name in self.names)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def block_starts(self) -> Sequence[int] | None:
-        """Return the first row of each chunk; None: a chunk holds one."""
-        return _blocks(self._length, self._rows_together)
-
     def open(self) -> _Opened:
         """Return the arrays of this process, and the chunks that were read last."""
         group = self._group()
@@ -158,10 +153,6 @@ class ZarrSource(OpenedInEachProcess["_Opened"]):
     def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
         """Return rows."""
         return [{name: self._row(name, int(index)) for name in self.names} for index in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return the group and the number of the row."""
-        return f"{self.path}:{','.join(self.names)}[{index}]"
 
     def recognised_by(self) -> tuple[object, ...]:
         """Return what tells these arrays from others: of files, size and time."""
@@ -201,11 +192,6 @@ class ZarrSource(OpenedInEachProcess["_Opened"]):
                 kept.popitem(last=False)
         # A copy, so that one row does not hold the chunk.
         return np.array(kept[key][index % rows])
-
-
-def _blocks(length: int, rows: int) -> Sequence[int] | None:
-    """Return where blocks begin that hold the longest of the arrays' chunks."""
-    return range(0, length, rows) if rows > 1 else None
 
 
 def _common_length(path: str, lengths: dict[str, int]) -> int:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import os
-import statistics
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Final, Protocol, runtime_checkable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, cast
 
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError, OptionsError, printable
-from lightning_fastdata.host import clock
 from lightning_fastdata.sources.source import Raw, Source
+from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, StoredInBlocks
-
-_KNOWN: Final = 64
-"""Latest reads whose time is remembered."""
-_ENOUGH_KNOWN: Final = 16
-_LATE: Final = 3.0
-"""A read is late when it takes so many times the median."""
-_LEAST_LATE_S: Final = 0.02
-_REPEATED_SHARE: Final = 0.05
-"""Of the reads that may be asked for a second time because they are late."""
 
 
 class SourceDataset(Dataset[Any]):
     """Samples made of the records of a source.
 
     A worker asks for all records of its part of a batch before it decodes the first one. Where
-    answers take their time, that is up to ``source.parallel_reads`` at once; one that takes more
-    than three times as long as the median is asked for once more (5 % of the reads at most), and
-    the first answer counts. Order, draws, bad samples and resuming are those of any map-style
-    dataset.
+    answers take their time, that is up to ``source.parallel_reads`` at once. Order, draws, bad
+    samples and resuming are those of any map-style dataset.
 
     Args:
         source: Where the records are; see :class:`Source`.
@@ -94,13 +81,6 @@ class SourceDataset(Dataset[Any]):
         return reads
 
 
-@runtime_checkable
-class _ReadsAhead(Protocol):
-    """A source that begins to read records by itself."""
-
-    def will_read(self, indices: Sequence[int]) -> object: ...
-
-
 class _Begun(threading.local):
     """What a thread has begun to read, by number: the read, or its record."""
 
@@ -116,8 +96,6 @@ class _Reads:
         self._source = source
         self._timeout_s = timeout_s
         self._mine = _Begun()
-        self._times_s: deque[float] = deque(maxlen=_KNOWN)
-        self._asked = self._repeated = 0
         parallel = source.parallel_reads
         self._threads = None
         if parallel > 1:
@@ -134,8 +112,8 @@ class _Reads:
         missing = [number for number in numbers if number not in begun]
         if self._threads is not None:
             begun |= {number: self._submit(number) for number in missing}
-        elif isinstance(self._source, _ReadsAhead):
-            self._source.will_read(missing)
+        elif has_method(self._source, "will_read"):
+            cast("Any", self._source).will_read(missing)
         elif len(missing) > 1:
             begun |= self._together(missing)
         self._mine.begun = begun
@@ -150,7 +128,7 @@ class _Reads:
             if found is not None:
                 return found  # type: ignore[no-any-return]
             if self._threads is None:
-                return self._source.get_bytes([number])[0]
+                return self._read(number)
             return self._wait(self._submit(number), number)
         except Exception as error:
             if isinstance(error, DatasetError):
@@ -174,45 +152,16 @@ class _Reads:
 
     def _submit(self, number: int) -> Future[Raw]:
         assert self._threads is not None
-        self._asked += 1
         return self._threads.submit(self._read, number)
 
     def _read(self, number: int) -> Raw:
-        began_s = clock.monotonic()
-        raw = self._source.get_bytes([number])[0]
-        self._times_s.append(clock.monotonic() - began_s)
-        return raw
+        return self._source.get_bytes([number])[0]
 
-    def _wait(self, first: Future[Raw], number: int) -> Raw:
-        ends_s = clock.monotonic() + self._timeout_s
-        reads, late_s = {first}, self._late_s()
-        if late_s is not None and self._may_repeat():
-            wait(reads, late_s)
-            if first.running():  # neither here nor waiting for a thread
-                self._repeated += 1
-                reads.add(self._submit(number))
-        error: BaseException | None = None
-        while reads:
-            done, reads = wait(reads, max(0.0, ends_s - clock.monotonic()), FIRST_COMPLETED)
-            if not done:
-                raise TimeoutError(
-                    f"{printable(self._source.name_of(number), keep='')} has not come within "
-                    f"{self._timeout_s:g} s (timeout_s)"
-                )
-            for read in done:
-                error = read.exception()
-                if error is None:
-                    for other in reads:
-                        other.cancel()
-                    return read.result()
-        assert error is not None
-        raise error
-
-    def _late_s(self) -> float | None:
-        """Return how long a read may take until it is late; None: not known yet."""
-        if len(self._times_s) < _ENOUGH_KNOWN:
-            return None
-        return max(_LEAST_LATE_S, _LATE * statistics.median(tuple(self._times_s)))
-
-    def _may_repeat(self) -> bool:
-        return self._repeated < _REPEATED_SHARE * self._asked
+    def _wait(self, read: Future[Raw], number: int) -> Raw:
+        wait([read], self._timeout_s)
+        if not read.done():
+            raise TimeoutError(
+                f"{printable(self._source.name_of(number), keep='')} has not come within "
+                f"{self._timeout_s:g} s (timeout_s)"
+            )
+        return read.result()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import index as as_index
 from pathlib import Path
@@ -35,12 +33,6 @@ _QUICK_S: Final = 2e-4
 """To open a file that was just open; a network file system asks its server again."""
 ADVISABLE: Final = {"posix_fadvise", "RWF_NOWAIT"} <= vars(os).keys()
 _PARALLEL: Final = 64
-_MOST_ASKED: Final = 10_000
-"""Files whose versions are asked for one by one, which takes some seconds."""
-_VERSION: Final = re.compile(
-    "e_?tag|modified|mtime|updated|created|md5|sha|hash|checksum|version|commit|blob_id", re.I
-)
-"""Names under which file systems tell which version of a file there is."""
 
 
 class ColdFiles:
@@ -189,8 +181,7 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://host/path``, ``file:///``, ...
         keys: Of the objects, below ``url``; None: all there are, in the order of their names. A
-            cache has to know sizes and versions: of up to 10,000 keys that are given they are asked
-            for one by one; of more, that they are not known is said.
+            cache knows sizes and versions of those that were listed alone, and says so of others.
         suffix: Of the keys that count, where all are listed.
         parallel_reads: Objects that a worker asks for at once.
         **config: For ``obstore.store.from_url``: ``config``, ``client_options``,
@@ -250,18 +241,9 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
 
     def recognised_by(self) -> tuple[object, ...]:
         """Return what tells these objects from others: without credentials, which change."""
-        versions = _versions(self, self.keys) if self.listed is None else self.listed
-        return self.url, _endpoints(self.config), self.keys, versions
-
-    def version(self, index: int) -> str:
-        """Return what the storage says of size and version of an object."""
-        import obstore
-
-        about = obstore.head(self.opened(), self.keys[index])
-        changed = about["last_modified"]
-        # A server that does not say when an object changed has it changed in 1970.
-        told = about.get("e_tag") or (changed if changed.timestamp() else None)
-        return _told(about["size"], {"e_tag": told})
+        if self.listed is None:
+            _tell_names_alone(self.keys)
+        return self.url, _endpoints(self.config), self.keys, self.listed
 
 
 def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
@@ -328,52 +310,18 @@ class FsspecSource(OpenedInEachProcess["fsspec.AbstractFileSystem"]):
 
     def recognised_by(self) -> tuple[object, ...]:
         """Return what tells these files from others: without credentials, which change."""
-        return _endpoints(self.storage_options), self.urls, _versions(self, self.urls)
-
-    def version(self, index: int) -> str:
-        """Return what the file system says of size and version of a file."""
-        about = self.opened().info(self.urls[index])
-        versions = {name: about[name] for name in sorted(about) if _VERSION.search(name)}
-        return _told(about.get("size"), versions)
+        _tell_names_alone(self.urls)
+        return _endpoints(self.storage_options), self.urls
 
 
-def _told(size: object, versions: Mapping[str, object]) -> str:
-    if all(value is None for value in versions.values()):
-        raise DatasetError("only sizes are told")
-    return f"{size} {versions}"
-
-
-def _versions(source: ObjectSource | FsspecSource, names: PackedStrings) -> str | None:
-    """Return a digest of the versions of all files; None, and a warning: they are not known."""
-    why = f"more than {_MOST_ASKED:,} would have to be asked for one by one"
-    if len(names) <= _MOST_ASKED:
-        try:
-            return source.asked_apart(partial(_digest_of_versions, source))
-        except DatasetError as error:
-            why = str(error)
+def _tell_names_alone(names: PackedStrings) -> None:
     warnings.warn(
-        f"A cache knows these {len(names):,} files by their names alone ({names[0]}, ...; {why}): "
-        "if one changes, its old bytes may be handed out. Have them listed (ObjectSource without "
-        "keys), or give the cache a key=... that you change when they change.",
+        f"A cache knows these {len(names):,} files by their names alone ({names[0]}, ...): if one "
+        "changes, its old bytes may be handed out. Have them listed (ObjectSource without keys), "
+        "or give the cache a key=... that you change when they change.",
         FastDataWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    return None
-
-
-def _digest_of_versions(source: ObjectSource | FsspecSource) -> str:
-    def version(index: int) -> str:
-        try:
-            return source.version(index)
-        except FileNotFoundError:  # which is told when it is read
-            return "not there"
-
-    source.opened()  # once, and not in each thread
-    digest = hashlib.blake2b(digest_size=16)
-    with ThreadPoolExecutor(source.parallel_reads) as threads:
-        for each in threads.map(version, range(len(source))):
-            digest.update(f"{each}\n".encode(errors="replace"))
-    return digest.hexdigest()
 
 
 def _endpoints(options: object) -> list[str]:

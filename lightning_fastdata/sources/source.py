@@ -20,7 +20,6 @@ from typing import (
     TypeAlias,
     TypeVar,
     cast,
-    runtime_checkable,
 )
 
 from torch.utils.data import ConcatDataset, Subset
@@ -66,20 +65,6 @@ class Source(Protocol):
         """Return what errors call a record: a file, an object, a place in an archive."""
 
 
-@runtime_checkable
-class ReadsAhead(Protocol):
-    """A dataset that can begin to read samples before they are asked for."""
-
-    def read_ahead(self, indices: Sequence[int]) -> object:
-        """Begin to read samples, and return at once."""
-
-
-@runtime_checkable
-class _MayReadAhead(Protocol):
-    can_read_ahead: bool
-    """Whether what it stands for reads ahead."""
-
-
 def as_list(paths: Paths) -> list[str]:
     """Return paths as texts.
 
@@ -104,7 +89,7 @@ def reads_ahead(dataset: object) -> bool:
     if not has_method(dataset, "read_ahead"):
         return False
     # What stands for another dataset says whether that one can.
-    return not isinstance(dataset, _MayReadAhead) or dataset.can_read_ahead
+    return bool(getattr(dataset, "can_read_ahead", True))
 
 
 def read_ahead(dataset: object, indices: Sequence[object]) -> None:
@@ -120,8 +105,8 @@ def read_ahead(dataset: object, indices: Sequence[object]) -> None:
         starts = [0, *dataset.cumulative_sizes]
         for part, start, end in zip(dataset.datasets, starts, starts[1:], strict=False):
             read_ahead(part, [number - start for number in numbers if start <= number < end])
-    elif numbers and isinstance(dataset, ReadsAhead):
-        dataset.read_ahead(numbers)
+    elif numbers:
+        cast("Any", dataset).read_ahead(numbers)
 
 
 _opened: weakref.WeakKeyDictionary[OpenedInEachProcess[Any], tuple[int, Any]]

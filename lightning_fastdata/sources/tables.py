@@ -1,17 +1,16 @@
-"""Records in databases and tables: LMDB, Parquet, Arrow and Lance."""
+"""Records in databases and tables: LMDB, Parquet and Arrow."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.sources.source import (
     OpenedInEachProcess,
     Paths,
@@ -22,7 +21,6 @@ from lightning_fastdata.sources.source import (
 )
 
 if TYPE_CHECKING:
-    import lance
     import lmdb
     import pyarrow
 
@@ -265,64 +263,3 @@ class _RecordBatches(Sequence[Any]):
         if number >= len(self):
             raise IndexError(number)
         return self._file.get_batch(number)
-
-
-class LanceSource(OpenedInEachProcess["lance.LanceDataset"]):
-    """The rows of a Lance dataset, by pylance: dicts of values by column.
-
-    Its threads do not survive a fork, so it is opened in workers alone; see :class:`ObjectSource`.
-
-    Args:
-        uri: Of the dataset.
-        columns: To read; None: all.
-        **options: For ``lance.dataset``: ``version``, ``storage_options``, ...
-
-    Raises:
-        OptionsError: pylance is not installed.
-        DatasetError: The dataset cannot be read.
-    """
-
-    parallel_reads = 1
-    survives_forks = False
-
-    def __init__(
-        self,
-        uri: str | os.PathLike[str],
-        columns: Sequence[str] | None = None,
-        **options: object,
-    ) -> None:
-        if find_spec("lance") is None:
-            raise OptionsError("LanceSource needs pylance: pip install pylance.")
-        self.uri = os.fspath(uri)
-        self.columns = None if columns is None else list(columns)
-        self.options = options
-        try:
-            self._length, self.version = self.asked_apart(self._about)
-        except DatasetError as error:
-            raise DatasetError(f"{self.uri} cannot be read as Lance: {error}.") from error
-        # So that all workers read the same, whatever is written meanwhile.
-        self.options["version"] = self.version
-
-    def __len__(self) -> int:
-        return self._length
-
-    def open(self) -> lance.LanceDataset:
-        """Return the dataset of this process."""
-        return imported("lance", "LanceSource").dataset(self.uri, **self.options)
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return rows, in one call for all."""
-        table = self.opened().take([int(index) for index in indices], columns=self.columns)
-        return cast("list[Raw]", table.to_pylist())
-
-    def name_of(self, index: int) -> str:
-        """Return the dataset and the number of the row."""
-        return f"{self.uri}:row {index}"
-
-    def recognised_by(self) -> tuple[object, ...]:
-        """Return what tells these rows from others."""
-        return self.uri, self.columns, self.version
-
-    def _about(self) -> tuple[int, int]:
-        dataset = self.open()
-        return dataset.count_rows(), dataset.version

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import scaled, simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, scaled, simulate
 
 if TYPE_CHECKING:
     from collections import deque
@@ -201,11 +200,9 @@ def propose(
     here = setup_with(now)
     if not costs or here is None:
         return None
-    if _computes(costs):
+    if _computes(costs) and here.scheduling != "actors":  # which have CPUs of their own
         # More would share the same CPUs; what they seem to gain is noise, or taken from others.
-        # Those on other machines have CPUs of their own.
-        near, cpus = 1 - here.far_share, math.ceil(here.cpus)
-        numbers = [number for number in numbers if number * near <= max(now * near, cpus)]
+        numbers = [number for number in numbers if number <= max(now, math.ceil(here.cpus))]
 
     def simulated_ms(number: int, these: Sequence[BatchCost]) -> float:
         setup = setup_with(number)

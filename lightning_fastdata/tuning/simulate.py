@@ -3,28 +3,86 @@
 Each batch costs what its stamps say: time on a CPU, time blocked, collation, hand-over, and the
 training's own time until it asks for the next one. The model schedules these costs as torch's
 DataLoader does (one batch a task, workers in turn) or as this package does (samples of one batch
-over all workers; whole batches of actors), and lets everything that needs a CPU of a machine at the
-same time share the CPUs there are.
+over all workers; whole batches of actors). Between two moments all speeds are constant. Everything
+that wants a CPU of this machine at the same time shares the CPUs there are, by weight, as Linux
+does it over times longer than a time slice:
+https://docs.kernel.org/scheduler/sched-eevdf.html
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
+from lightning_fastdata.executors.pool.splitter import rows_per_task
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, transit_of_actors
-from lightning_fastdata.tuning.events import EventModel
 
+Scheduling: TypeAlias = Literal["batch", "queue", "sample", "actors"]
 _NS_PER_MS: Final = 1e6
 _SHORT: Final = 0.25
 """So many of a thread's pauses are no longer than it takes to get on with what is there."""
 _NEXT_TASKS: Final = 16
 _ONE_THREAD: Final = 1.1
 """CPUs: up to there, what sends batches away explains what is above one."""
+_DONE_NS: Final = 1e-3
+_PARTS_PER_WORKER: Final = 2
+"""Of one batch: more parts keep workers no busier, and take longer to model."""
+_TAKING_FROM_TORCH: Final = 0.5
+"""CPUs that taking a batch uses: half of it waits for the process that sends it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCost:
+    """What one batch costs, whoever makes it; times without any waiting for CPUs."""
+
+    samples: int
+    cpu_ns: float
+    """To read its samples: time on a CPU."""
+    blocked_ns: float
+    """To read its samples: time neither on a CPU nor waiting for one."""
+    collate_ns: float
+    """To collate it: time on a CPU."""
+    slowest_ns: float
+    """Of ``cpu_ns + blocked_ns``, what its slowest sample takes."""
+    handover_ns: float
+    """From the end of its last task until the training has it, if the training is waiting."""
+    taking_ns: float
+    """To take it, if it was complete when it was asked for."""
+    step_ns: float
+    """From then until the training asks for the next batch."""
+    task_ns: float = 0.0
+    """To begin and end one of the tasks that it is made in: time on a CPU, not in ``cpu_ns``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSetup:
+    """A loader as the model knows it."""
+
+    workers: int
+    """Side processes that read; 0: the training process does."""
+    look_ahead: int
+    """Batches under way at once; torch: ``workers * prefetch_factor``."""
+    scheduling: Scheduling = "sample"
+    """``"batch"``: a worker makes a whole batch, in turn, as torch has it. ``"queue"``: whoever is
+    free does. ``"sample"``: whoever is free makes some samples of a batch. ``"actors"``: as
+    ``"queue"``, with CPUs of a cluster, which the training has not."""
+    in_order: bool = True
+    """Batches are delivered in order."""
+    cpus: float = 1.0
+    """CPUs this process and its workers may use."""
+    step_cpus: float = 1.0
+    """CPUs the training uses between two requests: 1 where it drives a device, or more."""
+    inline: bool = False
+    """Its executor reads in the training process, however many workers it has."""
+    other_cpus: float = 0.0
+    """Of ``cpus``, those that other programs use when they have to share."""
+    worker_threads: float = 1.0
+    """CPUs that a worker uses while it computes: above 1 where it starts threads of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +156,7 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
         step_queued: Part of the recorded steps, waits for batches left out, in which the training
             was ready to run but had no CPU, 0 to 1.
     """
-    handover, taking = transit_of_actors(stamps) or _transit(stamps)
+    handover, taking = _transit(stamps)
     pause = min(handover, _quantile(list(_pauses(stamps)), _SHORT))
     task_ns = pause + _quantile(
         [
@@ -135,7 +193,6 @@ def batch_costs(stamps: Sequence[BatchStamps], *, step_queued: float = 0.0) -> l
                 handover_ns=handover,
                 taking_ns=taking,
                 step_ns=max(0, following.requested_ns - batch.delivered_ns) * (1 - step_queued),
-                size_bytes=sum(task.way.size_bytes for task in batch.tasks if task.way),
                 task_ns=task_ns,
             )
         )
@@ -154,12 +211,16 @@ def _transit(stamps: Sequence[BatchStamps]) -> tuple[float, float]:
         made = max(last.ended_ns, batch.requested_ns)
         # A worker that computes in Python holds the interpreter that the hand-over waits for. It
         # would not if it were idle: that time is what its next batch costs.
-        busy = sum(
-            task.held_ns(made, batch.delivered_ns) for task in following.get(last.process, ())
-        )
+        later = () if last.way is not None else following.get(last.process, ())
+        busy = sum(task.held_ns(made, batch.delivered_ns) for task in later)
         queued = batch.own.runqueue_ns or 0
         way = max(0, batch.delivered_ns - made - busy - queued)
-        (late if last.ended_ns > batch.requested_ns else there).append(way)
+        waited = last.ended_ns > batch.requested_ns
+        if waited or last.way is None:
+            (late if waited else there).append(way)
+        if last.way is not None:  # which tells what the training had to do, waiting or not
+            rest = batch.delivered_ns - max(last.way.landed_ns, batch.requested_ns)
+            there.append(last.way.taken_ns + max(0, rest))
         for task in batch.tasks:
             kept = following.setdefault(task.process, [])
             kept.append(task)
@@ -243,3 +304,232 @@ def simulate(
         wait = statistics.fmean(each.cpu_ns + each.blocked_ns + each.collate_ns for each in costs)
         step = wait + statistics.fmean(each.step_ns for each in costs)
     return Prediction(step_ms=step / _NS_PER_MS, wait_ms=wait / _NS_PER_MS)
+
+
+class EventModel:
+    """One run of a training whose batches cost what is given, over and over.
+
+    Args:
+        costs: Of the batches, at least one.
+        setup: The loader, with at least one worker.
+    """
+
+    def __init__(self, costs: Sequence[BatchCost], setup: LoaderSetup) -> None:
+        self._costs = costs
+        self._setup = setup
+        self._taking_cpus = _TAKING_FROM_TORCH if setup.scheduling == "batch" else 1.0
+        self._now_ns = 0.0
+        self._elsewhere = setup.scheduling == "actors"
+        lanes = setup.workers if setup.scheduling == "batch" else 1
+        self._lanes: list[deque[_Job]] = [deque() for _ in range(lanes)]
+        self._held = [0] * lanes
+        """Batches of each lane that are not delivered."""
+        self._turn = 0
+        self._idle = list(range(setup.workers))
+        self._running: list[_Job] = []
+        self._open: dict[int, int] = {}
+        """Tasks to do, of batches under way."""
+        self._complete: dict[int, float] = {}
+        """When the batches that wait for delivery were complete."""
+        self._lane_of: dict[int, int] = {}
+        self._given = 0
+        self._steps = 0
+        self._sample_ns: float | None = None
+        """What a sample takes, as the loader knows it: waiting for CPUs included."""
+
+    def run(self, warm_up: int, steps: int) -> tuple[float, float]:
+        """Return the mean step, and the wait for a batch in it, in nanoseconds, after a warm-up."""
+        began = waited = 0.0
+        for number in range(warm_up + steps):
+            if number == warm_up:
+                began, waited = self._now_ns, 0.0
+            waited += self.step()
+        return (self._now_ns - began) / steps, waited / steps
+
+    def step(self) -> float:
+        """Ask for the next batch, and train on it; return how long it was waited for, in ns."""
+        requested = self._now_ns
+        self._give()
+        batch, complete = self._wait()
+        cost = self._cost(batch)
+        # What was complete a moment ago may still be on its way, which takes no CPU.
+        there = complete + max(0.0, cost.handover_ns - cost.taking_ns)
+        self._pass(there - self._now_ns, cpus=0.0)
+        self._pass(cost.taking_ns, cpus=self._taking_cpus)
+        waited = self._now_ns - requested
+        self._held[self._lane_of.pop(batch)] -= 1
+        if self._setup.scheduling == "batch":
+            self._give()
+        self._pass(self._cost(self._steps).step_ns, cpus=self._setup.step_cpus)
+        self._steps += 1
+        return waited
+
+    def arrival_ns(self, batch: int) -> float:  # noqa: ARG002
+        """Return when a batch is there whose last task ends now."""
+        return self._now_ns
+
+    def _cost(self, number: int) -> BatchCost:
+        return self._costs[number % len(self._costs)]
+
+    def _give(self) -> None:
+        while len(self._open) + len(self._complete) < self._setup.look_ahead:
+            number, self._given = self._given, self._given + 1
+            lane = self._next_lane()
+            self._held[lane] += 1
+            self._lane_of[number] = lane
+            jobs = self._jobs(number, lane)
+            self._open[number] = len(jobs)
+            self._lanes[lane].extend(jobs)
+        self._start()
+
+    def _next_lane(self) -> int:
+        """Return whose batch the next one is: in turn, or out of order whose queue has room."""
+        lanes = len(self._lanes)
+        most = math.ceil(self._setup.look_ahead / lanes)
+        for step in range(lanes):
+            lane = (self._turn + step) % lanes
+            if self._setup.in_order or self._held[lane] < most:
+                break
+        self._turn = lane + 1
+        return lane
+
+    def _jobs(self, number: int, lane: int) -> list[_Job]:
+        cost, setup = self._cost(number), self._setup
+        tasks = 1
+        if setup.scheduling == "sample":
+            rows = rows_per_task(
+                cost.samples,
+                self._sample_ns,
+                workers=setup.workers,
+                before=len(self._open) + len(self._complete),
+                look_ahead=setup.look_ahead,
+            )
+            tasks = -(-cost.samples // rows)
+        cpu = cost.cpu_ns + cost.collate_ns + tasks * cost.task_ns
+        whole = max(1.0, cpu + cost.blocked_ns)
+        parts = min(tasks, _PARTS_PER_WORKER * setup.workers)
+        usual = max(0.0, whole - cost.slowest_ns) / max(1, cost.samples - 1)
+        excess = max(0.0, cost.slowest_ns - usual) if parts > 1 else 0.0
+        samples = cost.samples / parts
+        jobs = [
+            _Job(number, lane, samples, (whole - excess) / parts, cpu / whole) for _ in range(parts)
+        ]
+        jobs[number % parts].left_ns += excess
+        return jobs
+
+    def _start(self) -> None:
+        """Have idle workers take what there is for them."""
+        shared = len(self._lanes) == 1
+        for worker in self._idle.copy():
+            lane = self._lanes[0 if shared else worker]
+            if lane:
+                job = lane.popleft()
+                job.began_ns, job.worker = self._now_ns, worker
+                self._running.append(job)
+                self._idle.remove(worker)
+            elif shared:
+                break
+
+    def _wait(self) -> tuple[int, float]:
+        """Go on until a batch is complete that may be delivered; return its number, and when."""
+        awaited = min((*self._open, *self._complete))
+        while not self._complete or (self._setup.in_order and awaited not in self._complete):
+            self._advance(math.inf, cpus=0.0)
+        if not self._setup.in_order:
+            awaited = min(self._complete, key=self._complete.__getitem__)
+        return awaited, self._complete.pop(awaited)
+
+    def _pass(self, work_ns: float, *, cpus: float) -> None:
+        """Let the training process work for so long at full speed."""
+        left = work_ns
+        while left > _DONE_NS:
+            left -= self._advance(left, cpus=cpus)
+
+    def _advance(self, own_ns: float, *, cpus: float) -> float:
+        """Go on to the next end of a job or of the training's own work; return its progress."""
+        running = self._running
+        count = 0 if self._elsewhere else len(running)
+        share = sum([job.cpu_share for job in running]) / count if count else 0.0
+        threads = count * self._setup.worker_threads
+        there = left_over(threads * share + cpus, self._setup.cpus, self._setup.other_cpus)
+        slow, own_slow = slowdowns(threads, share, cpus, there)
+        own_stretch = 1 + min(1.0, cpus) * (own_slow - 1)
+        extra = 0.0 if self._elsewhere else slow - 1
+        span = own_ns * own_stretch
+        for job in running:
+            span = min(span, job.left_ns * (1 + job.cpu_share * extra))
+        self._now_ns += span
+        for job in running:
+            job.left_ns -= span / (1 + job.cpu_share * extra)
+        ended = [job for job in running if job.left_ns <= _DONE_NS]
+        for job in ended:
+            running.remove(job)
+            self._idle.append(job.worker)
+            each = (self._now_ns - job.began_ns) / job.samples
+            known = self._sample_ns
+            self._sample_ns = each if known is None else 0.9 * known + 0.1 * each
+            self._open[job.batch] -= 1
+            if not self._open[job.batch]:
+                del self._open[job.batch]
+                self._complete[job.batch] = self.arrival_ns(job.batch)
+        if ended:
+            self._start()
+        return span / own_stretch
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A task: a batch, or a part of one."""
+
+    batch: int
+    lane: int
+    samples: float
+    left_ns: float
+    """At full speed."""
+    cpu_share: float
+    """Of its time at full speed, that on a CPU."""
+    began_ns: float = 0.0
+    worker: int = 0
+
+
+def left_over(wanted: float, cpus: float, others: float) -> float:
+    """Return the CPUs that are left beside other programs, which share them thread by thread.
+
+    Of ``cpus``, ``wanted`` would be used by own work and ``others`` are by other programs.
+    """
+    if not others or wanted + others <= cpus:
+        return cpus
+    return min(cpus, max(cpus - others, cpus * wanted / (wanted + others)))
+
+
+def slowdowns(jobs: float, share: float, own: float, cpus: float) -> tuple[float, float]:
+    """Return by which factors, at least 1, sharing CPUs slows the CPU work of jobs and training.
+
+    A job that is on a CPU for a share s of its time uses ``s / (1 - s + s x)`` CPUs if that part
+    takes x times as long. The jobs are taken as one kind. While the training has less than its
+    part, its work is not slowed down; else it is as much as that of a job.
+
+    Args:
+        jobs: That run; one that uses several CPUs counts as so many.
+        share: Of their time at full speed, that on a CPU, 0 to 1: the mean.
+        own: CPUs that the training would use; one thread if they are up to 1.
+        cpus: That there are.
+    """
+    wanted = jobs * share
+    if wanted + own <= cpus:
+        return 1.0, 1.0
+    left = cpus - own
+    if wanted and left > 0:
+        alone = jobs / left - (1 - share) / share
+        if alone <= 1 or not own:
+            return max(1.0, alone), 1.0
+    threads, own = max(1.0, own), min(1.0, own)
+    # Where all of it takes y times as long, both parts fill the CPUs:
+    # wanted / (b + share y) + threads own / (d + own y) = cpus
+    b, d = 1 - share, 1 - own
+    square = cpus * share * own
+    linear = cpus * (share * d + b * own) - wanted * own - threads * own * share
+    rest = cpus * b * d - wanted * d - threads * own * b
+    root = math.sqrt(linear * linear - 4 * square * rest)
+    y = -2 * rest / (linear + root) if linear > 0 else (root - linear) / (2 * square)
+    return max(1.0, y), max(1.0, y)

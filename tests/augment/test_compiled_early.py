@@ -20,7 +20,7 @@ from augment.test_launches import USUAL, compiled_for, many
 from misses import each
 from rig.late_cuda import late_cuda
 from rig.late_trainings import Case, train
-from virtual_time import virtual_time
+from virtual_time import VirtualClock, virtual_time
 
 from lightning_fastdata.augment.replay import warm_up
 from lightning_fastdata.augment.replay.triton import kernels_of, prepare
@@ -155,18 +155,22 @@ def check_ranks():
     """One rank of a node compiles, all wait for it, and nobody asks for the same again."""
     compiler, slept = Compiler(), []
 
-    class Clock(clock.Clock):
+    class Clock(VirtualClock):
         def sleep(self, seconds):
+            super().sleep(seconds)
             slept.append(seconds)
             if len(slept) == 3:
                 compiler.done()
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ),
+        clock.installed(Clock()),
+    ):
         os.environ["TRITON_CACHE_DIR"] = folder
         for rank in (0, 1, 2):
             compile_early([KERNEL], (9, 0), first_of_node=rank == 0, compiler=compiler)
-        with clock.installed(Clock()):
-            warm_up.wait()
+        warm_up.wait()
         assert len(slept) == 3
         compile_early([KERNEL], (9, 0), first_of_node=True, compiler=compiler)
         warm_up.wait()

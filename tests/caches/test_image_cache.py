@@ -8,17 +8,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
 import lightning_fastdata as ld
-from lightning_fastdata.caches import folders, image_cache
-from lightning_fastdata.caches.image_cache import Room, cache_of, choose_form
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.caches import folders
+from lightning_fastdata.caches.image_cache import cache_of
+from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host import clock
-from lightning_fastdata.images.stored import FORMS, StoredPicture
+from lightning_fastdata.images.stored import StoredPicture
 
 
 @pytest.fixture
@@ -50,20 +48,11 @@ def all_of(dataset, epoch=0):
 def test_pixels_are_those_without_a_cache(root, tmp_path, shorter_side, normalize):
     options = {"shorter_side": shorter_side, "resample": "exact", "normalize": normalize}
     plain = folder_of(root, **options)
-    kept = ld.cache_images(folder_of(root, **options), tmp_path / "kept", form="rgb")
+    kept = ld.cache_images(folder_of(root, **options), tmp_path / "kept")
     for epoch in range(3):  # the first is made, the others are read
         assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
     assert kept.targets == plain.targets
     assert cache_of(kept).stored == len(plain)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_picture_comes_to_the_same_made_or_read(root, tmp_path, form):
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form=form)
-    made, read = all_of(kept), all_of(kept)
-    assert torch.equal(made, read)
-    later = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form=form)
-    assert torch.equal(made, all_of(later))
 
 
 def test_files_are_read_once(root, tmp_path):
@@ -84,7 +73,7 @@ def test_files_are_read_once(root, tmp_path):
     ],
 )
 def test_workers_share_what_is_kept(root, tmp_path, method, loader):
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     plain = folder_of(root, shorter_side=48, resample="exact")
     exact = ld.cache_images(plain, tmp_path / "kept")
     for data in (kept, exact):
@@ -106,47 +95,16 @@ def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
     assert path(shorter_side=48) != small
 
 
-def test_a_form_that_is_there_is_taken(root, tmp_path, monkeypatch):
-    first = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
-    nothing = Room(disk_bytes=0, memory_bytes=0)
-    monkeypatch.setattr(image_cache, "_room", lambda *_: nothing)
-    again = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
-    assert cache_of(again).folder == cache_of(first).folder
-
-
-def test_what_fits_nowhere_is_left_alone_and_said(root, tmp_path):
-    whole = folder_of(root)
-    with pytest.warns(FastDataWarning, match="Give shorter_side=256"):
-        assert ld.cache_images(whole, tmp_path / "kept", max_bytes=1000) is whole
-    small = folder_of(root, shorter_side=48)
-    with pytest.warns(FastDataWarning, match="as jpeg they would take"):
-        assert ld.cache_images(small, tmp_path / "kept", max_bytes=1000) is small
-
-
 def test_what_finds_no_room_is_made_each_time(root, tmp_path):
     options = {"shorter_side": 48, "resample": "exact"}
-    kept = ld.cache_images(
-        folder_of(root, **options), tmp_path / "kept", form="rgb", max_bytes=40_000
-    )
+    kept = ld.cache_images(folder_of(root, **options), tmp_path / "kept", max_bytes=40_000)
     plain = folder_of(root, **options)
     for epoch in range(2):
         assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
     assert 0 < cache_of(kept).stored < len(plain)
 
 
-SIZES = {"rgb": 300.0, "yuv": 150.0, "jpeg": 22.0}
-
-
-@given(st.floats(0, 400), st.floats(0, 400), st.sets(st.sampled_from(FORMS), min_size=1))
-def test_the_quickest_form_that_fits_is_chosen(disk, memory, allowed):
-    chosen = choose_form({form: SIZES[form] for form in allowed}, Room(disk, memory))
-    fitting = [form for form in FORMS if form in allowed and SIZES[form] <= min(disk, memory)]
-    assert chosen == (fitting[0] if fitting else None)
-
-
 def test_impossible_options_are_refused(root):
-    with pytest.raises(OptionsError, match="form is 'png'"):
-        ld.cache_images(folder_of(root), form="png")
     with pytest.raises(OptionsError, match="shorter_side is 0; give 1 or more"):
         folder_of(root, shorter_side=0)
     with pytest.raises(OptionsError, match="shorter_side is 32; give 37 or more"):
@@ -155,7 +113,7 @@ def test_impossible_options_are_refused(root):
 
 def test_a_damaged_file_is_named(root, tmp_path):
     (root / "a" / "0.png").write_bytes(b"nothing")
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     with pytest.raises(DatasetError, match=r"a/0\.png"):
         kept[0]
 
@@ -184,7 +142,7 @@ def test_a_data_module_keeps_pictures_where_crops_are_random(root, tmp_path, par
     module = Photos(data(), cache=tmp_path / "kept")
     for ours, theirs in zip(epochs_of(module), plain, strict=True):
         assert all(map(torch.equal, ours, theirs))
-    assert "pictures as rgb, shorter side 48" in module.explain()
+    assert "pictures, shorter side 48" in module.explain()
 
 
 def test_a_data_module_keeps_samples_where_nothing_is_random(root, tmp_path):
@@ -206,7 +164,7 @@ def test_fill_keeps_the_pictures_of_a_training(root, tmp_path):
 
 
 def test_views_of_a_cache_can_not_be_written_to(root, tmp_path):
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept", form="rgb")
+    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     all_of(kept)
     picture = kept.pictures.open(0)
     assert isinstance(picture, StoredPicture)

@@ -21,7 +21,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.insight.measure.stage_stamps import sample_path
+from lightning_fastdata.insight.measure.stage import sample_path
 from lightning_fastdata.insight.waits.causes import cause_lines
 
 KNOWN = {"read_cpu", "read_runqueue", "read_blocked", "slow_sample", "collate", "handover", "idle"}
@@ -53,7 +53,7 @@ class Waits(Rows):
 
 
 def module(train, val=None, executor="torch", num_workers=1, **arguments):
-    options = LoaderOptions(executor=executor, num_workers=num_workers)
+    options = LoaderOptions(executor=executor, num_workers=num_workers, probe=False)
     return FastDataModule.from_datasets(train, val, batch_size=4, options=options, **arguments)
 
 

@@ -34,7 +34,9 @@ def module_for(executor, *datasets, workers=2, **about):
     return FastDataModule.from_datasets(
         *datasets,
         batch_size=4,
-        options=LoaderOptions(num_workers=workers, timeout_s=60, executor=executor),
+        options=LoaderOptions(
+            num_workers=workers, timeout_s=60, executor=executor, probe="augment" in about
+        ),
         **about,
     )
 

@@ -21,7 +21,7 @@ from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device import backend
 from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
 from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.insight.measure.timeline import EventClock
+from lightning_fastdata.insight.measure.metrics import EventClock
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 
 STREAMED = ("cuda", "xpu")

@@ -11,18 +11,21 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from open_files import open_files
 from processes import hang, runs, until
 from thoroughness import LONG
 from torch.utils.data import Dataset, default_collate
+from virtual_time import LateClock
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import DropSlot, TaskTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
+from lightning_fastdata.host import clock
 
 
 def listed(samples: list[Any]) -> Any:
@@ -100,12 +103,16 @@ class Stuck(Dataset):
 
 
 def test_a_timeout_names_the_sample_and_shows_where_it_is_stuck() -> None:
-    # One process: a second one that starts slowly would be what the first batch waits for.
     executor = pool(Stuck(), processes=1, timeout_s=4)
     executor.start_epoch([[0, 1], [4, 5]], 0)
     next(executor)
-    with pytest.raises(WorkerError, match=r"(?s)timeout=4 s.*sample 5.*wait_for_a_server"):
+    (worker,) = executor.children.values()
+    until(lambda: executor.now().workers[0].index == 5)
+    until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_SLEEPING)
+    error = pytest.raises(WorkerError, match=r"(?s)timeout=4 s.*sample 5.*wait_for_a_server")
+    with error, clock.installed(LateClock()):
         next(executor)
+    worker.process.kill()  # it would not leave by itself
     executor.close()
 
 

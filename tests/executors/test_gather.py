@@ -101,14 +101,12 @@ def datasets(draw: Any, depth: int = 2) -> Any:
     else:
         data = draw(numbers(rows))
     for _ in range(draw(st.integers(0, depth))):
-        wrapper = draw(st.sampled_from(["subset", "stack", "joined"]))
+        wrapper = draw(st.sampled_from(["subset", "stack"]))
         if wrapper == "subset":
             index = st.integers(-len(data), len(data) - 1)
             indices = draw(st.lists(index, min_size=1, max_size=30))
             form = draw(st.sampled_from([list, np.array, torch.tensor]))
             data = Subset(data, form(indices))
-        elif wrapper == "joined":
-            data = ConcatDataset([data] * draw(st.integers(1, 3)))
         else:
             other = tensor(len(data), (2,), torch.float32)
             pair = draw(st.booleans())
@@ -174,8 +172,6 @@ EXAMPLES = {
     "subset": lambda mapped: Subset(TENSORS, [5, 1, -1, 7, 7]),
     "split": lambda mapped: random_split(TENSORS, [40, 24])[1],
     "subset of subset": lambda mapped: Subset(Subset(mapped, range(9, 40)), np.arange(20)[::-1]),
-    "joined": lambda mapped: ConcatDataset([TENSORS, Subset(TENSORS, [9, 3]), TENSORS]),
-    "subset of joined": lambda mapped: Subset(ConcatDataset([mapped, mapped]), [100, -1, 3, 64]),
     "stack": lambda mapped: StackDataset(mapped, TENSORS),
     "stack of subsets": lambda mapped: StackDataset(
         a=Subset(TALL, [3, 1]), b=Subset(LABELS, [2, 1])
@@ -256,7 +252,6 @@ def test_other_tables_of_hugging_face_are_not_gathered() -> None:
         dataset.with_format("torch", dtype=torch.float16),
         dataset.with_format("torch", columns=["label"], output_all_columns=True),
         dataset.with_transform(lambda rows: rows),
-        ConcatDataset([hugging_face().with_format("numpy", columns=["score"])] * 2),
         *(table.with_format("torch") for table in (ragged, missing, words, dataset.select([]))),
     ):
         assert not gatherable(other)
@@ -295,9 +290,7 @@ REFUSED = {
     "strings": np.array(["a", "b"]),
     "a subset with an index out of range": Subset(TABLE, [1, 8]),
     "a subset by truth": Subset(TABLE, [True, False]),
-    "joined rows of two types": ConcatDataset([TABLE, TABLE.double()]),
-    "joined rows of two shapes": ConcatDataset([TABLE, TABLE[:, :2]]),
-    "rows joined with samples": ConcatDataset([TABLE, [TABLE[0]], TABLE]),
+    "joined rows": ConcatDataset([TABLE, TABLE]),
     "samples": Subset([1, 2, 3], [0, 1]),
     "a list": [1.0, 2.0],
 }

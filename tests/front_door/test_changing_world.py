@@ -631,15 +631,7 @@ def indices_below_a_subset(length: int, width: int) -> World:
     return {"dataset": Subset(whole, indices)}, lambda: np.copyto(indices, indices[::-1].copy())
 
 
-def part_of_joined_rows(length: int, width: int) -> World:
-    rows = torch.zeros(length - 1, width, dtype=torch.uint8)
-    parts = [TensorDataset(rows), TensorDataset(rows[:1].clone())]
-    return {"dataset": ConcatDataset(parts)}, lambda: rows.data.add_(1)
-
-
-@pytest.mark.parametrize(
-    "make", [tensor_of_rows, array_below_a_tensor, part_of_joined_rows, indices_below_a_subset]
-)
+@pytest.mark.parametrize("make", [tensor_of_rows, array_below_a_tensor, indices_below_a_subset])
 @pytest.mark.parametrize(("executor", "width"), [("gather", 4), ("workers", 400)])
 def test_rows_of_an_epoch_are_those_of_its_start(executor, width, make, monkeypatch) -> None:
     monkeypatch.setattr(fetch, "COPIED_BYTES", 2**16)

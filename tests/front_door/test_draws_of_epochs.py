@@ -90,7 +90,8 @@ class Model(LightningModule):
 
 def fit(source, seed, *, persistent, own=None):
     seed_everything(seed)
-    options = LoaderOptions(num_workers=2, executor="workers", persistent_workers=persistent)
+    how = {"num_workers": 2, "executor": "workers", "persistent_workers": persistent}
+    options = LoaderOptions(**how, probe=False)
     data = FastDataModule.from_datasets(Drawn(source), batch_size=4, options=options, seed=own)
     model, quiet = Model(), {"enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(

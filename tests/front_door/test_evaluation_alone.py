@@ -74,7 +74,7 @@ def test_each_method_has_a_report_under_its_own_name(tmp_path, capsys, method, o
     trainer = trainer_of(tmp_path, callback)
     data, stage = Rows(read_s=0.004), METHODS[method]
     if ours:
-        options = LoaderOptions(num_workers=0, executor="inline")
+        options = LoaderOptions(num_workers=0, executor="inline", probe=False)
         module = FastDataModule.from_datasets(None, data, data, data, batch_size=2, options=options)
         getattr(trainer, method)(Model(), datamodule=module)
     else:

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from lightning_fastdata import FastDataError, FastDataModule, LoaderOptions
-from lightning_fastdata.plugin.guard.tried_steps import guard_batch, guard_rows
+from lightning_fastdata.plugin.guard.steps import guard_batch, guard_rows
 
 
 class Numbers(Dataset):

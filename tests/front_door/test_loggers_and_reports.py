@@ -59,7 +59,8 @@ def fit(tmp_path, callback, logger, *, epochs=2, workers=2, **options):
         callbacks=[callback, *options.pop("more", ())],
         **options,
     )
-    loading = LoaderOptions(num_workers=workers, executor="workers" if workers else "inline")
+    executor = "workers" if workers else "inline"
+    loading = LoaderOptions(num_workers=workers, executor=executor, probe=False)
     module = FastDataModule.from_datasets(Rows(), Rows(), batch_size=4, options=loading)
     trainer.fit(Model(), datamodule=module)
     return trainer

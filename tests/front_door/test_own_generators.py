@@ -121,7 +121,7 @@ class Model(LightningModule):
 
 
 def fit(dataset, executor, workers):
-    options = LoaderOptions(num_workers=workers, executor=executor)
+    options = LoaderOptions(num_workers=workers, executor=executor, probe=False)
     data = FastDataModule.from_datasets(dataset, batch_size=3, options=options, seed=1)
     model = Model()
     trainer = quiet_trainer(max_epochs=EPOCHS, limit_val_batches=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
@@ -32,20 +32,6 @@ class Rows(Dataset):
     def __getitem__(self, index):
         clock.sleep(self.read_s)
         return torch.full((4,), float(index))
-
-
-class SlowStart(Sampler):
-    """Takes long to begin, as workers that are started do."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __iter__(self):
-        clock.sleep(0.5)
-        return iter(range(self.count))
 
 
 def loader(batch_ms=QUICK_MS, batches=STEPS, workers=0, **options):
@@ -187,19 +173,6 @@ def test_of_several_loaders_without_stamps_all_may_be_meant(tmp_path):
     loaders = {key: DataLoader(Rows(SLOW_MS), BATCH, num_workers=0) for key in ("a", "b")}
     found = fit(tmp_path, loaders).verdict.findings[0]
     assert found.remedy.startswith("loader 'a' or loader 'b': num_workers")
-
-
-def test_a_short_loader_that_begins_anew_all_the_time_is_told_to_keep_its_workers(tmp_path):
-    """Workers are started again in the middle of an epoch, which costs the steps there."""
-    start = SlowStart(3 * BATCH)
-    short = loader(batches=3, workers=1, persistent_workers=False, sampler=start)
-    train = CombinedLoader({"long": loader(), "short": short}, "max_size_cycle")
-    report = fit(tmp_path, train)
-    found = {each.code: each for each in report.verdict.findings}["FD310"]
-    assert (
-        found.remedy.partition(";")[0] == "loader 'short': FastDataLoader(persistent_workers=True)"
-    )
-    assert sum(waits_of(report).values()) == pytest.approx(report.stages[0].wait.mean_ms)
 
 
 def test_two_loaders_that_are_as_slow_gain_little_if_one_of_them_is_changed(tmp_path):

@@ -67,7 +67,7 @@ def source(request, tmp_path):
     keys = [f"{index:03}" for index in range(COUNT)]
     objects = sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
     kept = request.param == "kept objects"
-    yield ld.CachedSource(objects, tmp_path / "cache") if kept else objects
+    yield ld.CachedSource(objects, tmp_path / "cache", key="photos") if kept else objects
     server.close()
 
 

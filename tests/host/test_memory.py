@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_fastdata.host.memory import (
-    HostMemory,
-    batch_memories,
     cgroup_available,
     parse_memory_limit,
     read_host_memory,
@@ -107,37 +105,6 @@ def test_a_machine_without_cgroups_or_shared_memory_says_so(tmp_path: Path) -> N
     assert memory.cgroup_available_bytes is None
     assert memory.shm_free_bytes is None
     assert memory.available_bytes == memory.ram_available_bytes > 0
-
-
-@given(shm=st.none() | st.integers(0, 2**40), ranks=st.integers(1, 16), size=st.integers(0, 2**40))
-def test_batches_of_all_ranks_fill_at_most_a_quarter(
-    shm: int | None, ranks: int, size: int
-) -> None:
-    memory = HostMemory(
-        ram_available_bytes=2**38,
-        cgroup_available_bytes=2**37,
-        shm_free_bytes=shm,
-        open_files_soft=None,
-        open_files_hard=None,
-    )
-    places = {place.place: place for place in batch_memories(memory, ranks=ranks)}
-    assert places["RAM"].holds(size) == (size * ranks <= 2**37 / 4)
-    assert ("/dev/shm" in places) == (shm is not None)
-    if shm is not None:
-        assert places["/dev/shm"].holds(size) == (size * ranks <= shm / 4)
-
-
-def test_the_remedy_names_the_memory_that_would_be_enough() -> None:
-    memory = HostMemory(
-        ram_available_bytes=2**40,
-        cgroup_available_bytes=None,
-        shm_free_bytes=2**26,
-        open_files_soft=None,
-        open_files_hard=None,
-    )
-    shm = batch_memories(memory, ranks=2)[0]
-    assert "--shm-size=8g" in shm.remedy_for(2**30)
-    assert "--shm-size=9g" in shm.remedy_for(2**30 + 1)
 
 
 def test_this_machine_agrees_with_psutil_and_the_file_system() -> None:

@@ -20,15 +20,13 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.insight.live import (
     PaceMeter,
-    RunFacts,
     Status,
     WatchedRun,
     WorkerWatch,
     page_text,
     read_all,
 )
-from lightning_fastdata.insight.measure.stage import StageMeter
-from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers need Linux")
 NOW_S = 1_000_000.0
@@ -110,13 +108,13 @@ FACTS = {
 
 def test_a_run_that_hangs_tells_for_how_long_and_where(virtual, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FASTDATA_LIVE", str(tmp_path))
-    found = RunFacts(**FACTS, found="data-bound, slow storage")
+    found = Status(**FACTS, found="data-bound, slow storage")
     run = WatchedRun(lambda: (found, []))
     try:
         calm = page_text([run.status(found, [])], NOW_S)
         virtual.sleep(35)
         hung = page_text([run.status(found, [])], NOW_S)
-        second = run.status(RunFacts(**{**FACTS, "rank": 1, "world_size": 2}), [])
+        second = run.status(Status(**{**FACTS, "rank": 1, "world_size": 2}), [])
     finally:
         run.close()
     assert "no step" not in calm

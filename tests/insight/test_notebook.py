@@ -7,8 +7,7 @@ import html
 import pytest
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import Explanation
+from lightning_fastdata.insight.report.run_report import Explanation, RunReport
 
 
 @pytest.mark.parametrize("name", ["<b>.jpg", "a&b", "\x1b[2J"])

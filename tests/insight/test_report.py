@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from misses import each
 
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
-from lightning_fastdata.insight.measure.stage import StageMeter, window_means
-from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps, window_means
 from lightning_fastdata.insight.model.evidence import LoaderFacts, stage_evidence
 from lightning_fastdata.insight.model.finding import Finding, Gain, duration_text
 from lightning_fastdata.insight.report.html import report_html
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import as_ascii, bar, print_lines
+from lightning_fastdata.insight.report.run_report import RunReport, as_ascii, bar, print_lines
 from lightning_fastdata.insight.verdicts.catalogue import Verdict, judge
 from lightning_fastdata.insight.waits.attribution import WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare, WaitCauses
@@ -183,7 +181,8 @@ def test_costly_epoch_starts_are_named_when_steps_themselves_are_fine():
     s = history.summarize("train", duration_s=10.0)
     assert (s.cold_steps, s.cold_wait_ms) == (4, 2000.0)
     for kept in (None, True, False):
-        first = judge(s, evidence=stage_evidence(s, persistent_workers=kept)).findings[0]
+        facts = LoaderFacts(persistent_workers=kept)
+        first = judge(s, facts, stage_evidence(s, facts=facts)).findings[0]
         assert first.code == "FD310"
         assert ("persistent_workers=True" in first.remedy) is (kept is False)
 

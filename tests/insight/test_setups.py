@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.tuned import setup_of, splits_batches
+from lightning_fastdata.loading.source import setup_of, splits_batches
 from lightning_fastdata.tuning.simulate import TrainingTimes
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.insight.measure.stage import StageStamps
 
 pytestmark = pytest.mark.usefixtures("virtual")
 

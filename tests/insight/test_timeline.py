@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.insight.measure.metrics import Cold
-from lightning_fastdata.insight.measure.timeline import EventClock, HostClock, StepTimeline
+from lightning_fastdata.insight.measure.metrics import Cold, EventClock, HostClock, StepTimeline
 
 US = 1e-3
 

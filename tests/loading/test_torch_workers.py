@@ -12,10 +12,12 @@ import psutil
 import pytest
 import torch
 from open_files import open_files
-from processes import hang, until
+from processes import until
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from virtual_time import HurriedClock
 
 from lightning_fastdata.errors import FastDataError
+from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -271,11 +273,18 @@ def test_in_order_batches_wait_for_the_slow_one(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("executor", SIDE)
-def test_a_timeout_is_an_error_of_ours_that_is_also_the_runtime_error_of_torch(executor) -> None:
-    loader = FastDataLoader(Made(lambda i: hang()), num_workers=1, timeout=1, executor=executor)
-    with pytest.raises(RuntimeError, match="timeout=1 s") as caught:
-        next(iter(loader))
+def test_a_timeout_is_an_error_of_ours_that_is_also_the_runtime_error_of_torch(
+    executor, tmp_path, monkeypatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("FASTDATA_TEST_GATE", str(gate))
+    loader = FastDataLoader(Made(first_gate), num_workers=1, timeout=30, executor=executor)
+    batches = iter(loader)
+    error = pytest.raises(RuntimeError, match="timeout=30 s")
+    with error as caught, clock.installed(HurriedClock()):
+        next(batches)
     assert isinstance(caught.value, FastDataError)
+    gate.touch()
 
 
 @pytest.mark.parametrize("executor", SIDE)

@@ -34,9 +34,8 @@ from lightning_fastdata.planning.facts.inspection import (
     refuse_empty,
 )
 from lightning_fastdata.planning.facts.probe_process import try_apart
-from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import plan_for
+from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
 
 EVERYTHING = Questions(sample=True, further=3, cost=True)
 

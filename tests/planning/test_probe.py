@@ -47,15 +47,19 @@ from lightning_fastdata.planning.facts.probe import (
     probe_indices,
     spread_indices,
 )
-from lightning_fastdata.planning.loader_plan import ExecutorChoice, LoaderSpec, Situation
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import choose_executor, plan_loader
+from lightning_fastdata.planning.plan_for import (
+    ExecutorChoice,
+    LoaderSpec,
+    Situation,
+    choose_executor,
+    plan_loader,
+)
 from lightning_fastdata.planning.worker_count import (
     alone_ms,
     by_workers_ms,
     enough_workers,
     look_ahead_batches,
-    over_epochs,
     waits,
     workers_for,
     workers_that_wait,
@@ -477,7 +481,6 @@ def planned(options=None, **changes):
         "cpu": cpus(2),
         "memory": memory(),
         "accelerator": "cpu",
-        "sample_bytes": 600_000,
         "batch_size": 32,
         "dataset_length": 512,
         "iterable": False,
@@ -730,15 +733,29 @@ def test_a_loader_chooses_around_whatever_else_is_set(settings, waits_s):
         loader.close()
 
 
+class Slow(Dataset):
+    """Samples that take long to make."""
+
+    def __init__(self) -> None:
+        self.times = Times()
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.times.compute(0.002)
+        return torch.zeros(4)
+
+
 def test_num_workers_means_what_it_means_to_torch_unless_it_is_auto():
     loader = FastDataLoader(TensorDataset(torch.arange(4)))
     assert (loader.num_workers, loader.persistent_workers, loader.executor) == (0, False, "torch")
     loader = FastDataLoader(TensorDataset(torch.arange(4)), num_workers="auto")
     assert (loader.num_workers, loader.executor) == (1, "gather")
     assert loader.plan is not None
-    four = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers=4)
+    four = FastDataLoader(Slow(), 4, num_workers=4)
     assert (four.num_workers, four.persistent_workers, four.executor) == (4, False, "workers")
-    none = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers=0)
+    none = FastDataLoader(Slow(), 4, num_workers=0)
     assert (none.num_workers, KINDS[none.executor].side_processes) == (0, False)
 
 
@@ -747,50 +764,7 @@ def test_a_script_that_cannot_be_imported_again_starts_no_process_unasked(monkey
     script.write_text("loader = ...")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda **_: "forkserver")
-    loader = FastDataLoader(Keeping(Times(), keeps=False), 4, num_workers="auto")
+    loader = FastDataLoader(Slow(), 4, num_workers="auto")
     assert (loader.executor, loader.num_workers) == ("torch", 0)
     script.write_text("if __name__ == '__main__': loader = ...")
     assert may_start_processes()
-
-
-class Keeping(Dataset):
-    """Samples that take long to make, once in each process if they are kept."""
-
-    def __init__(self, times: Times, *, keeps: bool, slow_every: int = 1) -> None:
-        self.times, self.keeps, self.slow_every = times, keeps, slow_every
-        self.kept: set[int] = set()
-
-    def __len__(self) -> int:
-        return 4000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.times.compute(0.00001)
-        if index not in self.kept and index % self.slow_every == 0:
-            self.times.compute(0.002)
-        if self.keeps:
-            self.kept.add(index)
-        return torch.zeros(4)
-
-
-@pytest.mark.parametrize("slow_every", [1, 50])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_dataset_that_keeps_what_it_has_read_is_seen_to_do_so(keeps, slow_every) -> None:
-    times = Times()
-    data = Keeping(times, keeps=keeps, slow_every=slow_every)
-    cost = measure_samples(data, batch_size=8, clocks=times.clocks)
-    assert cost is not None
-    if slow_every == 1:
-        assert cost.again_ms == (pytest.approx(0.01) if keeps else None)
-        assert cost.cpu_ms == pytest.approx(2.01)
-    elif not keeps:
-        assert cost.again_ms is None
-
-
-def test_samples_that_are_kept_cost_less_the_fewer_processes_read_them() -> None:
-    cost = SampleCost(wall_ms=11.0, cpu_ms=10.0, size_bytes=8, samples=100, again_ms=0.1)
-    one, two, many = (over_epochs(cost, readers) for readers in (1, 2, 64))
-    assert one.cpu_ms == pytest.approx(0.1 * 10 + 0.9 * 0.1)
-    assert one.cpu_ms < two.cpu_ms < many.cpu_ms < cost.cpu_ms
-    assert one.wait_ms < two.wait_ms < many.wait_ms < cost.wait_ms
-    forgets = replace(cost, again_ms=None)
-    assert over_epochs(forgets, 4) == forgets

@@ -11,9 +11,8 @@ from thoroughness import max_examples
 
 from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.facts.probe import SampleCost
-from lightning_fastdata.planning.loader_plan import LoaderSpec
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import plan_for
+from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
 from lightning_fastdata.planning.worker_count import soonest_workers
 
 costs = st.builds(

@@ -20,7 +20,7 @@ from lightning_fastdata import FastDataLoader, FastDataWarning, LoaderOptions
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
-from lightning_fastdata.planning.loader_plan import LoaderSpec
+from lightning_fastdata.planning.plan_for import LoaderSpec
 from lightning_fastdata.planning.stream_split import (
     Reading,
     StreamSplit,

@@ -19,8 +19,7 @@ from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import measure_samples
-from lightning_fastdata.planning.loader_plan import LoaderSpec
-from lightning_fastdata.planning.plan_for import choose_executor
+from lightning_fastdata.planning.plan_for import LoaderSpec, choose_executor
 from lightning_fastdata.randomness.global_generators import DrawWatch
 from lightning_fastdata.randomness.search import find_composes
 

@@ -22,7 +22,7 @@ from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.stage import window_means
 from lightning_fastdata.insight.model.finding import gain_text
 from lightning_fastdata.insight.report.html import report_html
-from lightning_fastdata.insight.report.summary_text import WIDTH
+from lightning_fastdata.insight.report.run_report import WIDTH
 from lightning_fastdata.insight.verdicts.catalogue import judge
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout

@@ -29,7 +29,7 @@ PARTS = (
 import torch
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.insight.measure.stage import StageMeter
-from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.insight.measure.stage import StageStamps
 from lightning_fastdata.stamps.operations import OperationTime
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
 

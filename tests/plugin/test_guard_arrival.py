@@ -119,7 +119,7 @@ def train(memory, way="off", *, pictures=False, guard="warn", function=doubled):
     """Return the batches that the steps saw, and what was told of memory."""
     about = {
         "batch_size": BATCH,
-        "options": LoaderOptions(num_workers=0, executor="inline"),
+        "options": LoaderOptions(num_workers=0, executor="inline", probe=pictures),
         "prefetch": way,
         "seed": 3,
         "guard": guard,

@@ -24,16 +24,20 @@ from lightning_fastdata.augment.stage_transform import StageTransform
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.insight.measure.timeline import EventClock, HostClock
-from lightning_fastdata.planning.loader_plan import LoaderSpec
-from lightning_fastdata.plugin.placing.costs import PlaceTask, read_place_costs, time_on_device
+from lightning_fastdata.insight.measure.metrics import EventClock, HostClock
+from lightning_fastdata.planning.plan_for import LoaderSpec
 from lightning_fastdata.plugin.placing.decision import (
     PlaceCosts,
     SampleCosts,
     choose_place,
 )
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
-from lightning_fastdata.plugin.placing.trial import Placing
+from lightning_fastdata.plugin.placing.trial import (
+    PlaceTask,
+    Placing,
+    read_place_costs,
+    time_on_device,
+)
 from lightning_fastdata.plugin.watch.measured_run import RunJudge
 from lightning_fastdata.plugin.watch.recording import Recording
 

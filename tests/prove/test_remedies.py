@@ -48,6 +48,13 @@ def test_what_the_changing_world_refuses_is_not_tried(changes, workers, refused)
     assert all(not_tried.values())
 
 
+def test_where_globals_alone_change_the_reason_says_so():
+    for in_globals in (True, False):
+        _, refused = names(changes="steps", num_workers=0, in_globals=in_globals)
+        assert refused
+        assert all(("globals" in why) == in_globals for why in refused.values())
+
+
 def test_what_cannot_be_compared_is_tried_and_said():
     remedies, _ = named(LoaderFacts(**{**PLAIN, "changes": "unknown"}))
     assert all(any("cannot be compared" in said for said in each.says) for each in remedies)
@@ -121,6 +128,8 @@ def test_the_code_is_what_the_user_has_with_the_change():
     )
     fast = code_of(Change(fast=True), [call], given_to_fit=True)
     assert fast[1] == 'data = FastDataModule.from_loaders(train_loader, num_workers="auto")'
+    there = code_of(Change(fast=True), [call], given_to_fit=True, home="lightning_fastdata.other")
+    assert there == ["from lightning_fastdata.other import FastDataModule", *fast[1:]]
     own = code_of(Change(fast=True), [call], given_to_fit=False)
     assert own[1].startswith('FastDataLoader(dataset, batch_size=16, shuffle=True, num_workers="a')
     for change in (Change(cache="ram"), Change(fast=True, cache="ram")):

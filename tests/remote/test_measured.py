@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections import deque
@@ -21,7 +20,6 @@ from remote.clusters import wait_until
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.cli import main
 from lightning_fastdata.executors.ray.cluster_seen import (
     ClusterWatch,
     read_cluster,
@@ -34,10 +32,10 @@ from lightning_fastdata.insight.model.finding import Finding
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.waits.attribution import WaitCutter
 from lightning_fastdata.insight.waits.causes import CauseTotals
-from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.loading.source import setup_of
 from lightning_fastdata.stamps.batch_stamps import BatchStamps
 from lightning_fastdata.stamps.travel import ClusterSeen
-from lightning_fastdata.tuning.costs import LoaderSetup
+from lightning_fastdata.tuning.simulate import LoaderSetup
 from lightning_fastdata.tuning.tuner import Tuner
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -268,26 +266,3 @@ def test_a_training_with_actors_is_explained_and_tuned_as_any_other(tmp_path, ca
     for move in watch.report.moves:
         assert 1 <= move.after <= 4
         assert f"num_workers {move.before} -> {move.after} at batch {move.batch}" in told
-
-
-def test_the_doctor_tells_what_a_cluster_offers(capsys) -> None:
-    main(["doctor", "--ray"])
-    told = capsys.readouterr().out
-    assert f"Ray {ray.__version__}; 3 nodes, 5 CPUs" in told
-    assert told.count("(this one)") == 1
-
-
-def test_the_doctor_without_a_cluster_or_ray_says_what_to_do(tmp_path, monkeypatch) -> None:
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    code = "import sys; sys.modules['ray'] = None\nfrom lightning_fastdata.cli import main; main()"
-    command = [sys.executable, "-c", code, "doctor", "--ray"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "pip install 'lightning-fastdata[ray]'" in done.stderr
-    command = [sys.executable, "-m", "lightning_fastdata", "doctor", "--ray"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "No Ray cluster can be reached: " in done.stderr
-    assert "ray start --head" in done.stderr

@@ -18,6 +18,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
@@ -137,6 +138,7 @@ class Marks(Callback):
 def train(model, data, folder, *, resume=None, callbacks=(), **arguments):
     """Fit on a CPU, quietly; ``data`` is a data module or a train loader."""
     own = {"max_epochs": 3, "limit_val_batches": 0, **arguments}
+    saves = any(isinstance(each, Checkpoint) for each in callbacks)
     # Nothing that is kept of a run rests on the global generators.
     for anew in (torch.seed, np.random.seed, random.seed):
         anew()
@@ -146,6 +148,7 @@ def train(model, data, folder, *, resume=None, callbacks=(), **arguments):
             **{"devices": 1, **own},
             accelerator="cpu",
             logger=False,
+            enable_checkpointing=saves,
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, SubsetRandomSampler, Tens
 
 from lightning_fastdata import FastDataLoader, FastDataWarning, FastImageFolder
 from lightning_fastdata.augment import BatchTransform
-from lightning_fastdata.batches import bad_samples
+from lightning_fastdata.batches import bad_samples, slots
 from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard, is_transient
 from lightning_fastdata.errors import DatasetError, OptionsError, WorkerError
 
@@ -33,13 +33,8 @@ SETUPS = {
     "workers-2": {"executor": "workers", "num_workers": 2},
     "workers-4": {"executor": "workers", "num_workers": 4},
     "torch-0": {"executor": "torch"},
-    "torch-2": {"executor": "torch", "num_workers": 2},
 }
 SETUP = pytest.mark.parametrize("setup", [name for name in SETUPS if name != "workers-4" or LONG])
-# After an error in the middle of an epoch torch's own loader takes ten seconds to end its workers.
-FAILING = pytest.mark.parametrize(
-    "setup", [name for name in SETUPS if name not in ("torch-2", "workers-4") or LONG]
-)
 
 
 class Numbers(Dataset):
@@ -160,7 +155,7 @@ def test_what_replaces_a_sample_is_drawn_under_its_own_key() -> None:
 
 def test_samples_that_a_transform_refuses_are_replaced_with_the_same_bytes() -> None:
     found = {}
-    for setup in SETUPS if LONG else ("inline", "workers-2", "torch-2"):
+    for setup in SETUPS if LONG else ("inline", "workers-2", "torch-0"):
         transform = BatchTransform.from_albumentations(pipeline())
         data = loader(Images(), setup, transform=transform)
         batches = list(data)
@@ -182,7 +177,7 @@ def test_a_pipeline_that_the_dataset_calls_itself_is_seeded_for_what_it_reads() 
             return {**sample, "image": self.pipeline(image=sample["image"])["image"]}
 
     found = []
-    for setup in ("inline", "workers-2", "torch-2"):
+    for setup in ("inline", "workers-2", "torch-0"):
         batches = list(loader(Own(), setup))
         assert taken(batches) == expected()
         found.append(torch.cat([batch["image"] for batch in batches]))
@@ -237,13 +232,22 @@ def test_a_subset_given_to_a_sampler_is_not_left() -> None:
     assert all(index % 2 == 0 for _ in range(3) for index in taken(list(data)))
 
 
-@pytest.mark.parametrize("executor", ["workers", "torch"])
 @pytest.mark.skipif(not LONG, reason="starts processes that import everything anew")
-def test_spawned_processes_go_by_the_same_rule(executor) -> None:
+def test_spawned_processes_go_by_the_same_rule() -> None:
     data = FastDataLoader(
-        Numbers(), 32, num_workers=2, executor=executor, on_bad_sample="replace",
+        Numbers(), 32, num_workers=2, executor="workers", on_bad_sample="replace",
         multiprocessing_context="spawn",
     )  # fmt: skip
+    assert taken(list(data)) == expected()
+
+
+@pytest.mark.parametrize(("shared", "reads"), [(True, "side processes"), (False, "the training")])
+def test_others_read_in_the_place_of_torchs_own_iterator(monkeypatch, shared, reads) -> None:
+    monkeypatch.setattr(slots, "shared_slots_supported", lambda: shared)
+    with pytest.warns(FastDataWarning, match=rf"does not read on .*that {reads}"):
+        data = FastDataLoader(Numbers(), 32, False, num_workers=1, executor="torch",
+                              on_bad_sample="replace")  # fmt: skip
+    monkeypatch.undo()
     assert taken(list(data)) == expected()
 
 
@@ -288,7 +292,7 @@ def refuse_to_collate(samples: list[Any]) -> Any:
 
 
 @pytest.mark.cases(4)
-@FAILING
+@SETUP
 @pytest.mark.parametrize("rule", ["raise", "replace", "skip"])
 def test_a_collation_that_fails_is_an_error_that_names_its_samples(setup, rule) -> None:
     how = {"collate_fn": refuse_to_collate, "batch_size": 4}
@@ -300,7 +304,7 @@ def test_a_collation_that_fails_is_an_error_that_names_its_samples(setup, rule) 
 
 
 @pytest.mark.cases(4)
-@FAILING
+@SETUP
 def test_more_bad_samples_than_the_budget_end_the_training_and_are_listed(setup) -> None:
     bad = tuple(range(0, 400, 10))
     data = loader(Numbers(bad=bad), setup, BadSamples("replace", 0.02))
@@ -310,7 +314,7 @@ def test_more_bad_samples_than_the_budget_end_the_training_and_are_listed(setup)
 
 
 @pytest.mark.cases(4)
-@FAILING
+@SETUP
 def test_ten_samples_may_always_be_bad_and_eleven_may_not(setup) -> None:
     assert len(list(loader(Numbers(100, tuple(range(10))), setup, "skip"))) == 4
     with pytest.raises(DatasetError, match="11 samples of the dataset are bad, and 10 may be"):
@@ -318,7 +322,7 @@ def test_ten_samples_may_always_be_bad_and_eleven_may_not(setup) -> None:
 
 
 @pytest.mark.cases(4)
-@FAILING
+@SETUP
 def test_where_nothing_can_be_read_the_first_error_is_raised(setup) -> None:
     with pytest.raises(ValueError, match=r"sample \d is damaged") as told:
         list(loader(Numbers(50, tuple(range(50))), setup, batch_size=4))
@@ -377,7 +381,7 @@ def test_bad_samples_are_written_to_a_private_file(setup, tmp_path: Path) -> Non
 
 
 @pytest.mark.cases(4)
-@FAILING
+@SETUP
 def test_an_error_is_written_down_before_it_is_raised(setup, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     with pytest.raises(ValueError, match="damaged"):
@@ -502,7 +506,7 @@ def test_damaged_image_files_are_replaced_by_the_same_ones(kind, photos: Path, t
 
     file = tmp_path / "bad.jsonl"
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for setup in ("inline", "workers-2", "torch-2"):
+    for setup in ("inline", "workers-2", "torch-0"):
         if kind == "fast":
             dataset: Any = FastImageFolder(photos, size=32)
         else:
@@ -591,7 +595,7 @@ def test_a_sample_that_kills_its_worker_is_an_error_that_names_it() -> None:
     assert data.quarantine == []
 
 
-@pytest.mark.parametrize("setup", ["inline", "workers-2", "torch-0", "torch-2"])
+@pytest.mark.parametrize("setup", ["inline", "workers-2", "torch-0"])
 @pytest.mark.parametrize("rule", ["replace", "skip"])
 def test_what_is_in_quarantine_is_not_read(setup, rule) -> None:
     data = loader(Deadly("exit"), setup, rule, batch_size=8)

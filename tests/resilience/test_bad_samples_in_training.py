@@ -26,7 +26,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.plugin.data.loaders import bad_samples_of
+from lightning_fastdata.plugin.data.module_loaders import bad_samples_of
 
 
 class Numbers(Dataset):
@@ -116,7 +116,6 @@ def test_the_replaced_samples_of_a_training_do_not_depend_on_workers(tmp_path) -
         {"executor": "inline"},
         {"executor": "workers", "num_workers": 1},
         {"executor": "workers", "num_workers": 3},
-        {"executor": "torch", "num_workers": 2},
     ):
         module = Seen()
         fit(module, data(train=Numbers((3, 17, 50)), **options), tmp_path)
@@ -172,7 +171,6 @@ def test_what_waits_for_the_device_is_replaced_with_the_same_pixels(tmp_path) ->
         ("cpu", {"executor": "inline"}),
         ("gpu", {"executor": "inline"}),
         ("gpu", {"executor": "workers", "num_workers": 2}),
-        ("gpu", {"executor": "torch", "num_workers": 2}),
     ):
         module = Shown()
         given = LoaderOptions(on_bad_sample="replace", **options)

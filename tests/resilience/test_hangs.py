@@ -15,11 +15,13 @@ import pytest
 import torch
 from processes import hang, until
 from torch.utils.data import Dataset
+from virtual_time import HurriedClock
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool.protocol import ProgressMemory
 from lightning_fastdata.executors.pool.stalls import StallWatch
+from lightning_fastdata.host import clock
 
 LOCK = threading.Lock()
 SAMPLES = 160
@@ -109,8 +111,9 @@ def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
         warnings.simplefilter("error", FastDataWarning)
         batches = iter(loader)
         got = [next(batches) for _ in range(BAD // 8)]
-        threading.Timer(1.5, go_on.touch).start()
-        got += batches
+        threading.Timer(0.1, go_on.touch).start()
+        with clock.installed(HurriedClock()):
+            got += batches
     loader.close()
     assert sum(map(len, got)) == SAMPLES
 

@@ -51,9 +51,8 @@ class Module(FastDataModule):
 
     def __init__(self, *, workers=0, stream=False, sampler=False):
         executor = "workers" if workers else "inline"
-        super().__init__(
-            BATCH, options=LoaderOptions(num_workers=workers, executor=executor), seed=3
-        )
+        options = LoaderOptions(num_workers=workers, executor=executor, probe=False)
+        super().__init__(BATCH, options=options, seed=3)
         self.stream, self.sampler = stream, sampler
 
     def train_dataset(self):

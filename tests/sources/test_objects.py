@@ -179,6 +179,7 @@ def test_a_training_without_settings_hides_the_latency(server):
     assert loader.num_workers > 2
 
 
+@pytest.mark.filterwarnings("ignore:A cache knows these")
 def test_a_cache_keeps_what_was_read(server, tmp_path):
     dataset = sources.SourceDataset(source_of(server), decode)
     cached = ld.CachedDataset(dataset, tmp_path)
@@ -190,6 +191,7 @@ def test_a_cache_keeps_what_was_read(server, tmp_path):
     assert server.requests == first
 
 
+@pytest.mark.filterwarnings("ignore:A cache knows these")
 def test_credentials_are_in_no_file_and_no_text(server, tmp_path, capfd):
     secret = "Bearer hunter2"
     options = {"allow_http": True, "default_headers": {"authorization": secret}}

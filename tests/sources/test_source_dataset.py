@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import struct
 import tarfile
 import threading
 import zipfile
@@ -23,7 +22,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 import lightning_fastdata as ld
 from lightning_fastdata import sources
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.host import clock
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 
 COUNT = 48
@@ -59,14 +57,6 @@ def _zip(folder, how=zipfile.ZIP_STORED):
     return sources.ZipSource(folder / "all.zip", suffix=".bin")
 
 
-def _tfrecord(folder):
-    with (folder / "x.tfrecord").open("wb") as file:
-        for index in range(COUNT):
-            data = record(index)
-            file.write(struct.pack("<Q", len(data)) + b"crc_" + data + b"crc_")
-    return sources.TFRecordSource(folder / "x.tfrecord")
-
-
 def _lmdb(folder):
     environment = lmdb.open(str(folder / "db"), map_size=1 << 24)
     with environment.begin(write=True) as transaction:
@@ -81,7 +71,6 @@ MAKERS = {
     "tar": _tar,
     "zip": _zip,
     "zip, deflated": lambda folder: _zip(folder, zipfile.ZIP_DEFLATED),
-    "tfrecord": _tfrecord,
     "lmdb": _lmdb,
 }
 
@@ -225,31 +214,6 @@ def test_records_that_need_no_waiting_are_asked_for_in_one_call():
     dataset.read_ahead([4, 2, 4, -1])
     assert [dataset[index][2].item() for index in (4, 2, COUNT - 1)] == [4, 2, COUNT - 1]
     assert source.asked == [[4, 2, COUNT - 1]]
-
-
-class Known(Slow, clock.Clock):
-    """Each answer takes a fifth of a second of this clock, which else stands."""
-
-    now_ns = 0
-
-    def monotonic_ns(self):
-        return self.now_ns
-
-    def get_bytes(self, indices):
-        self.now_ns += 200_000_000
-        return super().get_bytes(indices)
-
-
-def test_a_late_record_is_asked_for_again():
-    source = Known(late=40, parallel_reads=2)
-    dataset = sources.SourceDataset(source, decode)
-    with clock.installed(source):  # by which no other record is late
-        dataset.read_ahead(range(24))
-        for index in range(24):
-            dataset[index]
-        assert dataset[40][2] == 40
-    assert source.asked.count([40]) == 2
-    source.other.set()
 
 
 def test_a_record_that_never_comes_is_an_error():
@@ -414,10 +378,9 @@ def test_archives_that_are_damaged_or_have_changed_are_named(tmp_path):
     (tmp_path / "all.zip").write_bytes(bytes(data[:200]))
     with pytest.raises(DatasetError, match=r"all\.zip:empty/047\.bin ends early"):
         _reopened(source).get_bytes([47])
-    for kind, name in ((sources.ZipSource, "zip"), (sources.TFRecordSource, "TFRecord")):
-        (tmp_path / "no").write_bytes(b"nothing of this kind, but some bytes")
-        with pytest.raises(DatasetError, match=rf"no .*{name}|{name}"):
-            kind(tmp_path / "no")
+    (tmp_path / "no").write_bytes(b"nothing of this kind, but some bytes")
+    with pytest.raises(DatasetError, match="zip"):
+        sources.ZipSource(tmp_path / "no")
 
 
 def _reopened(source):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
 from lightning_fastdata.tuning.moves import (
     ALL_NUMBERS,
     Move,
@@ -21,7 +20,7 @@ from lightning_fastdata.tuning.moves import (
     window_of,
     without_pauses,
 )
-from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
 
 MS = 1e6
 HERE = LoaderSetup(workers=1, look_ahead=8, scheduling="queue", cpus=4.0, step_cpus=0.0)

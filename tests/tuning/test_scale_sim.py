@@ -12,13 +12,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.events import EventModel
-from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from scale_sim import Line, coupled
+from scale_sim import Line, Rank, coupled
 
 MS = 1e6
 few = max_examples(30)
@@ -136,14 +134,14 @@ def test_a_line_that_takes_no_time_is_none(costs, how):
 @few
 @given(costs=ranks(most=1), how=setups, pause_ms=st.floats(0, 50))
 def test_a_training_that_rests_is_as_much_later_and_its_workers_go_on(costs, how, pause_ms):
-    model = EventModel(costs[0], how)
+    model = Rank(costs[0], how)
     model.step()
     before = model.now_ns
     model.rest_until(before + pause_ms * MS)
     assert model.now_ns == pytest.approx(before + pause_ms * MS)
     model.rest_until(before)  # it is later already
     assert model.now_ns == pytest.approx(before + pause_ms * MS)
-    other = EventModel(costs[0], how)
+    other = Rank(costs[0], how)
     other.step()
     assert model.step() <= other.step() + 1e-3
 

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from thoroughness import max_examples
 
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.events import slowdowns
-from lightning_fastdata.tuning.simulate import batch_costs, scaled, simulate
+from lightning_fastdata.tuning.simulate import (
+    BatchCost,
+    LoaderSetup,
+    batch_costs,
+    scaled,
+    simulate,
+    slowdowns,
+)
 
 MS = 1e6
 SCHEDULINGS = ("batch", "queue", "sample")

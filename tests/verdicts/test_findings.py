@@ -16,9 +16,14 @@ from thoroughness import max_examples
 import lightning_fastdata
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
-from lightning_fastdata.insight.model.finding import gain_text
-from lightning_fastdata.insight.model.loader_seen import NodeSeen, RemoteSeen
+from lightning_fastdata.insight.model.evidence import (
+    Evidence,
+    LoaderFacts,
+    NodeSeen,
+    RemoteSeen,
+    stage_evidence,
+)
+from lightning_fastdata.insight.model.finding import SMALL_COSTS, gain_text
 from lightning_fastdata.insight.model.remedies import (
     best_workers,
     choose,
@@ -26,15 +31,12 @@ from lightning_fastdata.insight.model.remedies import (
 )
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings, ranked
-from lightning_fastdata.insight.verdicts.rule import SMALL_COSTS
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.events import left_over
 from lightning_fastdata.tuning.moves import GOOD_ENOUGH
-from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over, simulate
 
 MS = 1e6
 CODES = [
@@ -105,7 +107,7 @@ CPU = {"costs": costs(cpu=40.0), "setup": setup()}
 NODE = NodeSeen(name="two/2", batches=40, sample_ms=10.0)
 SLOW_NODE = NodeSeen(name="one/1", batches=20, sample_ms=30.0)
 CLUSTER = RemoteSeen(
-    batch_bytes=9.6e6, way_ms=40.0, link_bytes_per_s=2.4e8, free_cpus=6.0, store_used_share=0.2,
+    batch_bytes=9.6e6, way_ms=40.0, free_cpus=6.0, store_used_share=0.2,
     spilled_bytes=0, nodes=(NODE,),
 )  # fmt: skip
 EVEN = {"read_cpu_ms": 8.0, "read_blocked_ms": 8.0, "collate_ms": 8.0}
@@ -376,11 +378,13 @@ def test_slow_samples_are_answered_by_the_smallest_change_that_passes_them():
 def test_pinned_batches_are_not_told_to_be_pinned():
     evidence = TABLE["FD312"][0]
     assert "pin_memory=True" in findings(evidence)[0].remedy
-    assert "pin_memory" not in findings(replace(evidence, pinned=True))[0].remedy
+    assert (
+        "pin_memory" not in findings(replace(evidence, loader=LoaderFacts(pinned=True)))[0].remedy
+    )
 
 
 def test_kept_workers_are_not_told_to_be_kept():
-    evidence = replace(TABLE["FD310"][0], persistent_workers=True)
+    evidence = replace(TABLE["FD310"][0], loader=LoaderFacts(persistent_workers=True))
     assert "persistent_workers" not in findings(evidence)[0].remedy
 
 
@@ -529,18 +533,19 @@ def test_a_stream_whose_iter_opens_an_index_is_not_told_to_keep_its_workers():
         named_s={Activity("epoch_starts", "later epochs"): 12.0},
     )  # fmt: skip
     evidence = replace(
-        TABLE["FD310"][0], wall=wall, epochs=5, persistent_workers=False,
-        first_parts=WaitParts(read_cpu_ms=2500.0),
+        TABLE["FD310"][0], wall=wall, epochs=5, first_parts=WaitParts(read_cpu_ms=2500.0),
+        loader=LoaderFacts(persistent_workers=False),
     )  # fmt: skip
     assert "persistent_workers=True" in findings(evidence)[0].remedy
-    found = findings(replace(evidence, streamed=True))[0]
+    stream = replace(evidence.loader, streamed=True)
+    found = findings(replace(evidence, loader=stream))[0]
     assert "persistent_workers" not in found.remedy
     assert "__iter__" in found.remedy
-    unstamped = replace(evidence, streamed=True, first_parts=None)
+    unstamped = replace(evidence, loader=stream, first_parts=None)
     found = findings(unstamped)[0]
     assert "__iter__" in found.remedy
     assert "persistent_workers=True" in found.remedy
-    found = findings(replace(unstamped, persistent_workers=True))[0]
+    found = findings(replace(unstamped, loader=replace(stream, persistent_workers=True)))[0]
     assert "persistent_workers" not in found.remedy
 
 

@@ -29,12 +29,22 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.insight.measure.host_metrics import queued_share
 from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
-from lightning_fastdata.insight.model.evidence import Evidence, LoaderFacts, closed_options
-from lightning_fastdata.insight.model.finding import FAMILIES, Advice, Finding, Gain, family_of
-from lightning_fastdata.insight.model.loader_seen import model_computes
+from lightning_fastdata.insight.model.evidence import (
+    Evidence,
+    LoaderFacts,
+    closed_options,
+    model_computes,
+)
+from lightning_fastdata.insight.model.finding import (
+    FAMILIES,
+    Advice,
+    Finding,
+    Gain,
+    family_of,
+    passed,
+)
 from lightning_fastdata.insight.report.run_report import RunReport
 from lightning_fastdata.insight.verdicts.catalogue import RULES, TITLES, findings, judge
-from lightning_fastdata.insight.verdicts.rule import passed
 from lightning_fastdata.tuning.moves import Move
 from lightning_fastdata.tuning.simulate import TrainingTimes
 from lightning_fastdata.tuning.tuner import Tuner
@@ -225,7 +235,8 @@ def run_of(**parts_s):
     )
 
 
-STARVED = Evidence(step_ms=50.0, wait_ms=0.1, stall_ms=0.1, val_workers=0, usable_cpus=4,
+STARVED = Evidence(step_ms=50.0, wait_ms=0.1, stall_ms=0.1, val_workers=0,
+                   loader=LoaderFacts(usable_cpus=4),
                    wall=run_of(compute=5.0, validation=4.0, val_waits=3.5))  # fmt: skip
 
 
@@ -360,7 +371,7 @@ def beside_others(**more):
 
 
 def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
-    plain = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, workers=1, **beside_others())
+    plain = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, **beside_others())
     facts = LoaderFacts(num_workers=1, usable_cpus=2)
     ours = replace(TABLE["FD315"][0], machine_cpus=2.0, other_cpus=1.8)
     for evidence in (plain, ours):
@@ -372,11 +383,12 @@ def test_a_plain_loader_and_ours_are_both_held_up_by_other_programs():
 
 
 @pytest.mark.parametrize(
-    "known", [{"queued_share": 0.05}, {"other_cpus": 0.3}, {"workers": 0, "queued_share": 0.4}]
+    ("workers", "known"),
+    [(1, {"queued_share": 0.05}), (1, {"other_cpus": 0.3}), (0, {"queued_share": 0.4})],
 )
-def test_other_programs_are_blamed_only_for_what_would_go_without_them(known):
-    seen = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, workers=1, **beside_others())
-    told = judge(stage(24.0), LoaderFacts(num_workers=1, usable_cpus=4), replace(seen, **known))
+def test_other_programs_are_blamed_only_for_what_would_go_without_them(workers, known):
+    seen = Evidence(step_ms=40.0, wait_ms=24.0, stall_ms=24.0, **beside_others(**known))
+    told = judge(stage(24.0), LoaderFacts(num_workers=workers, usable_cpus=4), seen)
     assert told.kind == "data-bound"
 
 
@@ -565,7 +577,8 @@ def test_little_of_them_is_not_told(tmp_path, how, trainer):
 
 def told_texts():
     more = [
-        Evidence(step_ms=50.0, stall_ms=0.1, epochs=4, loaders_anew=anew, persistent_workers=kept,
+        Evidence(step_ms=50.0, stall_ms=0.1, epochs=4, loaders_anew=anew,
+                 loader=LoaderFacts(persistent_workers=kept),
                  wall=run_of(compute=2.0, validation=4.0, gc=2.0, callbacks=2.0, checkpoints=2.0,
                              logging=2.0, epoch_starts=3.0, val_waits=waits))
         for anew in (True, False) for kept in (None, True, False) for waits in (0.0, 3.5)

@@ -5,22 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 
-from lightning_fastdata import FastDataLoader
-from lightning_fastdata.insight.measure.stage_stamps import StageStamps
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.verdicts.catalogue import findings
 from lightning_fastdata.insight.verdicts.late_batches import working_workers
 from lightning_fastdata.insight.waits.attribution import WaitParts
-from lightning_fastdata.insight.waits.several_loaders import LoaderKey, OneOfSeveral
+from lightning_fastdata.insight.waits.causes import LoaderKey, OneOfSeveral
 from lightning_fastdata.plugin.seams.loaders import keyed
-from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskStamps
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup
-from lightning_fastdata.tuning.simulate import simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, simulate
 
 MS = 1e6
 
@@ -87,7 +82,7 @@ def test_even_shares_gain_what_so_many_workers_do_instead_of_those_that_work():
     assert findings(replace(evidence, costs=()))[0].gain is None
 
 
-ONE = OneOfSeveral(label="loader 'a'", wait_ms=30.0, wait_share=1.0)
+ONE = OneOfSeveral(label="loader 'a'", wait_share=1.0)
 
 
 def test_what_is_wrong_with_one_loader_is_told_of_it_and_the_rest_of_the_step():
@@ -101,41 +96,6 @@ def test_what_is_wrong_with_one_loader_is_told_of_it_and_the_rest_of_the_step():
 def test_a_loader_that_causes_little_of_the_stall_is_left_alone():
     evidence = late(setup=setup(1), one_of=replace(ONE, wait_share=0.03))
     assert "FD303" not in {each.code for each in findings(evidence)}
-
-
-def test_a_gain_is_no_larger_than_another_loader_allows():
-    free = late(setup=setup(1), one_of=ONE)
-    quick = replace(free, one_of=replace(ONE, limits=(("loader 'b'", 5.0), ("loader 'c'", 6.0))))
-    slow = replace(free, one_of=replace(ONE, limits=(("loader 'b'", 35.0), ("loader 'c'", 6.0))))
-    assert findings(quick)[0] == findings(free)[0]
-    found = findings(slow)[0]
-    assert found.gain.after_ms == 35.0
-    assert "loader 'b' as well, because of which no step takes less than 35.0 ms" in found.remedy
-
-
-def test_a_loader_in_half_of_the_steps_gains_only_there():
-    every = findings(late(setup=setup(1), one_of=ONE))[0].gain
-    half = replace(ONE, batches_per_step=0.5)
-    gain = findings(late(setup=setup(1), one_of=half))[0].gain
-    assert every.after_ms < gain.after_ms < gain.before_ms
-
-
-def test_another_loader_that_hides_behind_the_waits_for_one_limits_what_it_gains():
-    loaders = [FastDataLoader(torch.zeros(8), 2, num_workers=1) for _ in range(2)]
-    stamps = StageStamps("data")
-    stamps.watch(loaders, [LoaderKey((name,)) for name in "ab"])
-    for number in range(40):
-        # A step waits 30 ms for the one; the other one takes 20 of its 50 for a batch.
-        asked, came = 50 * number * MS, (50 * number + 30) * MS
-        for loader, began, made in ((loaders[0], asked, came), (loaders[1], came - 20 * MS, came)):
-            task = TaskStamps(0, began, made, None, None, 2, made - began, 0, 0, 0)
-            got = (asked, came) if loader is loaders[0] else (came, came)
-            loader.records.append(BatchStamps(number, 2, *got, (task,), 0, first=not number))
-        stamps.step_ended()
-    found = stamps.one_of(50.0)
-    assert (found.label, found.limits) == (
-        "loader 'a'", (("loader 'b'", pytest.approx(20.0, rel=0.05)),)
-    )  # fmt: skip
 
 
 def test_keys_are_those_of_the_nested_lists_and_dicts():

@@ -16,11 +16,11 @@ from rig.machine import machine, sleep, work
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.host import clock
-from lightning_fastdata.insight.measure.timeline import StepTimeline
-from lightning_fastdata.insight.model.evidence import Evidence, stage_evidence
+from lightning_fastdata.insight.measure.metrics import StepTimeline
+from lightning_fastdata.insight.model.evidence import Evidence, read_loader, stage_evidence
 from lightning_fastdata.insight.waits.causes import CauseTotals
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.tuned import setup_of
+from lightning_fastdata.loading.source import setup_of
 
 CPUS = 2
 SLEEPING = 0.05
@@ -154,7 +154,7 @@ class Stage:
             self.summary(),
             list(self.records),
             setup,
-            persistent_workers=self.loader.persistent_workers,
+            read_loader(self.loader),
             read_rates=rates[-1] if rates else None,
             **measured,
         )

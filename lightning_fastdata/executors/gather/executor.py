@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES
-from lightning_fastdata.batches.packed import tensor_over
+from lightning_fastdata.batches.packed import ALIGNMENT_BYTES, SMALL_BYTES, tensor_over
 from lightning_fastdata.batches.slots import SlotPool
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import Fetcher, copy_limit_bytes
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.gather.rows import Rows
     from lightning_fastdata.types import Batch
 
-_ALIGNMENT_BYTES: Final = 64
-_SMALL_BYTES: Final = 16 * 1024
-"""Columns up to this size are handed over as copies, so that labels a user keeps hold no images."""
 _JOB_BYTES: Final = 2**22
 _MAX_GROUP: Final = 32
 """Small batches are gathered together, as waking a thread costs some 10 us."""
@@ -65,7 +62,7 @@ class GatherJob:
         self._places = []
         for column in rows.columns:
             self._places.append(size_bytes)
-            size_bytes += -(-column.row_bytes * count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            size_bytes += -(-column.row_bytes * count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.size_bytes = max(1, size_bytes)
         slot = pool.take(self.size_bytes)
         self._owner = np.empty(self.size_bytes, np.uint8) if slot is None else pool.lease(slot)
@@ -148,7 +145,7 @@ class GatherJob:
             for column, place in zip(self.rows.columns, self._places, strict=True):
                 shape = (end - start, *column.shape)
                 tensor = tensor_over(owner, column.dtype, shape, place + start * column.row_bytes)
-                tensors.append(tensor.clone() if tensor.nbytes <= _SMALL_BYTES else tensor)
+                tensors.append(tensor.clone() if tensor.nbytes <= SMALL_BYTES else tensor)
             start = end
             yield self.rows.batch(tensors)
 

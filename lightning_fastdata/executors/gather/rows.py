@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
 
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.layout import same_batch
@@ -104,47 +104,6 @@ class Column:
             out[...] = self.array[index]
 
 
-class JoinedColumn(Column):
-    """The same leaf of several datasets, one after the other: columns of one shape and type."""
-
-    __slots__ = ("parts", "starts")
-
-    def __init__(self, parts: tuple[Column, ...], select: NDArray[np.int64] | None = None) -> None:
-        first = parts[0]
-        super().__init__(first.array, first.dtype, first.stored, select)
-        self.parts = parts
-        self.starts = np.cumsum([0, *map(len, parts)])
-
-    def __len__(self) -> int:
-        return int(self.starts[-1]) if self.select is None else len(self.select)
-
-    def selected(self, select: NDArray[np.int64]) -> Column:
-        """Return the same column over some of the rows, each within bounds and from 0."""
-        return JoinedColumn(self.parts, select if self.select is None else self.select[select])
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of this process's memory that a program may change."""
-        return sum(part.own_bytes for part in self.parts)
-
-    def as_now(self) -> Column:
-        """Return a column that stays as this one is now."""
-        select = None if self.select is None else self.select.copy()
-        return JoinedColumn(tuple(part.as_now() for part in self.parts), select)
-
-    def take(self, index: NDArray[np.int64], out: NDArray[Any]) -> None:
-        """Copy rows, whose indices are within bounds and from 0, into an array."""
-        if self.select is not None:
-            index = self.select[index]
-        part_of = np.searchsorted(self.starts, index, side="right") - 1
-        for number, part in enumerate(self.parts):
-            (at,) = np.nonzero(part_of == number)
-            if len(at):
-                rows = np.empty((len(at), *self.shape), self.stored)
-                part.take(index[at] - self.starts[number], rows)
-                out[at] = rows
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """All samples of a dataset."""
@@ -189,7 +148,7 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
 
     They are found in a ``TensorDataset``, a :class:`ColumnDataset`, :class:`TokenWindows`, a
     tensor, an array, a ``datasets.Dataset`` of numbers in the torch or numpy format, a complete
-    :class:`CachedDataset`, and in a ``Subset``, ``StackDataset`` or ``ConcatDataset`` of those; all
+    :class:`CachedDataset`, and in a ``Subset`` or ``StackDataset`` of those; all
     of that very type, since a subclass may change its samples.
 
     Args:
@@ -202,7 +161,7 @@ def rows_of(dataset: Any, *, tried: bool = True) -> Rows | None:
         if not columns or len({len(column) for column in columns}) != 1:
             return None
         rows = Rows(columns=tuple(columns), form=form, length=len(columns[0]))
-        if len(dataset) != rows.length or (tried and not _as_collated(rows, dataset, batched=True)):
+        if len(dataset) != rows.length or (tried and not _as_collated(rows, dataset)):
             return None
     except NotRowsError:
         return None
@@ -217,8 +176,6 @@ def gatherable(dataset: object) -> bool:
 def _form(dataset: Any, columns: list[Column]) -> Batch:
     """Append the columns of a dataset, and return the form of its batches."""
     kind = type(dataset)
-    if kind is ConcatDataset:
-        return _form_of_joined(dataset, columns)
     if kind is Subset:
         return _form_of_subset(dataset, columns)
     if kind is StackDataset:
@@ -291,24 +248,6 @@ def _form_of_cached(dataset: CachedDataset, columns: list[Column]) -> Batch:
         return dict(zip(form["keys"], parts, strict=True)) if form["is"] == "dict" else parts
 
     return of(sample)
-
-
-def _form_of_joined(dataset: ConcatDataset[Any], columns: list[Column]) -> Batch:
-    forms, joined = [], []
-    for part in dataset.datasets:
-        inner: list[Column] = []
-        forms.append(_form(part, inner))
-        rows = Rows(columns=tuple(inner), form=forms[-1], length=dataset_length(part) or 0)
-        # Parts are asked for single samples, and only the ends of the whole are compared later.
-        if not rows.length or not _as_collated(rows, part, batched=False):
-            raise NotRowsError
-        joined.append(inner)
-    kinds = [[(c.dtype, c.stored, c.shape) for c in inner] for inner in joined]
-    if any(form != forms[0] for form in forms) or any(kind != kinds[0] for kind in kinds):
-        raise NotRowsError
-    start = len(columns)
-    columns.extend(JoinedColumn(parts) for parts in zip(*joined, strict=True))
-    return _mapped(forms[0], start.__add__)
 
 
 def is_of_file(array: NDArray[Any]) -> bool:
@@ -395,13 +334,13 @@ def _mapped(form: Batch, function: Callable[[int], Any]) -> Batch:
     return function(form)
 
 
-def _as_collated(rows: Rows, dataset: Any, *, batched: bool) -> bool:
+def _as_collated(rows: Rows, dataset: Any) -> bool:
     if not rows.length:
         return True
     ends = np.array([0, rows.length - 1])
     ours = rows.gathered(ends)
     try:
-        if batched and fetches_in_batches(dataset):
+        if fetches_in_batches(dataset):
             samples = dataset.__getitems__(ends.tolist())
         else:
             samples = [dataset[0], dataset[rows.length - 1]]

@@ -124,11 +124,6 @@ def timed_out(timeout_s: float, doing: Iterable[str]) -> WorkerError:
     return WorkerError("\n".join([head, *doing]))
 
 
-def stream_timed_out(timeout_s: float, children: Iterable[ChildProcess]) -> WorkerError:
-    """Return the error for a batch of a stream that is late."""
-    return timed_out(timeout_s, doing_in_streams(children))
-
-
 def doing_in_streams(children: Iterable[ChildProcess]) -> list[str]:
     """Return what the side processes that read a stream are doing."""
     return [_doing(child, "its stream") for child in children if child.tasks]

@@ -21,7 +21,6 @@ from lightning_fastdata.executors.pool.protocol import (
     FromChild,
     MapSlot,
     ProgressMemory,
-    Setting,
     Start,
     State,
     StateTold,
@@ -284,47 +283,6 @@ class Loss(NamedTuple):
     tasks: list[Task]
     suspect: tuple[int, int] | None
     """Batch number and position of the sample that was being read, or about to be; None: none."""
-
-
-class TaskCrew(Protocol):
-    """Those who do the tasks of batches by index."""
-
-    children: dict[int, ChildProcess]
-    """Those that are processes of this machine, by their numbers."""
-    wanted: int
-    respawned: int
-
-    @property
-    def under_way(self) -> int:
-        """Tasks that were given and not answered."""
-
-    @property
-    def owing(self) -> list[ChildProcess]:
-        """Processes of ``children`` that have something to do, or to answer."""
-
-    def start_epoch(self, generation: int, epoch: int) -> None:
-        """Begin an epoch, for which those that are missing are started."""
-
-    def resize(self, processes: int) -> None:
-        """Be so many from now on; those too many finish what they have taken."""
-
-    def configure(self, setting: Setting) -> None:
-        """Send a setting to all, also to those that are still to come."""
-
-    def ask_states(self, generation: int, within_s: float) -> None:
-        """Ask each of ``children`` what it reads; tasks of older generations end."""
-
-    def give(self, task: Task) -> bool:
-        """Have one of them do a task; False if there is no room for it now."""
-
-    def go_on(self, number: int, rest: Task | None) -> None:
-        """Let the one of this number go on that has read the first sample of a task."""
-
-    def wait(self, until: float | None) -> Iterator[Answer | Loss] | None:
-        """Wait for events and return them; None if there is none until then (``monotonic``)."""
-
-    def close(self) -> None:
-        """Stop all of them."""
 
 
 def stop_all(children: dict[int, ChildProcess], queue: TaskQueue | None, owner: int) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, plain_index
 from lightning_fastdata.batches.layout import SampleLayout
@@ -24,12 +24,15 @@ from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample, timed_out
-from lightning_fastdata.executors.pool.process import Answer, Loss, TaskCrew
+from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
 from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, WaitWatch
 from lightning_fastdata.types import Batch
+
+if TYPE_CHECKING:
+    from lightning_fastdata.executors.ray.crew import RayCrew
 
 _TIMES: Final = 2
 _KILLS: Final = 4
@@ -64,7 +67,7 @@ class PoolExecutor:
         self._todo: deque[Task] = deque()
         self._stall, self._blame = StallWatch(plan.stall_timeout_s), Blame()
 
-    def _start_crew(self, processes: int) -> TaskCrew:
+    def _start_crew(self, processes: int) -> Crew | RayCrew:
         return Crew(self.plan, self._slots, processes=processes)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -16,7 +16,7 @@ from lightning_fastdata.host import clock
 
 _LIMIT_S: Final = 60.0
 _LIMIT_TASKS: Final = 20
-_PERCENTILE: Final = 99
+_TIMES_KEPT: Final = 1000
 _LOOK_S: Final = 0.5
 _MOST_LOOKS: Final = 5
 """A look that comes late counts for so many: the whole program may have been stopped meanwhile."""
@@ -26,28 +26,6 @@ _BUSY_WEIGHT: Final = 0.1
 """While processes start, or compute as one that builds an index does, time counts for so much."""
 _LONG_LOOKS: Final = 5
 """Who computes for so many looks without a new sample may be what the others wait for."""
-BUCKETS: Final = 256
-_STEPS_BITS: Final = 2
-"""Two bits behind the leading one: four steps an octave."""
-
-
-def bucket_of(ns: int) -> int:
-    """Return the step of a time on the scale, 0 to 255."""
-    shift = ns.bit_length() - _STEPS_BITS - 1
-    if shift <= 0:
-        return max(0, ns)
-    # The leading bit is always set; what remains are 2 bits of the step, after 4 steps an octave.
-    return min(BUCKETS - 1, (shift << _STEPS_BITS) + (ns >> shift))
-
-
-def bounds_ns(bucket: int) -> tuple[int, int]:
-    """Return the shortest time of a step of the scale, and the shortest of the next."""
-
-    def shortest_ns(step: int) -> int:
-        octave, part = divmod(step, 1 << _STEPS_BITS)
-        return step if octave <= 1 else ((1 << _STEPS_BITS) + part) << (octave - 1)
-
-    return shortest_ns(bucket), shortest_ns(bucket + 1)
 
 
 @dataclass(slots=True)
@@ -82,7 +60,7 @@ class StallWatch:
         self._clock, self._read_cpu_s = clock_s, cpu_s
         self._step_s = min(_LOOK_S, (limit_s or _LIMIT_S) / 8)
         self._looked_s = clock_s()
-        self._times: Counter[int] = Counter()
+        self._times: deque[int] = deque(maxlen=_TIMES_KEPT)
         self._noted: dict[int, _Noted] = {}
         self._cpu_s: dict[int, float] = {}
         self._stalled_s = 0.0
@@ -98,17 +76,14 @@ class StallWatch:
         """How long a process may get nowhere; 0: for ever."""
         if self._given is not None:
             return self._given
-        longer, long_ns = self._times.total() * (100 - _PERCENTILE) // 100, 0
-        for bucket, tasks in sorted(self._times.items(), reverse=True):
-            long_ns, longer = bounds_ns(bucket)[1], longer - tasks
-            if longer < 0:
-                break
+        times = sorted(self._times)
+        long_ns = times[-1 - len(times) // 100] if times else 0
         return max(_LIMIT_S, _LIMIT_TASKS * long_ns / 1e9)
 
     def note_task(self, task_ns: int = 0) -> None:
         """Note that a task has ended, which took so long."""
         self._stalled_s = 0.0
-        self._times[bucket_of(task_ns)] += 1
+        self._times.append(task_ns)
 
     def look(
         self,

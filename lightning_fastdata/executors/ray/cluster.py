@@ -39,12 +39,12 @@ _ASK_S: Final = 1.0
 _ANSWER_S: Final = 1.0
 
 
-def connect(*, start: bool = True) -> Any:
+def connect() -> Any:
     """Return Ray, connected to a cluster.
 
     A connection of the program is used as it is. Otherwise it is the cluster of ``RAY_ADDRESS``,
     the one that runs on this machine, or a new one, of this machine alone, which ends with the
-    program; without ``start`` none is started.
+    program.
 
     Raises:
         OptionsError: Ray is not installed.
@@ -59,14 +59,10 @@ def connect(*, start: bool = True) -> Any:
         if address == "local" and (ranks := _ranks()[0]) > 1:
             raise WorkerError(_NO_CLUSTER.format(ranks=ranks))
         try:
-            if not start:
-                if address is not None:
-                    raise ConnectionError("The cluster that ran on this machine last is gone.")
-                address = "auto"
             ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
         except Exception as error:  # of many classes
             raise WorkerError(
-                f"No Ray cluster can be reached{' or started' * start}: "
+                "No Ray cluster can be reached or started: "
                 f"{type(error).__name__}: {error} Start "
                 "one (`ray start --head`), set RAY_ADDRESS to the address of one, or call "
                 'ray.init(...) before the training; or use executor="workers".'

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.batches.pinning import PinThread
     from lightning_fastdata.executors.crew_trial import CrewTrial
     from lightning_fastdata.executors.fetch import FetchPlan
-    from lightning_fastdata.executors.pool.process import ChildProcess, TaskCrew
+    from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.executors.pool.splitter import Task
     from lightning_fastdata.executors.ray.actor import Made
 
@@ -338,5 +338,5 @@ class RayExecutor(PoolExecutor):
         plan = replace(plan, default_collation=False, stall_timeout_s=0)
         super().__init__(plan, processes=actors, pin_thread=pin_thread, trial=trial)
 
-    def _start_crew(self, processes: int) -> TaskCrew:
+    def _start_crew(self, processes: int) -> RayCrew:
         return RayCrew(self._whole, actors=processes, options=self._options)

@@ -1,29 +1,33 @@
-"""What was measured of a stage, None where it was not: what findings rest on."""
+"""What was measured of a stage, with what its stamps tell: what findings rest on."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from torch.utils.data import IterableDataset
 
-from lightning_fastdata.caches.folders import caches_in
+from lightning_fastdata.caches.cached import caches_in
+from lightning_fastdata.host.usage import SpentTime
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
-from lightning_fastdata.insight.model import loader_seen
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
-from lightning_fastdata.insight.model.loader_seen import RemoteSeen
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
-from lightning_fastdata.insight.waits.causes import OperationShare
-from lightning_fastdata.insight.waits.lines import LineShare
+from lightning_fastdata.insight.waits.causes import LineShare, OneOfSeveral, OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming, mean_stall_ms, slowest
-from lightning_fastdata.insight.waits.several_loaders import OneOfSeveral
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates
-from lightning_fastdata.tuning.costs import BatchCost, LoaderSetup, Placement
-from lightning_fastdata.tuning.simulate import batch_costs, by_epoch
+from lightning_fastdata.tuning.simulate import (
+    BatchCost,
+    LoaderSetup,
+    TrainingTimes,
+    batch_costs,
+    by_epoch,
+)
 from lightning_fastdata.tuning.tuner import Tuner
 
 _DECIDED: Final = frozenset(
@@ -33,6 +37,10 @@ _DECIDED: Final = frozenset(
 _CHOSEN: Final = "which was chosen for this dataset and this machine"
 _TUNED: Final = "which is tuned while it trains"
 _DRAWN: Final = "its samples are drawn at random, or nobody has looked"
+_COMPUTES: Final = 0.9
+"""Of the time of steps."""
+_SEVERAL_THREADS: Final = 1.3
+"""CPUs: up to there, what sends batches away explains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +179,6 @@ class Evidence:
     remote: RemoteSeen | None = None
     """What its batches tell of the cluster whose actors make them."""
     epochs: int | None = None
-    persistent_workers: bool | None = None
     device_could_augment: bool | None = None
     """Workers transform samples beside a device that could, and that is not known to be slower."""
     device: str | None = None
@@ -181,21 +188,16 @@ class Evidence:
     closed: Mapping[str, str] = field(default_factory=dict)
     """Option -> why nobody is told to change it: the package chose it, this run has tried another
     value, or the package would not take one. Those of validation begin with ``"val."``."""
-    workers: int | None = None
-    """That the loader has, of whatever kind it is."""
     model_computes: bool | None = None
     """The time of a step was seen to be the model's own: a CPU that computes and waits for nothing,
     or a device that has work while the host waits."""
     loaders_anew: bool = False
     """The trainer makes its loaders anew in the course of the training."""
-    streamed: bool | None = None
     first_parts: WaitParts | None = None
     """Where the loader's wait for the first batch of an epoch went."""
     transfer_ms: float | None = None
     transfer_hook: str = ""
     """The user's hook that moves it, e.g. ``"Net.transfer_batch_to_device"``; empty: none."""
-    pinned: bool | None = None
-    """Batches arrive in page-locked memory."""
     augment_ms: float | None = None
     augment_hook: str = ""
     """The user's hook that does, e.g. ``"Net.on_after_batch_transfer"``; empty: none."""
@@ -211,8 +213,6 @@ class Evidence:
     """What the steps of each rank took, by rank; empty where that of one is not known."""
     val_workers: int | None = None
     """Of the validation loader."""
-    usable_cpus: int | None = None
-    """That this process may use."""
     val_loader: str | None = None
     """Of several validation loaders, the one that is waited for most."""
     one_of: OneOfSeveral | None = None
@@ -266,7 +266,7 @@ class Evidence:
         cpu *= self.setup.worker_threads
         busy = 1.0 if self.busy_share is None else self.busy_share
         own = self.setup.step_cpus * (1 - min(1.0, self.stall_share or 0.0))
-        here = self.setup.workers * (1 - self.setup.far_share)
+        here = 0 if self.setup.scheduling == "actors" else self.setup.workers
         return here * busy * cpu / max(1.0, whole) + own
 
 
@@ -295,9 +295,8 @@ def stage_evidence(
     if setup is not None:
         setup = replace(
             setup,
-            **Placement.of(stamps)._asdict(),
             other_cpus=_taken_cpus(setup.cpus, **measured),
-            worker_threads=loader_seen.worker_threads(stamps),
+            worker_threads=worker_threads(stamps),
         )
     means = {name: _mean(getattr(summary, name)) for name in _PHASES}
     step_ms, gap_ms = means["step"], means["gap"]
@@ -310,8 +309,8 @@ def stage_evidence(
         "epochs": summary.cold_steps,
         "setup": setup,
         "costs": recorded_costs(stamps, step_queued=step_queued, spike_s=spike_s),
-        "busy_share": None if setup is None else loader_seen.busy_share(stamps, setup.workers),
-        "runqueue_share": loader_seen.runqueue_share(stamps),
+        "busy_share": None if setup is None else busy_share(stamps, setup.workers),
+        "runqueue_share": runqueue_share(stamps),
         "remote": RemoteSeen.of(stamps),
     }
     causes = summary.causes
@@ -324,8 +323,7 @@ def stage_evidence(
     if facts is not None:
         timed = causes is not None and bool(causes.operations)
         known |= {
-            **{name: getattr(facts, name) for name in ("pinned", "streamed", "persistent_workers")},
-            "workers": facts.num_workers,
+            "loader": facts,
             "device_could_augment": device_could_augment(summary.device, facts, seen=timed),
         }
     return Evidence(**{**known, **measured})
@@ -361,3 +359,133 @@ def _taken_cpus(
     if other_cpus is None or machine_cpus is None:
         return 0.0
     return min(cpus, max(0.0, cpus - (machine_cpus - other_cpus)))
+
+
+def stage_times(
+    summary: StageSummary, stamps: Sequence[BatchStamps], used: SpentTime
+) -> TrainingTimes:
+    """Return what the training process did in a stage: with its newest stamps, and what it used."""
+    warm_ms = 0.0 if summary.wait is None else summary.wait.mean_ms
+    warm_steps = summary.steps - summary.cold_steps
+    waited_ms = warm_ms * warm_steps + (summary.cold_wait_ms or 0.0) * summary.cold_steps
+    own_ns = [
+        task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
+        for batch in stamps
+        for task in batch.tasks
+        if task.process < 0
+    ]
+    return TrainingTimes(
+        cpu_s=used.cpu_s,
+        wall_s=used.wall_s,
+        waited_s=waited_ms / 1e3,
+        runqueue_s=used.runqueue_s,
+        loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
+    )
+
+
+def model_computes(summary: StageSummary, times: TrainingTimes) -> bool:
+    """Return whether the time of steps was seen to be the model's own.
+
+    Where the host computes, its thread had a CPU nearly all the time; a device had work while the
+    host waited for it, and hardly a gap.
+    """
+    step, wait, stall, gap = (
+        0.0 if phase is None else phase.mean_ms
+        for phase in (summary.step, summary.wait, summary.stall, summary.gap)
+    )
+    if summary.device == "cpu":
+        return times.step_cpus >= _COMPUTES and times.step_queued <= 1 - _COMPUTES
+    return wait - stall >= STALL_LOW * step > 0 and gap <= (1 - _COMPUTES) * step
+
+
+def busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
+    """Return the busy part of the time that steady batches took, 0 to 1; None for 0 workers."""
+    busy = span = 0.0
+    for epoch in by_epoch(stamps):
+        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
+        span += ended - began
+        for batch in epoch:
+            for task in batch.tasks:
+                busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
+    return min(1.0, busy / span / workers) if workers and span > 0 else None
+
+
+def worker_threads(stamps: Sequence[BatchStamps]) -> float:
+    """Return how many CPUs a worker uses while its reading thread computes, at least 1."""
+    known = [task for batch in stamps for task in batch.tasks if task.helpers_ns is not None]
+    own = sum(task.cpu_ns or 0 for task in known)
+    found = 1 + sum(task.helpers_ns or 0 for task in known) / own if own else 1.0
+    return found if found >= _SEVERAL_THREADS else 1.0
+
+
+def runqueue_share(stamps: Sequence[BatchStamps]) -> float | None:
+    """Return the part of the workers' busy time in which they were ready, but without a CPU."""
+    known = [task for batch in stamps for task in batch.tasks if task.runqueue_ns is not None]
+    length = sum(task.ended_ns - task.began_ns for task in known)
+    return sum(task.runqueue_ns or 0 for task in known) / length if length else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSeen:
+    """A node whose actors made batches."""
+
+    name: str
+    """Its machine and, in short, its id."""
+    batches: int
+    sample_ms: float
+    """What a sample of its batches took, collation included: the median."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSeen:
+    """What was seen of a cluster."""
+
+    batch_bytes: float
+    """Of a batch, the mean."""
+    way_ms: float | None = None
+    """From its end in an actor until it is here, while it is waited for: the median."""
+    nodes: tuple[NodeSeen, ...] = ()
+    """The slowest first."""
+    free_cpus: float | None = None
+    """CPUs of the cluster that nobody held, as last seen."""
+    store_used_share: float | None = None
+    """Of all object stores, what held objects, as last seen, 0 to 1."""
+    spilled_bytes: int | None = None
+    """What more of objects was on disk than when it was first seen."""
+
+    @classmethod
+    def of(cls, stamps: Sequence[BatchStamps]) -> RemoteSeen | None:
+        """Return it by the stamps of a loader; None: no actor made its batches."""
+        made = [(batch, task) for batch in stamps for task in batch.tasks]
+        ways = [(batch, task, task.way) for batch, task in made if task.way is not None]
+        if not ways:
+            return None
+        sample_ms: defaultdict[str, list[float]] = defaultdict(list)
+        for _, task, way in ways:
+            spent_ns = task.ended_ns - task.began_ns
+            sample_ms[way.node].append(spent_ns / max(1, task.samples) / 1e6)
+        nodes = [
+            NodeSeen(name=name, batches=len(each), sample_ms=statistics.median(each))
+            for name, each in sample_ms.items()
+        ]
+        lasted = [
+            max(0, way.landed_ns - task.ended_ns)
+            for batch, task, way in ways
+            if batch.requested_ns <= task.ended_ns
+        ]
+        seen = [way.cluster for *_, way in ways if way.cluster is not None]
+        spilled = [each.spilled_bytes for each in seen if each.spilled_bytes is not None]
+        return cls(
+            batch_bytes=statistics.fmean(way.size_bytes for *_, way in ways),
+            way_ms=statistics.median(lasted) / 1e6 if lasted else None,
+            nodes=tuple(sorted(nodes, key=lambda node: -node.sample_ms)),
+            free_cpus=seen[-1].free_cpus if seen else None,
+            store_used_share=_share(seen[-1].store_used_bytes, seen[-1].store_bytes)
+            if seen
+            else None,
+            spilled_bytes=max(0, max(spilled) - spilled[0]) if spilled else None,
+        )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return min(1.0, part / whole) if whole else None

@@ -21,7 +21,7 @@ from lightning_fastdata.errors import printable
 from lightning_fastdata.insight.measure.metrics import MOST_RECENT, PHASES, Columns, Values
 from lightning_fastdata.insight.measure.wall import PART_NAMES, STEP_PARTS
 from lightning_fastdata.insight.model.finding import Gain, duration_text, gain_text
-from lightning_fastdata.insight.report.summary_text import figures, written
+from lightning_fastdata.insight.report.run_report import figures, written
 from lightning_fastdata.insight.verdicts.catalogue import TITLES
 from lightning_fastdata.insight.waits.attribution import PART_WORDS, WaitParts
 

@@ -20,25 +20,25 @@ from lightning_fastdata.insight.model.finding import (
     STALL_HIGH,
     STALL_LOW,
     Finding,
+    Found,
     Kind,
+    Rule,
     costs_much,
     duration_text,
+    passed,
 )
 from lightning_fastdata.insight.verdicts import (
     late_batches,
     pauses,
-    remote,
     step_costs,
     without_stamps,
 )
-from lightning_fastdata.insight.verdicts.rule import Found, Rule, passed
 
 RULES: Final[tuple[Rule, ...]] = tuple(
     sorted(
         (
             *late_batches.RULES,
             *pauses.RULES,
-            *remote.RULES,
             *step_costs.RULES,
         ),
         key=lambda rule: (rule.after or rule.code, rule.code),
@@ -171,11 +171,12 @@ def judge(
 
     Args:
         summary: The measured stage.
-        facts: What is known about the loader; None: nothing.
+        facts: What is known about the loader; None: what ``evidence`` says.
         evidence: What the stamps of its batches say; None: there are no stamps.
     """
-    facts = LoaderFacts() if facts is None else facts
-    evidence = replace(evidence or Evidence(), summary=summary, loader=facts)
+    evidence = evidence or Evidence()
+    facts = facts or evidence.loader
+    evidence = replace(evidence, summary=summary, loader=facts)
     cost = without_stamps.largest_cost(evidence)
     stall = summary.stall
     if cost.rule.code == "FD000" or stall is None:

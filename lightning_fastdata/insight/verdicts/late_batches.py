@@ -1,20 +1,27 @@
-"""Findings about batches that came late: what the wait for them is, and how evenly workers work."""
+"""Findings about batches that came late, from workers of this machine or actors of a cluster."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
 from lightning_fastdata.errors import printable
-from lightning_fastdata.insight.model import contention, remedies
+from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
-from lightning_fastdata.insight.model.finding import Advice, Finding, Gain
-from lightning_fastdata.insight.verdicts.rule import ALL_COSTS, Rule, found, of_wait
-from lightning_fastdata.insight.waits.lines import lock_between_processes, where_text
-from lightning_fastdata.tuning.costs import BatchCost
-from lightning_fastdata.tuning.simulate import scaled, simulate
+from lightning_fastdata.insight.model.finding import (
+    ALL_COSTS,
+    Advice,
+    Finding,
+    Gain,
+    Rule,
+    found,
+    of_wait,
+)
+from lightning_fastdata.insight.waits.causes import lock_between_processes, where_text
+from lightning_fastdata.tuning.simulate import BatchCost, scaled, simulate
 
 _DOMINANT: Final = 0.4
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
@@ -44,6 +51,16 @@ _TWICE: Final = 2.0
 """Even shares: if the busiest worker makes as many, a stream takes twice as long as it could."""
 _IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305", "FD309"}
 """What the last five recommend or conclude is right where all workers work."""
+_FULL: Final = 0.9
+"""Of the object stores, where it is not told what was written to disk."""
+_UINT8, _ON = "uint8 pixels that the device floats", ("augment_on",)
+_NEAR: Final = (
+    "smaller batches; or actors on nearer nodes (LoaderOptions(actor_options={'resources': ...}))"
+)
+_TIMES: Final = 1.5
+"""A node is slow whose samples take so many times as long as those of the others."""
+_FEWEST_BATCHES: Final = 8
+"""Of a node, and of all others."""
 
 
 def largest(e: Evidence) -> tuple[str, float]:
@@ -53,7 +70,7 @@ def largest(e: Evidence) -> tuple[str, float]:
         A field of :class:`WaitParts` without its unit, and its share of the wait; ``""`` and 0 if
         none is 40 % of it.
     """
-    shares = contention.part_shares(e)
+    shares = remedies.part_shares(e)
     if shares:
         shares["read_cpu"] += shares.pop("read_runqueue") + shares.pop("queued")
         if _at_limit(e):
@@ -96,7 +113,7 @@ def _more_workers(
 
 
 def _slow_samples(e: Evidence) -> Finding | None:
-    share = contention.part_shares(e).get("slow_sample", 0.0)
+    share = remedies.part_shares(e).get("slow_sample", 0.0)
     if share < _SLOW_HIGH or _at_limit(e):
         return None
     named = ", ".join(
@@ -180,11 +197,9 @@ def _bandwidth(e: Evidence) -> Finding | None:
 
 
 def _saturated(e: Evidence) -> bool:
-    loads = contention.runqueue_share(e) >= contention.RUNQUEUE_HIGH or contention.throttled(e)
+    loads = remedies.runqueue_share(e) >= remedies.RUNQUEUE_HIGH or remedies.throttled(e)
     reads = largest(e)[0] == "read_cpu"
-    return (
-        e.stalls and loads and reads and contention.overcommitted(e) and not contention.crowded(e)
-    )
+    return e.stalls and loads and reads and remedies.overcommitted(e) and not remedies.crowded(e)
 
 
 def _transforms(e: Evidence) -> tuple[Advice, ...]:
@@ -196,7 +211,7 @@ def _transforms(e: Evidence) -> tuple[Advice, ...]:
 
 
 def _gain_of_transforms(e: Evidence) -> Gain | None:
-    shares = contention.part_shares(e)
+    shares = remedies.part_shares(e)
     part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
     named = next((each.share for each in e.operations[:1] if each.share >= _NAMED), 1.0)
     return _gain_of(e, named * (part or 1.0), scaled(e.costs, cpu=1 - named))
@@ -226,8 +241,8 @@ def _gain_of(e: Evidence, share: float, costs: list[BatchCost]) -> Gain | None:
 
 def _few_workers(e: Evidence) -> Finding | None:
     name, share = largest(e)
-    starved = contention.queued_share(e) > share / 2
-    if name != "read_cpu" or starved or _saturated(e) or contention.crowded(e):
+    starved = remedies.queued_share(e) > share / 2
+    if name != "read_cpu" or starved or _saturated(e) or remedies.crowded(e):
         return None
     cause = of_wait(e, share, "reading and transforming samples on a CPU")
     leave = "storage: it is not what is waited for"
@@ -239,8 +254,8 @@ def _few_workers(e: Evidence) -> Finding | None:
 def _few_cpus(e: Evidence) -> Finding | None:
     if not _saturated(e):
         return None
-    facts = [f"ready workers wait for a CPU for {contention.runqueue_share(e):.0%} of their time"]
-    if contention.throttled(e):
+    facts = [f"ready workers wait for a CPU for {remedies.runqueue_share(e):.0%} of their time"]
+    if remedies.throttled(e):
         facts.append(f"the CPU quota was used up in {e.throttled_share:.0%} of the periods")
     wanted, now = remedies.best_workers(e), e.setup
     remedy = _transforms(e)
@@ -273,7 +288,7 @@ def _collation(e: Evidence) -> Finding | None:
 def _capacity(e: Evidence) -> Finding | None:
     if not e.stalls or e.busy_share is None or e.busy_share <= _BUSY_HIGH or largest(e)[0]:
         return None
-    if contention.crowded(e):
+    if remedies.crowded(e):
         return None
     cause = (
         f"the workers are busy {e.busy_share:.0%} of the time, and no single part of the wait, "
@@ -284,17 +299,17 @@ def _capacity(e: Evidence) -> Finding | None:
 
 
 def _neighbours(e: Evidence) -> Finding | None:
-    runqueue = contention.runqueue_share(e)
-    own = e.setup is None or e.wanted_cpus is None or contention.overcommitted(e)
-    if not e.stalls or runqueue < contention.RUNQUEUE_HIGH:
+    runqueue = remedies.runqueue_share(e)
+    own = e.setup is None or e.wanted_cpus is None or remedies.overcommitted(e)
+    if not e.stalls or runqueue < remedies.RUNQUEUE_HIGH:
         return None
     here = e.setup is not None and not e.setup.workers
-    if (own or here) and not contention.crowded(e):
+    if (own or here) and not remedies.crowded(e):
         return None
     facts = [f"workers, or the training process, wait for a CPU for {runqueue:.0%} of the time"]
     if e.setup is not None and e.wanted_cpus is not None:
         facts.append(f"own work needs {e.wanted_cpus:.1f} of {e.setup.cpus:g} CPUs")
-    if (e.other_cpus or 0.0) >= contention.OTHERS_LOW:
+    if (e.other_cpus or 0.0) >= remedies.OTHERS_LOW:
         facts.append(f"other programs use {e.other_cpus:.1f} CPUs of this machine")
     return found(
         "FD315",
@@ -302,7 +317,7 @@ def _neighbours(e: Evidence) -> Finding | None:
         "; ".join(facts),
         "find what else runs on this machine, if only threads that transforms start "
         "(cv2.setNumThreads(0)), or give this process CPUs of its own (taskset, a cgroup)",
-        remedies.without(e, max(0.0, (e.stall_ms or 0.0) - contention.alone_wait_ms(e))),
+        remedies.without(e, max(0.0, (e.stall_ms or 0.0) - remedies.alone_wait_ms(e))),
         "more workers: they would wait, too",
     )
 
@@ -332,7 +347,7 @@ def _unpacking(e: Evidence) -> Finding | None:
 
 
 def _own(e: Evidence, part: str, code: str, what: str, remedy: str, leave: str) -> Finding | None:
-    share = contention.part_shares(e).get(part, 0.0)
+    share = remedies.part_shares(e).get(part, 0.0)
     return _spent(e, code, share, what, remedy, leave) if _costs_enough(e, share) else None
 
 
@@ -343,10 +358,10 @@ def _costs_enough(e: Evidence, share: float) -> bool:
 
 
 def _handover(e: Evidence) -> Finding | None:
-    share = contention.part_shares(e).get("handover", 0.0)
+    share = remedies.part_shares(e).get("handover", 0.0)
     gain = remedies.without(e, share * (e.stall_ms or 0.0))
-    if contention.crowded(e) or (
-        contention.runqueue_share(e) >= contention.RUNQUEUE_HIGH and share < _DOMINANT
+    if remedies.crowded(e) or (
+        remedies.runqueue_share(e) >= remedies.RUNQUEUE_HIGH and share < _DOMINANT
     ):
         return None  # who sends a batch away waits for a CPU as those do who make it
     # Page-locking is on the way, too, and then the longer part.
@@ -424,10 +439,96 @@ def _gain_of_even_shares(e: Evidence) -> Gain | None:
     even = simulate(e.costs, replace(e.setup, workers=len(e.stream_samples))).step_ms
     if now <= 0:
         return None
-    after_ms = remedies.scaled_step_ms(e, min(1.0, even / now))
+    after_ms = e.step_ms * min(1.0, even / now)
     return Gain(before_ms=e.step_ms, after_ms=after_ms, basis="simulated")
 
 
+def _network(e: Evidence) -> Finding | None:
+    name, share = largest(e)
+    if name != "network":
+        return None
+    cause = of_wait(e, share, "the way of complete batches from their actors")
+    if e.remote is not None and e.remote.way_ms is not None:
+        cause += f"; a batch takes {e.remote.batch_bytes / 1e6:.3g} MB in {e.remote.way_ms:.3g} ms"
+    on_device = (Advice(text=f"{_UINT8} (FastDataModule(augment_on='gpu')); {_NEAR}", changes=_ON),)
+    return found(
+        "FD327",
+        e.stall_share,
+        cause,
+        (*(on_device if e.augment_ms is None else ()), Advice(text=f"{_UINT8}; {_NEAR}")),
+        remedies.without(e, share * (e.stall_ms or 0.0)),
+        "the number of actors: more of them share the same way",
+    )
+
+
+def _store(e: Evidence) -> Finding | None:
+    seen = e.remote
+    if seen is None or not e.stalls:
+        return None
+    if seen.spilled_bytes:
+        cause = f"object stores were full, and wrote {seen.spilled_bytes / 1e6:.0f} MB to disk"
+    elif seen.spilled_bytes is None and (seen.store_used_share or 0.0) >= _FULL:
+        cause = f"the object stores are {seen.store_used_share:.0%} full"
+    else:
+        return None
+    return found(
+        "FD328",
+        e.stall_share,
+        f"{cause}, while waiting for data costs {e.stall_share or 0.0:.0%} of each step",
+        "larger object stores (ray start --object-store-memory, in bytes), smaller batches or "
+        "fewer actors; and let other programs of the cluster drop what they hold",
+        remedies.without(e, e.stall_ms),
+        "the network: what is read from disk again looks like it",
+    )
+
+
+def _few_actors(e: Evidence) -> Finding | None:
+    now, seen = e.setup, e.remote
+    if not e.stalls or "num_workers" in e.closed or now is None or seen is None:
+        return None
+    wanted = remedies.best_workers(e)
+    if wanted is None:
+        return None
+    gain = remedies.gain_of_setup(e, wanted)
+    if wanted.workers <= now.workers or gain is None or not gain.worthwhile:
+        return None
+    busy = "" if e.busy_share is None else f", busy {e.busy_share:.0%} of the time,"
+    return found(
+        "FD329",
+        e.stall_share,
+        f"{now.workers} actors{busy} make batches more slowly than the training takes them, which "
+        f"costs {e.stall_share or 0.0:.0%} of each step; the cluster has {seen.free_cpus:g} CPUs "
+        "free",
+        remedies.advised(now, wanted, gain),
+        gain,
+        "the network: it is not what is waited for",
+    )
+
+
+def _slow_node(e: Evidence) -> Finding | None:
+    if e.remote is None or not e.stalls or len(e.remote.nodes) < 2:
+        return None
+    slow, *others = e.remote.nodes
+    usual_ms = statistics.median(each.sample_ms for each in others)
+    rest = sum(each.batches for each in others)
+    if min(slow.batches, rest) < _FEWEST_BATCHES or slow.sample_ms < _TIMES * usual_ms:
+        return None
+    now_ms = (slow.batches * slow.sample_ms + rest * usual_ms) / (slow.batches + rest)
+    factor = usual_ms / now_ms
+    return found(
+        "FD330",
+        e.stall_share,
+        f"samples take {slow.sample_ms:.3g} ms on {printable(slow.name, keep='')}, "
+        f"{slow.sample_ms / usual_ms:.1f} times as long as on the other nodes ({usual_ms:.3g} ms)",
+        f"find what else runs on {printable(slow.name, keep='')}, or keep actors off it "
+        "(LoaderOptions(actor_options={'label_selector': ...}))",
+        remedies.gain_of_costs(e, scaled(e.costs, cpu=factor, blocked=factor, collate=factor)),
+        "the other nodes",
+    )
+
+
+_IF_MORE_HELP: Final = ALL_COSTS | {"FD303", "FD305", "FD309"}
+"""What these say of workers is said here of actors, and of the CPUs that a cluster has."""
 RULES: Final = (
     Rule("FD302", "slow samples hold up their batches", _slow_samples, "loader", ALL_COSTS),
     Rule("FD303", "reading waits for storage", _latency, "loader", ALL_COSTS),
@@ -442,4 +543,8 @@ RULES: Final = (
     Rule("FD308", "complete batches are long on their way", _handover, "loader", ALL_COSTS),
     Rule("FD311", "page-locking takes long", _pinning, "loader", ALL_COSTS),
     Rule("FD325", "few workers make most of a stream", _uneven, "loader", _IF_UNEVEN, "FD301"),
+    Rule("FD327", "batches of actors are long on their way", _network, "loader", ALL_COSTS),
+    Rule("FD328", "the cluster's object stores are full", _store, "machine", ALL_COSTS),
+    Rule("FD329", "the actors are too few", _few_actors, "loader", _IF_MORE_HELP, "FD301"),
+    Rule("FD330", "one node of the cluster is slow", _slow_node, "loader", ALL_COSTS, "FD301"),
 )

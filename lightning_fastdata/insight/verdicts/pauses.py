@@ -10,13 +10,15 @@ from typing import Final
 from lightning_fastdata.insight.measure.wall import WallTime
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
+    KEEP,
     Advice,
     Finding,
     Gain,
     Kind,
+    Rule,
     duration_text,
+    found,
 )
-from lightning_fastdata.insight.verdicts.rule import KEEP, Rule, found
 
 _PAUSE_HIGH: Final = 0.05
 """Part of a run: what takes less is no finding."""
@@ -65,11 +67,12 @@ def _epoch_starts(e: Evidence, *, anew: bool = False) -> Finding | None:
 def _for_epoch_starts(e: Evidence, each_s: float) -> Advice | tuple[Advice, ...]:
     """Return what to try against epochs that take ``each_s`` to start."""
     own_s, keep = _dataset_s(e), Advice(text="have the dataset keep what its __iter__ opens")
-    if e.streamed and own_s > _MOST_OF_START * each_s:
+    ends = e.loader.persistent_workers is False
+    if e.loader.streamed and own_s > _MOST_OF_START * each_s:
         return keep
-    if e.streamed and e.first_parts is None:
-        return (keep, replace(KEEP, joins=True)) if e.persistent_workers is False else keep
-    return (KEEP, _FASTER_START) if e.persistent_workers is False else _FASTER_START
+    if e.loader.streamed and e.first_parts is None:
+        return (keep, replace(KEEP, joins=True)) if ends else keep
+    return (KEEP, _FASTER_START) if ends else _FASTER_START
 
 
 def _dataset_s(e: Evidence) -> float:
@@ -84,11 +87,12 @@ def _dataset_s(e: Evidence) -> float:
 def _validation(e: Evidence) -> Finding | None:
     which = "the validation loader" if e.val_loader is None else f"validation's {e.val_loader}"
     text = f"give {which} the options of the training loader, num_workers above all"
-    if e.val_workers is not None and e.usable_cpus is not None:
-        free = max(1, e.usable_cpus - round(e.taken_cpus(e.usable_cpus)))
+    cpus = e.loader.usable_cpus
+    if e.val_workers is not None and cpus is not None:
+        free = max(1, cpus - round(e.taken_cpus(cpus)))
         text = f"num_workers {e.val_workers} -> {free} for {which}"
     # One that has a worker for each CPU needs no more.
-    enough = bool(e.val_workers) and (e.val_workers or 0) >= (e.usable_cpus or math.inf)
+    enough = bool(e.val_workers) and (e.val_workers or 0) >= (cpus or math.inf)
     advice = () if enough else (Advice(text=text, changes=("val.num_workers",)),)
     wall = e.wall
     waited_s, all_s = _validation_s(wall)

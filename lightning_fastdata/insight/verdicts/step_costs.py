@@ -10,19 +10,16 @@ from lightning_fastdata.insight.model import remedies
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import (
     AUGMENT_HIGH,
+    OPTIMIZE,
+    PIN,
     STALL_LOW,
     TRANSFER_HIGH,
     Advice,
     Finding,
-    Gain,
+    Rule,
+    found,
 )
 from lightning_fastdata.insight.verdicts import pauses
-from lightning_fastdata.insight.verdicts.rule import KEEP, OPTIMIZE, PIN, Rule, found
-
-_BEGINS_HIGH: Final = 0.05
-_LONGER_LOADER: Final = Advice(text="a longer dataset for this loader")
-_MOST_OF_IT: Final = 0.5
-"""Of a gain: the loader that does not leave so much of it is to be changed, too."""
 
 
 def own_evidence(e: Evidence) -> Evidence:
@@ -38,45 +35,15 @@ def own_evidence(e: Evidence) -> Evidence:
 
 
 def of_loader(e: Evidence, finding: Finding, *, remedy_too: bool) -> Finding:
-    """Return a finding that names its loader, and gains no more than the other loaders allow.
-
-    ``remedy_too``: its remedy is an option of the loader.
-    """
+    """Return a finding that names its loader; ``remedy_too``: its remedy is an option of that."""
     if e.one_of is None:
         return finding
     label = e.one_of.label
     finding = replace(finding, cause=f"{label}: {finding.cause}")
-    if not remedy_too:
+    if not remedy_too or not finding.advice:
         return finding
-    other, least_ms = max(e.one_of.limits, key=lambda limit: limit[1], default=("", 0.0))
-
-    def allowed(gain: Gain | None) -> Gain | None:
-        if gain is None or gain.after_ms >= least_ms:
-            return gain
-        return replace(gain, after_ms=min(gain.before_ms, least_ms))
-
-    named: list[Advice] = []
-    for advice in finding.advice:
-        text, hoped = (
-            advice.text if named else f"{label}: {advice.text}",
-            advice.gain or finding.gain,
-        )
-        gain = allowed(hoped)
-        if hoped is not None and gain is not None and gain.saved_ms < _MOST_OF_IT * hoped.saved_ms:
-            text += f"; {other} as well, because of which no step takes less than {least_ms:.1f} ms"
-        named.append(replace(advice, text=text, gain=allowed(advice.gain)))
-    return replace(finding, advice=tuple(named), gain=allowed(finding.gain))
-
-
-def _begins_anew(e: Evidence) -> Finding | None:
-    share = None if e.one_of is None else e.of_step(e.one_of.begins_ms)
-    if e.one_of is None or share is None or share < _BEGINS_HIGH:
-        return None
-    if e.setup is not None and not e.setup.workers:
-        return None  # nothing starts
-    remedy = (_LONGER_LOADER,) if e.persistent_workers is not False else (KEEP, _LONGER_LOADER)
-    cause = f"it is shorter than an epoch, and to begin it anew costs {share:.0%} of each step"
-    return found("FD310", share, cause, remedy, remedies.without(e, e.one_of.begins_ms))
+    first, *others = finding.advice
+    return replace(finding, advice=(replace(first, text=f"{label}: {first.text}"), *others))
 
 
 _FREE: Final = 0.01
@@ -119,7 +86,7 @@ def _phase(
 def _transfer(e: Evidence) -> Finding | None:
     what = "copying a batch to the device"
     small = Advice(text="send uint8 and normalize on the device", joins=True)
-    remedy: str | tuple[Advice, ...] = (small,) if e.pinned else (PIN, small)
+    remedy: str | tuple[Advice, ...] = (small,) if e.loader.pinned else (PIN, small)
     if e.transfer_hook:
         what = e.transfer_hook
         remedy = "make this hook cheaper, or do in the workers what needs no device: in the "
@@ -239,7 +206,6 @@ def _free(e: Evidence) -> Finding | None:
 
 
 RULES: Final = (
-    Rule("FD310", "a loader begins anew within epochs", _begins_anew, about="loader"),
     Rule("FD301", "waits are hidden", _hidden),
     Rule("FD312", "the copy to the device takes long", _transfer),
     Rule("FD313", "augmentation on the device takes long", _augmentation),

@@ -13,15 +13,18 @@ from typing import Final
 from lightning_fastdata.insight.measure.metrics import StageSummary
 from lightning_fastdata.insight.model.evidence import Evidence, device_could_augment
 from lightning_fastdata.insight.model.finding import (
+    OPTIMIZE,
     STALL_HIGH,
     STALL_LOW,
     TRANSFER_HIGH,
     Advice,
     Finding,
+    Found,
     Gain,
+    Rule,
     costs_much,
+    found,
 )
-from lightning_fastdata.insight.verdicts.rule import OPTIMIZE, Found, Rule, found
 from lightning_fastdata.insight.waits.attribution import PART_WORDS
 from lightning_fastdata.types import STAGE_WORDS
 

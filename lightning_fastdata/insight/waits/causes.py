@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import TYPE_CHECKING, Final, SupportsInt
 
@@ -16,11 +16,10 @@ from lightning_fastdata.insight.waits.attribution import (
     WaitCutter,
     WaitParts,
 )
-from lightning_fastdata.insight.waits.lines import LineShare, LineTotals, line_text
 
 if TYPE_CHECKING:
-    from lightning_fastdata.insight.waits.several_loaders import LoaderKey
     from lightning_fastdata.stamps.batch_stamps import BatchStamps, ReadRates, TaskStamps
+    from lightning_fastdata.stamps.lines import LineTime
 
 _NS_PER_MS: Final = 1e6
 _BY_KIND: Final = ("read_cpu_ms", "read_runqueue_ms", "read_blocked_ms")
@@ -31,6 +30,16 @@ _KEPT_SLOW: Final = 256
 _MOST_SPIKES: Final = 3
 WORTH_SAYING: Final = 0.05
 """Smaller shares are not put into words."""
+_MOST_LINES: Final = 20
+_KEPT_LINES: Final = 256
+_FEWEST_NS: Final = 20_000_000
+"""Of less reading that was looked at, nothing is said."""
+_MOST_OF_IT: Final = 0.5
+_MUCH_OF_IT: Final = 0.3
+_STANDS_OUT: Final = 0.2
+"""Of reading, for a line to be named as the place of a cause."""
+_LOCKS_OF_PROCESSES: Final = ("SemLock", "filelock")
+"""How calls of libraries are named that wait for what other processes hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +128,6 @@ class CauseTotals:
         """Samples, by the number of the process that made them."""
         # Of the steps that are not first in an epoch:
         self.batches = self.waited_ns = 0
-        self.begins = self.begins_ns = 0
-        """Passes over the loader that began, and of the wait, that for their first batches."""
         self.window_batches = 0
         """Batches since the last metrics."""
         self._cutters: dict[int, WaitCutter] = {}
@@ -159,18 +166,13 @@ class CauseTotals:
         self.rates = batch.rates or self.rates
         if opening:
             return
-        waited_ns = batch.delivered_ns - batch.requested_ns
         self.batches += 1
         self.window_batches += 1
-        self.waited_ns += waited_ns
-        if batch.first:
-            self.begins += 1
-            self.begins_ns += waited_ns
+        self.waited_ns += batch.delivered_ns - batch.requested_ns
 
-    def waited_ms(self, steps: int, *, within_passes: bool = False) -> float:
-        """Return the mean wait over so many steps, maybe without first batches of passes."""
-        waited_ns = self.waited_ns - (self.begins_ns if within_passes else 0)
-        return waited_ns / steps / _NS_PER_MS
+    def waited_ms(self, steps: int) -> float:
+        """Return the mean wait over so many steps."""
+        return self.waited_ns / steps / _NS_PER_MS
 
     def _cut_held(self) -> None:
         for loader, held in self._held.items():
@@ -305,3 +307,188 @@ def _plain(index: object) -> int | str | None:
         return int(index) if isinstance(index, SupportsInt) else repr(index)
     except Exception:  # whatever the user's own keys raise
         return repr(index)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderKey:
+    """Where a loader stands in the list or dict that the user wrote."""
+
+    path: tuple[Hashable, ...]
+    """Keys and positions, the outermost first."""
+
+    @property
+    def name(self) -> str:
+        """For lists, e.g. ``images``, ``1`` or ``pairs[0]``."""
+        return f"{self.path[0]}{''.join(f'[{key!r}]' for key in self.path[1:])}"
+
+    @property
+    def label(self) -> str:
+        """For sentences, e.g. ``loader 'images'``, ``loader 1`` or ``loader 'pairs'[0]``."""
+        return f"loader {self.path[0]!r}{''.join(f'[{key!r}]' for key in self.path[1:])}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderWait:
+    """What one of several loaders costs the steps of its stage."""
+
+    name: str
+    """Its key or position as the user wrote it, e.g. ``images``, ``1`` or ``pairs[0]``."""
+    label: str
+    """The same for sentences, e.g. ``loader 'images'``."""
+    wait_ms: float | None
+    """Wait for it, the mean over the steps that are not first in an epoch; those of all loaders add
+    up to that of the step. None: not known, as where several loaders take no stamps."""
+    batches: int | None
+    """Its batches in these steps; None where it takes no stamps."""
+    causes: WaitCauses | None
+    """Why its batches were late; None where it takes no stamps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneOfSeveral:
+    """Of which of several loaders the evidence is."""
+
+    label: str
+    """The loader, e.g. ``loader 'images'``."""
+    wait_share: float
+    """Its part of the wait for all of them, 0 to 1."""
+
+
+def costliest(loaders: Iterable[LoaderWait]) -> LoaderWait | None:
+    """Return the loader that is waited for most; None if no wait of any is known."""
+    known = [each for each in loaders if each.wait_ms is not None]
+    return max(known, key=lambda each: each.wait_ms or 0.0, default=None)
+
+
+def waits_line(loaders: Sequence[LoaderWait]) -> str:
+    """Return ``waits: images 12.3 ms, text 0.1 ms``; empty without several loaders."""
+    waits = [
+        f"{each.name} {'not known' if each.wait_ms is None else f'{each.wait_ms:.1f} ms'}"
+        for each in loaders
+    ]
+    return f"waits: {', '.join(waits)}" if waits else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineShare:
+    """What one line of the user's code takes, with all that it calls in libraries."""
+
+    file: str
+    """Relative to the working directory or to where packages are, or its last two parts."""
+    line: int
+    function: str
+    """Qualified name."""
+    calls: str
+    """What the line calls for most of its time: ``PIL Image.convert``; empty: not known, or several
+    things."""
+    share: float
+    """Of the time to read, 0 to 1."""
+    blocked_share: float | None
+    """Of the line's time, what it waited for something other than a CPU, 0 to 1; None where the
+    system does not tell."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for most of its time."""
+        return self.blocked_share is not None and self.blocked_share > _MOST_OF_IT
+
+
+@dataclass(slots=True)
+class _Line:
+    total_ns: int = 0
+    blocked_ns: int = 0
+    unmeasured: bool = False
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+class LineTotals:
+    """Adds up the lines of the tasks of one stage."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, int, str], _Line] = {}
+        self._total_ns = 0
+
+    def add(self, times: Iterable[LineTime]) -> None:
+        """Add the lines of a task."""
+        for each in times:
+            self._total_ns += each.total_ns
+            if each.file:
+                line = self._lines.setdefault((each.file, each.line, each.function), _Line())
+                line.total_ns += each.total_ns
+                line.blocked_ns += each.blocked_ns or 0
+                line.unmeasured |= each.blocked_ns is None
+                line.calls[each.calls] += each.total_ns
+        if len(self._lines) > _KEPT_LINES:
+            self._lines = dict(self._longest(_KEPT_LINES // 2))
+
+    def _longest(self, most: int) -> list[tuple[tuple[str, int, str], _Line]]:
+        return sorted(self._lines.items(), key=lambda item: -item[1].total_ns)[:most]
+
+    def shares(self) -> tuple[LineShare, ...]:
+        """Return the longest lines, longest first; none if too little was seen."""
+        if self._total_ns < _FEWEST_NS:
+            return ()
+        return tuple(
+            LineShare(
+                file=file,
+                line=number,
+                function=function,
+                calls=_most_of(line.calls, line.total_ns),
+                share=line.total_ns / self._total_ns,
+                blocked_share=None if line.unmeasured else line.blocked_ns / max(1, line.total_ns),
+            )
+            for (file, number, function), line in self._longest(_MOST_LINES)
+        )
+
+
+def _most_of(times_ns: Counter[str], total_ns: int) -> str:
+    """Return the name that more than half of the time has; empty: none has."""
+    name, ns = times_ns.most_common(1)[0]
+    return name if ns > _MOST_OF_IT * total_ns else ""
+
+
+def line_text(line: LineShare) -> str:
+    """Return what a line takes, in words."""
+    text = f"{line.share:.0%} of reading is in {line.function} ({line.file}:{line.line})"
+    if line.calls:
+        text += f", in {line.calls}"
+    if line.waits:
+        text += ", mostly waiting"
+    return printable(text, keep="")
+
+
+def where_text(
+    lines: Sequence[LineShare], operations_share: float = 0.0, *, blocked: bool | None = None
+) -> str:
+    """Return the line that stands out, to be added to a cause; empty if none does.
+
+    Args:
+        lines: Of the stage.
+        operations_share: Of reading, what the costliest timed operation takes, 0 to 1.
+        blocked: The line that waits longest; False: that computes longest, and empty if a timed
+            operation explains more; None: that takes longest, else as False.
+    """
+
+    def of_reading(line: LineShare) -> float:
+        waits = line.blocked_share or 0.0
+        return line.share * {True: waits, False: 1 - waits, None: 1.0}[blocked]
+
+    line = max(lines, key=of_reading, default=None)
+    if line is None or line.share < _STANDS_OUT or of_reading(line) <= 0:
+        return ""
+    if not blocked and operations_share >= line.share:
+        return ""
+    return f"; {line_text(line)}"
+
+
+def lock_between_processes(lines: Iterable[LineShare]) -> LineShare | None:
+    """Return the line that waits for a lock which one process at a time has, if that is much.
+
+    Two workers that read under a lock wait for it half of the time, more of them for longer. A lock
+    within a process may be that of a pool of threads whose work is waited for.
+    """
+    for line in lines:
+        known = any(name in line.calls for name in _LOCKS_OF_PROCESSES)
+        if known and line.waits and line.share > _MUCH_OF_IT:
+            return line
+    return None

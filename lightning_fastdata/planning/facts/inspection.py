@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
-from lightning_fastdata.executors.torch_guard import ReadingOn
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.planning.facts.probe import (
@@ -33,10 +32,8 @@ from lightning_fastdata.torch_internals import set_worker_info
 from lightning_fastdata.tree import held
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from lightning_fastdata.planning.facts.probe import SampleCost
-    from lightning_fastdata.planning.loader_plan import LoaderSpec
+    from lightning_fastdata.planning.plan_for import LoaderSpec
 
 # What a system says of an open file that is not what the program thinks it is.
 _HANDLE_ERRORS: Final = (None, errno.EBADF, errno.EINVAL, errno.ESPIPE, errno.EPIPE)
@@ -152,7 +149,26 @@ def reading_on(spec: LoaderSpec) -> LoaderSpec:
     if not length or spec.is_stream:
         return spec
     guard = SampleGuard("replace", 0, range(length))
-    return replace(spec, dataset=ReadingOn(spec.dataset, guard))
+    return replace(spec, dataset=_ReadingOn(spec.dataset, guard))
+
+
+class _ReadingOn(Dataset[Any]):
+    """A dataset that is tried out: in the place of a bad sample another one is read."""
+
+    def __init__(self, dataset: Dataset[Any], guard: SampleGuard) -> None:
+        self.dataset = dataset
+        self.guard = guard
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: object) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            failed = error
+        how: dict[str, Any] = {"dataset": self.dataset, "position": 0, "faults": []}
+        return self.guard.rescue(failed, self.dataset.__getitem__, index, 0, **how)
 
 
 def refuse_empty(dataset: Dataset[Any], name: str) -> None:

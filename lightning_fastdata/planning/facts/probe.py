@@ -48,11 +48,6 @@ _KNOWN_WORK: Final = (tuple(range(1000, 1128)), "rows", 3, {"slot": 7})
 _KNOWN_TIMES: Final = 8
 # CPU time of known_work() where benchmarks/handing_over.py measured the rest.
 _KNOWN_MS: Final = 0.045
-# CPU time from which on it is worth looking whether a dataset keeps what it has read.
-_WORTH_KEEPING_MS: Final = 0.05
-_AGAIN_SHARE: Final = 0.1  # of the budget, spent on reading samples once more
-_MOST_READ_AGAIN: Final = 32
-_MUCH_CHEAPER: Final = 4
 _PLACES: Final = (
     "daemonic processes are not allowed to have children",
     "Cannot re-initialize CUDA in forked subprocess",
@@ -84,9 +79,6 @@ class SampleCost:
     pace: float = 1.0
     """How many times as long as elsewhere everything took here and then: what side processes cost
     was measured elsewhere, and CPUs are slower where others are at work on them."""
-    again_ms: float | None = None
-    """To read a sample once more, where that takes a quarter or less: the dataset keeps what it has
-    read, each process for itself. None: it does not."""
 
     @property
     def wait_ms(self) -> float:
@@ -229,8 +221,6 @@ def measure_samples(
     at_once, ahead = fetches_in_batches(dataset), reads_ahead(dataset)
     most = 3 * batch_size if ahead else max(_MOST_SAMPLES, 4 * batch_size)
     remaining = drawn_indices(dataset_length(dataset) or 0, most)
-    kept_back = min(_MOST_READ_AGAIN, len(remaining) // 8)
-    remaining, fresh = remaining[kept_back:], remaining[:kept_back]
     if ahead:
         budget_s *= _AHEAD_BUDGETS
     ends_s, size = clocks.clock_s() + budget_s, 1
@@ -261,8 +251,6 @@ def measure_samples(
     if not groups:
         return None
     groups = groups[1:] or groups
-    again_s = _AGAIN_SHARE * budget_s
-    again_ms = None if at_once else _again_ms(dataset, fresh, groups[-1], again_s, clocks.cpu_s)
     weighed = samples[:_WEIGHED_SAMPLES] if isinstance(samples, list) else samples
     in_weighed = len(weighed) if isinstance(samples, list) else groups[-1].size
     # Calls for many samples at once take less for each.
@@ -280,7 +268,6 @@ def measure_samples(
         samples=int(reads[0]),
         collate_ms=float(collated[3] / collated[0]),
         pace=1000 * median(paces_s) / _KNOWN_MS or 1.0,
-        again_ms=again_ms,
     )
 
 
@@ -315,32 +302,6 @@ def _read(
         if clock_s() >= end_s:
             break
     return samples
-
-
-def _again_ms(
-    dataset: Dataset[Any],
-    indices: Sequence[int],
-    known: _Group,
-    budget_s: float,
-    cpu_s: Callable[[], float],
-) -> float | None:
-    """Return what the same samples cost a second time, if that is much less than the first time.
-
-    Of CPU time, because files that were read are in memory anyway for as long as there is room.
-    """
-    each_ms = known.cpu_ms / known.size
-    if not indices or each_ms < _WORTH_KEEPING_MS or 2 * known.cpu_ms < known.wall_ms:
-        return None
-    indices = indices[: min(_MOST_READ_AGAIN, max(1, int(1000 * budget_s / each_ms)))]
-    times = [cpu_s()]
-    try:
-        for _ in range(2):
-            _read(dataset, indices)
-            times.append(cpu_s())
-    except Exception:
-        return None
-    first_s, again_s = (later - earlier for earlier, later in pairwise(times))
-    return 1000 * again_s / len(indices) if again_s <= first_s / _MUCH_CHEAPER else None
 
 
 def _collate_ms(

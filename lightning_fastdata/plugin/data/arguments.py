@@ -14,7 +14,7 @@ from lightning_fastdata.planning.options import LoaderOptions, check, check_call
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Shuffle, Stage
 
 C = TypeVar("C", bound=type)

@@ -7,9 +7,12 @@ neither, and :mod:`lightning_fastdata.plugin.bindings` joins it to one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, get_args
 
 from lightning_fastdata.caches.folders import CacheFolder, check_folder
+from lightning_fastdata.device.backend import DeviceStreams, device_streams
+from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.options import (
@@ -35,18 +38,25 @@ from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
 from lightning_fastdata.plugin.data.training_run import KEY
 from lightning_fastdata.plugin.guard.callback import attach_guard
 from lightning_fastdata.plugin.guard.prediction import GuardPolicy
-from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
-from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName, TransferHooks
+from lightning_fastdata.plugin.placing.stage_transforms import (
+    StageTransforms,
+    carry_out_draws,
+    finish,
+    inside,
+)
+from lightning_fastdata.plugin.placing.transfer import Prefetching, PrefetchName
 from lightning_fastdata.plugin.placing.trial import AugmentOn, Placing
-from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks
-from lightning_fastdata.plugin.seams.trainer import refuse_other_tree
+from lightning_fastdata.plugin.seams.hooks import HOOKS, choose_own_hooks, overridden_hook
+from lightning_fastdata.plugin.seams.trainer import refuse_other_tree, training_place
 from lightning_fastdata.types import STAGES, Shuffle, Stage
 
 if TYPE_CHECKING:
+    import torch
     from lightning.pytorch import Trainer
     from torch.utils.data import Dataset
 
     from lightning_fastdata.augment import BatchImages
+    from lightning_fastdata.types import Batch
 
 
 class ModuleArguments(TypedDict, total=False):
@@ -73,7 +83,7 @@ _OF_THE_CLASS: Any = object()  # an argument that was not given: the constructor
 
 @refuses_unknown_names
 @remembers_given
-class DataModuleHooks(TransferHooks, NeedsConstruction):
+class DataModuleHooks(NeedsConstruction):
     """Builds tuned loaders for every stage from the datasets that a subclass returns.
 
     A subclass writes ``train_dataset()``, ``val_dataset()`` and, if wanted, ``test_dataset()`` and
@@ -133,6 +143,8 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
     batch_size: int
     chooses_batch_size: bool
     """No batch size was asked for; that of now is one to begin with."""
+    part_begin = 0
+    """Sample of a training batch that is transferred in parts, with which the next part begins."""
 
     def __init__(
         self,
@@ -413,3 +425,71 @@ class DataModuleHooks(TransferHooks, NeedsConstruction):
     def image_form(self, stage: Stage) -> BatchImages:
         """Return what is known of the images that the steps of a stage get."""
         return self._transforms.image_form(stage)
+
+    # -- the transfer of a batch; each hook calls that of the LightningModule ----------------------
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Run the LightningModule's hook of this name, if it has one."""
+        hook = self._hook_of_module("on_before_batch_transfer")
+        return batch if hook is None else inside(batch, lambda b: hook(b, dataloader_idx))
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        """Move the batch and what was drawn for its transform to the device."""
+        hook = self._hook_of_module("transfer_batch_to_device")
+        move = super().transfer_batch_to_device if hook is None else hook  # type: ignore[misc]
+        return self._prefetching.transfer(
+            batch, lambda b: move(b, device, dataloader_idx), device, self._transforms
+        )
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Run the stage's transforms, then the LightningModule's hook of this name."""
+        batch, transformed = finish(batch, self._transforms, self._drawing)
+        hook = self._hook_of_module("on_after_batch_transfer")
+        if hook is not None:
+            batch = hook(batch, dataloader_idx)
+        if transformed and self._trainer is not None:
+            # Lightning converts to the precision's dtype before the transfer; uint8 images became
+            # floating point only now.
+            batch = self._trainer.precision_plugin.convert_input(batch)
+        return batch
+
+    def _drawing(self, stage: Stage) -> AbstractContextManager[None]:
+        """Return a block whose draws are keyed by the batch of the training, if it is one."""
+        trainer = self._trainer
+        if stage != "train" or trainer is None:
+            return nullcontext()
+        # What one batch draws rests on no other, so that a run may go on from any of them.
+        place = training_place(trainer)
+        device = trainer.strategy.root_device
+        number: tuple[int, ...] = trainer.global_rank, place.taken
+        if self.part_begin:
+            number += (self.part_begin,)
+        return drawn_under(self.run_seed(), place.epoch, number, device)
+
+    def batches_ahead(self) -> int:
+        """Return how many batches are on the device beside the one that is trained on, at most."""
+        self._prefetching.decide(self)
+        return self._prefetching.batches_ahead
+
+    def drop_ahead(self) -> bool:
+        """Let go of what was sent ahead, and send no more; return whether there was a batch."""
+        return self._prefetching.drop_ahead()
+
+    def carried_out(self, batch: Batch) -> Batch:
+        """Return a batch with what the workers drew for it carried out, where it is."""
+        return carry_out_draws(batch, self._transforms)
+
+    def device_streams(self, device: torch.device) -> DeviceStreams | None:
+        """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
+        return device_streams(device)
+
+    def written_hooks(self) -> frozenset[str]:
+        """Return the transfer hooks that the class itself overrides."""
+        cls = type(self)
+        return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(DataModuleHooks, n))
+
+    def _hook_of_module(self, name: str) -> Callable[..., Batch] | None:
+        trainer = self._trainer
+        return None if trainer is None else overridden_hook(trainer.lightning_module, name)

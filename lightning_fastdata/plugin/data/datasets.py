@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch.utils.data import (
     DataLoader,
@@ -37,7 +37,7 @@ from lightning_fastdata.tree import held_by
 from lightning_fastdata.types import STAGES
 
 if TYPE_CHECKING:
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.types import Stage
 
 M = TypeVar("M", bound="DataModule")
@@ -96,17 +96,16 @@ def is_missing(datasets: object) -> bool:
     return datasets is None or (isinstance(datasets, list | tuple | dict) and len(datasets) == 0)
 
 
-@runtime_checkable
-class _FetchesBatches(Protocol):  # which datasets of Hugging Face have in common with torch's
-    def __getitems__(self, indices: list[int], /) -> object: ...
-
-
 def _is_several(datasets: object) -> bool:
     """Whether these are datasets rather than one dataset that happens to be a sequence."""
     if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
         return False
     # One is enough: what else is among them is refused by its position.
-    return any(isinstance(each, Dataset | GivenLoader | _FetchesBatches) for each in datasets)
+    # Datasets of Hugging Face have __getitems__ in common with torch's.
+    return any(
+        isinstance(each, Dataset | GivenLoader) or hasattr(each, "__getitems__")
+        for each in datasets
+    )
 
 
 def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:

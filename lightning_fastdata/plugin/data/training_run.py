@@ -21,7 +21,7 @@ from lightning_fastdata.plugin.seams.trainer import (
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
 
 KEY: Final = "lightning_fastdata"
 """Under which the state stands in that of the data module."""

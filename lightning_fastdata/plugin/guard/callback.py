@@ -12,13 +12,17 @@ from lightning_fastdata.device.backend import is_out_of_memory, memory_reader
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.data.datasets import datasets_of
-from lightning_fastdata.plugin.guard.arrival import ArrivesInParts
 from lightning_fastdata.plugin.guard.prediction import (
     skipped,
 )
-from lightning_fastdata.plugin.guard.replay import RunsInParts, why_not_in_parts
-from lightning_fastdata.plugin.guard.steps import apply_decision, run_guard
-from lightning_fastdata.plugin.guard.tried_steps import collates, guard_batch, guard_rows
+from lightning_fastdata.plugin.guard.replay import ArrivesInParts, RunsInParts, why_not_in_parts
+from lightning_fastdata.plugin.guard.steps import (
+    apply_decision,
+    collates,
+    guard_batch,
+    guard_rows,
+    run_guard,
+)
 from lightning_fastdata.plugin.seams.internals import attributes_of, replace_for_one_run
 from lightning_fastdata.plugin.seams.trainer import has_cuda, own_datamodule
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from lightning_fastdata.device.backend import MemoryReader
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.guard.prediction import GuardDecision
 
 

@@ -27,8 +27,7 @@ from lightning_fastdata.insight.measure.metrics import (
 )
 from lightning_fastdata.insight.measure.wall import STEP_PARTS, WallTime, wall_text
 from lightning_fastdata.insight.report.html import TEMPLATES
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import WIDTH
+from lightning_fastdata.insight.report.run_report import WIDTH, RunReport
 from lightning_fastdata.insight.verdicts.catalogue import Verdict
 from lightning_fastdata.insight.waits.causes import cause_lines
 

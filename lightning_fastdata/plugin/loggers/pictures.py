@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from PIL.Image import Image
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
 
 TAG: Final = "data/batch"
 """What the pictures are called on a board."""
@@ -41,11 +41,6 @@ _LARGEST_SCALE: Final = 8
 _LINE_PX: Final = 18
 _FONT_PX: Final = 13
 _LETTER_PX: Final = 6.6
-
-
-@runtime_checkable
-class _ReadsDataset(Protocol):
-    dataset: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +96,7 @@ def pictures_of(
     form = BatchImages.behind([augment], image) if known is None else known.image_form("train")
     if form.normalized is None:
         loaders = flattened(trainer.train_dataloader)
-        datasets = [loader.dataset for loader in loaders if isinstance(loader, _ReadsDataset)]
+        datasets = [loader.dataset for loader in loaders if hasattr(loader, "dataset")]
         form = form.normalized_by(datasets)
     return BatchPictures(settings, form if image is None else replace(form, image=image))
 

@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from lightning_fastdata.errors import FastDataWarning
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import Line, page_line, print_lines
+from lightning_fastdata.insight.report.run_report import Line, RunReport, page_line, print_lines
 
-_Self = TypeVar("_Self", bound="_Measures")
 _Given = ParamSpec("_Given")
 
 
@@ -60,21 +58,23 @@ class Misfortunes:
         return guarded
 
 
-class _Measures(Protocol):
-    misfortunes: Misfortunes
+_OfRun: TypeAlias = Callable[Concatenate[Any, Any, _Given], None]
+_Hook: TypeAlias = Callable[Concatenate[Any, _Given], None]
 
 
-_Hook: TypeAlias = Callable[Concatenate[_Self, _Given], None]
+def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
+    """Make a hook of a callback from one that takes its run, too, and is not called without one.
 
+    It warns of its errors, which are kept in its ``misfortunes``.
+    """
 
-def harmless(what: str) -> Callable[[_Hook[_Self, _Given]], _Hook[_Self, _Given]]:
-    """Make a hook of a callback warn of its errors, which are kept in its ``misfortunes``."""
-
-    def guard(hook: _Hook[_Self, _Given]) -> _Hook[_Self, _Given]:
+    def guard(hook: _OfRun[_Given]) -> _Hook[_Given]:
         @wraps(hook)
-        def guarded(self: _Self, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        def guarded(self: Any, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
+            if self._run is None:
+                return
             try:
-                hook(self, *args, **kwargs)
+                hook(self, self._run, *args, **kwargs)
             except Exception as error:
                 self.misfortunes.tell(what, error)
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastdata.augment import BatchImages, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.loader_plan import LoaderSpec
+    from lightning_fastdata.planning.plan_for import LoaderSpec
     from lightning_fastdata.types import Batch, PixelPlace
 
 
@@ -48,7 +48,6 @@ class StageTransforms:
         self._of: dict[Stage, list[StageTransform]] = {stage: [] for stage in STAGES}
         self._explained: dict[Stage, tuple[StageTransform, StageTransform]] = {}
         """Of each stage, what was registered, and what it was last made to suit a dataset."""
-        """Forms of the kernels that were compiled."""
         self._told = False
         self.assign(augment)
 
@@ -208,19 +207,15 @@ def carry_out_draws(batch: Batch, transforms: StageTransforms) -> Batch:
     return batch
 
 
-def draw_freely(_: Stage) -> AbstractContextManager[None]:
-    """Return a block that leaves the generators as they are."""
-    return nullcontext()
-
-
-Drawing: TypeAlias = Callable[[Stage], AbstractContextManager[None]]
-"""A block in which the callables of a stage draw."""
-
-
 def finish(
-    batch: Batch, transforms: StageTransforms, drawing: Drawing = draw_freely
+    batch: Batch,
+    transforms: StageTransforms,
+    drawing: Callable[[Stage], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> tuple[Batch, bool]:
-    """Run what a batch on the device waits for; return it plain, with whether anything ran."""
+    """Run what a batch on the device waits for; return it plain, with whether anything ran.
+
+    ``drawing`` returns a block in which the callables of a stage draw.
+    """
     if _is_combined(batch):
         return _each(batch, lambda part: finish(part, transforms, drawing)[0]), True
     if not isinstance(batch, StagedBatch):

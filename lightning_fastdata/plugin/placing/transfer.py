@@ -1,35 +1,26 @@
-"""The transfer of batches: on which stream, how far ahead, and the hooks that transform them."""
+"""The transfer of batches: on which stream, and how far ahead."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
-from lightning_fastdata.device.backend import DeviceStreams, device_streams
 from lightning_fastdata.device.lookahead import BATCHES_AHEAD, Crossing, OneAhead, SideLane
-from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
-from lightning_fastdata.plugin.placing.stage_transforms import (
-    carry_out_draws,
-    finish,
-    inside,
-    transfer,
-)
+from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, transfer
 from lightning_fastdata.plugin.seams.hooks import HOOKS, overridden_hook
-from lightning_fastdata.plugin.seams.trainer import training_place
 
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import Precision
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
     from lightning_fastdata.plugin.placing.stage_transforms import StageTransforms
     from lightning_fastdata.types import Batch, Stage
 
@@ -208,83 +199,3 @@ class _Converted:
 
     def _in_precision(self, batch: Batch) -> Batch:
         return batch if isinstance(batch, StagedBatch) else self._precision.convert_input(batch)
-
-
-class TransferHooks:
-    """Before, during and after the transfer of a batch; each calls the LightningModule's hook."""
-
-    _trainer: Trainer | None
-    _transforms: StageTransforms
-    _prefetching: Prefetching
-    part_begin = 0
-    """Sample of a training batch that is transferred in parts, with which the next part begins."""
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Run the LightningModule's hook of this name, if it has one."""
-        hook = self._hook_of_module("on_before_batch_transfer")
-        return batch if hook is None else inside(batch, lambda b: hook(b, dataloader_idx))
-
-    def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        """Move the batch and what was drawn for its transform to the device."""
-        hook = self._hook_of_module("transfer_batch_to_device")
-        move = super().transfer_batch_to_device if hook is None else hook  # type: ignore[misc]
-        return self._prefetching.transfer(
-            batch, lambda b: move(b, device, dataloader_idx), device, self._transforms
-        )
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Run the stage's transforms, then the LightningModule's hook of this name."""
-        batch, transformed = finish(batch, self._transforms, self._drawing)
-        hook = self._hook_of_module("on_after_batch_transfer")
-        if hook is not None:
-            batch = hook(batch, dataloader_idx)
-        if transformed and self._trainer is not None:
-            # Lightning converts to the precision's dtype before the transfer; uint8 images became
-            # floating point only now.
-            batch = self._trainer.precision_plugin.convert_input(batch)
-        return batch
-
-    def _drawing(self, stage: Stage) -> AbstractContextManager[None]:
-        """Return a block whose draws are keyed by the batch of the training, if it is one."""
-        trainer = self._trainer
-        if stage != "train" or trainer is None:
-            return nullcontext()
-        # What one batch draws rests on no other, so that a run may go on from any of them.
-        place = training_place(trainer)
-        device = trainer.strategy.root_device
-        number: tuple[int, ...] = trainer.global_rank, place.taken
-        if self.part_begin:
-            number += (self.part_begin,)
-        return drawn_under(self.run_seed(), place.epoch, number, device)
-
-    def run_seed(self) -> int:
-        """Return the seed of order and draws."""
-        raise NotImplementedError
-
-    def batches_ahead(self) -> int:
-        """Return how many batches are on the device beside the one that is trained on, at most."""
-        self._prefetching.decide(self)  # type: ignore[arg-type]
-        return self._prefetching.batches_ahead
-
-    def drop_ahead(self) -> bool:
-        """Let go of what was sent ahead, and send no more; return whether there was a batch."""
-        return self._prefetching.drop_ahead()
-
-    def carried_out(self, batch: Batch) -> Batch:
-        """Return a batch with what the workers drew for it carried out, where it is."""
-        return carry_out_draws(batch, self._transforms)
-
-    def device_streams(self, device: torch.device) -> DeviceStreams | None:
-        """Return the streams of a device on which ``prefetch`` moves batches; None: it has none."""
-        return device_streams(device)
-
-    def written_hooks(self) -> frozenset[str]:
-        """Return the transfer hooks that the class itself overrides."""
-        cls = type(self)
-        return frozenset(n for n in HOOKS if getattr(cls, n) is not getattr(TransferHooks, n))
-
-    def _hook_of_module(self, name: str) -> Callable[..., Batch] | None:
-        trainer = self._trainer
-        return None if trainer is None else overridden_hook(trainer.lightning_module, name)

@@ -6,18 +6,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+import multiprocessing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from operator import getitem
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+import torch
+
+from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.batches.staged import (
+    FirstOfPairs,
+    StagingCollate,
+    move,
+)
+from lightning_fastdata.device.backend import current, default_type, has_streams, synchronize
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.plugin.placing.costs import PlaceTask, device_type, read_place_costs
-from lightning_fastdata.plugin.placing.decision import PlaceChoice, PlaceCosts, choose_place
+from lightning_fastdata.host.usage import Clocks
+from lightning_fastdata.insight.measure.metrics import EventClock, HostClock
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.planning.facts.probe import spread_indices
+from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
+from lightning_fastdata.plugin.placing.decision import (
+    PlaceChoice,
+    PlaceCosts,
+    SampleCosts,
+    choose_place,
+)
+from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.augment import StageTransform
-    from lightning_fastdata.planning.loader_plan import LoaderPlan
+    from lightning_fastdata.insight.measure.metrics import DeviceClock
+    from lightning_fastdata.planning.plan_for import LoaderPlan
     from lightning_fastdata.plugin.placing.stage_transforms import StagePlan, StageTransforms
     from lightning_fastdata.types import PixelPlace, Stage
 
@@ -29,6 +56,176 @@ _ON_CPU: Final = (
     "the trainer has no accelerator, so that torch computes these pixels on the CPU in the "
     "training process, which takes many times as long as Albumentations in the workers"
 )
+_BUDGET_S: Final = 0.3
+_MOST_SAMPLES: Final = 16
+_WARM_UP, _ROUNDS = 2, 5
+_MARKS: Final = 16
+# What torch raises where a device has no memory, no such operation, or no such dtype.
+_TOO_MUCH: Final = (RuntimeError, TypeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceTask:
+    """A loader's work, and who does it."""
+
+    of: StagePlan
+    transform: StageTransform  # starts in the workers
+    device: torch.device  # where the trainer computes
+    workers: int  # side processes of its loader
+    cpus: float  # that this rank may use
+    start_method: str | None = None  # of its workers; None: the default of Python
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of this rank."""
+        return self.of.spec.batch_size or 1
+
+
+def read_place_costs(
+    task: PlaceTask,
+    *,
+    accelerator: bool,
+    clocks: Clocks | None = None,
+    device_ms: Callable[[Callable[[], object], torch.device], float] | None = None,
+    budget_s: float = _BUDGET_S,
+) -> PlaceCosts:
+    """Measure what a pipeline costs the workers, and the device; the random state stays.
+
+    That reads up to 16 samples, or for 0.3 s, and runs the device's part of one batch 7 times, by
+    ``device_ms``. Nothing is measured where nothing can be chosen, as without an accelerator. The
+    default clocks count CPU time of all threads: workers have one, where OpenCV may use many here.
+    """
+    spec, transform = task.of.spec, task.transform
+    costs = PlaceCosts(
+        accelerator=accelerator,
+        defers=transform.defers,
+        batch_size=task.batch_size,
+        workers=task.workers,
+        cpus=task.cpus,
+        redrawn=transform.redrawn(),
+    )
+    if not (accelerator and transform.defers and spec.options.probe) or spec.is_stream:
+        return costs
+    clocks = clocks or Clocks(cpu_s=clock.process_time)
+    method = task.start_method or multiprocessing.get_start_method()
+    # What the measuring has no use for may be such that it cannot be pickled.
+    spec = replace(spec, sampler=None, batch_sampler=None, worker_init_fn=None)
+    sent = replace(task, of=replace(task.of, spec=spec, trainer=None))
+    found = try_apart(_measure, sent, clocks, budget_s, start_method=method).values
+    if "costs" not in found or "batch" not in found:
+        return costs
+    costs = replace(costs, sample=found["costs"])
+    try:
+        batch = move(found["batch"], task.device)
+        work = partial(transform.apply, batch.batch, batch.draws)
+        with torch.no_grad():
+            took_ms = (device_ms or time_on_device)(work, task.device)
+        return replace(costs, device_ms=took_ms)
+    except _TOO_MUCH as error:
+        first = (str(error).splitlines() or [""])[0]
+        why = f"a trial of its part on {task.device} raised {type(error).__name__}: {first}"
+        return replace(costs, refusal=why)
+
+
+class _Ways(NamedTuple):
+    """How a sample that was read is made whole, and with its pixels deferred to the device."""
+
+    make: Mapping[str, Callable[[int, Any], Any]]
+    collate: Mapping[str, Callable[[list[Any]], Any]]
+
+
+def _ways_of(task: PlaceTask) -> _Ways | None:
+    spec, transform, seed = task.of.spec, task.transform, task.of.seed
+    whole, deferred = transform.in_worker(on_device=False), transform.in_worker(on_device=True)
+    if whole is None or deferred is None:
+        return None
+    collate = spec.collate_fn or collate_samples
+    return _Ways(
+        {
+            "whole": lambda index, sample: whole(sample, SampleKey(seed, 0, index)),
+            "deferred": lambda index, sample: deferred(sample, SampleKey(seed, 0, index)),
+        },
+        {
+            "whole": FirstOfPairs(collate, whole, single=False),
+            "deferred": StagingCollate(collate, deferred, spec.stage),
+        },
+    )
+
+
+def _measure(task: PlaceTask, clocks: Clocks, budget_s: float, tell: Tell) -> None:
+    """Measure where nothing else uses the dataset, and send a batch as the workers leave it."""
+    ways, dataset = _ways_of(task), task.of.spec.dataset
+    indices = spread_indices(dataset_length(dataset) or 0, _MOST_SAMPLES)
+    if ways is None or not indices:
+        return
+    made: dict[str, list[object]] = {name: [] for name in ways.make}
+    took_ms: dict[str, list[float]] = {"waits": [], "read": [], **{name: [] for name in ways.make}}
+    began_s = clocks.clock_s()
+    for index in indices:
+        sample, ms, cpu_ms = clocks.of(partial(getitem, dataset, index))
+        took_ms["read"].append(ms)
+        took_ms["waits"].append(max(0.0, ms - cpu_ms))
+        for name, make in ways.make.items():
+            row, ms, _ = clocks.of(partial(make, index, sample))
+            made[name].append(row)
+            took_ms[name].append(ms)
+        if len(took_ms["read"]) > 1 and clocks.clock_s() - began_s >= budget_s:
+            break
+    # The first sample opens files and fills caches.
+    skip = 1 if len(took_ms["read"]) > 1 else 0
+    middle = {name: median(values[skip:]) for name, values in took_ms.items()}
+    each = {}
+    for name, collate in ways.collate.items():
+        collate(list(made[name]))  # the first one imports
+        _, ms, _ = clocks.of(partial(collate, list(made[name])))
+        each[f"{name}_ms"] = middle["read"] + middle[name] + ms / len(made[name])
+    costs = SampleCosts(
+        **each,
+        read_ms=middle["read"],
+        waits_ms=middle["waits"],
+        samples=len(took_ms["read"]) - skip,
+    )
+    tell("costs", costs)
+    tell("batch", ways.collate["deferred"](list(islice(cycle(made["deferred"]), task.batch_size))))
+
+
+def time_on_device(
+    work: Callable[[], object],
+    device: torch.device,
+    *,
+    clock: DeviceClock | None = None,
+    wait: Callable[[torch.device], None] = synchronize,
+) -> float:
+    """Return the milliseconds in which a device does some work: the median of 5, after 2 others.
+
+    The clock marks points of the device's time (default: its events, or else the host's clock);
+    ``wait`` returns when the device has done what it was given.
+    """
+    took_ms = []
+    with current(device):
+        if clock is None:
+            clock = EventClock(_MARKS, device=device) if has_streams(device) else HostClock()
+        for _ in range(_WARM_UP):
+            work()
+        wait(device)
+        for _ in range(_ROUNDS):
+            began = clock.mark()
+            work()
+            if isinstance(clock, HostClock):  # which does not know what the device has done
+                wait(device)
+            ended = clock.mark()
+            wait(device)
+            if began is not None and ended is not None:
+                took_ms.append(clock.elapsed_ms(began, ended))
+                clock.forget_before(ended)
+    return median(took_ms)
+
+
+def device_type(trainer: Trainer | None) -> str:
+    """Return ``"cpu"``, ``"cuda"`` or another type; without a trainer, the best there is."""
+    if trainer is not None:
+        return str(trainer.strategy.root_device.type)
+    return default_type()
 
 
 class Placing:

@@ -6,12 +6,12 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_fastdata.insight.waits.several_loaders import LoaderKey
+from lightning_fastdata.insight.waits.causes import LoaderKey
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
 from lightning_fastdata.order.samplers import EvaluationBatchSampler
@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Stage
 
 _PADDED: Final = "Using `DistributedSampler` with the dataloaders. During `trainer."
-
-
-@runtime_checkable
-class _Combined(Protocol):
-    """Lightning's CombinedLoader, of either package."""
-
-    @property
-    def iterables(self) -> object: ...
-    @property
-    def flattened(self) -> object: ...
 
 
 def watch_sources(
@@ -123,10 +113,10 @@ def keyed(loaders: object) -> list[tuple[LoaderKey, Any]]:
 
 
 def with_paths(
-    loaders: object, path: tuple[object, ...] = ()
+    loaders: Any, path: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], Any]]:
     """Yield a trainer's loaders with the keys and positions under which each is found."""
-    if isinstance(loaders, _Combined):
+    if hasattr(loaders, "iterables") and hasattr(loaders, "flattened"):  # a CombinedLoader
         loaders = loaders.iterables
     inner: Iterable[tuple[object, object]]
     if isinstance(loaders, Mapping):

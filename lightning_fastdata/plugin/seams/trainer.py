@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastdata.plugin.contracts import DataModule
+    from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
 
 _STAGE_OF_FN: dict[str, Stage] = {
     "fit": "train",
@@ -39,23 +39,6 @@ _STAGE_OF_FN: dict[str, Stage] = {
     "test": "test",
     "predict": "predict",
 }
-
-
-@runtime_checkable
-class _WithFolder(Protocol):
-    """A logger that writes into a folder of its own."""
-
-    @property
-    def log_dir(self) -> str | None: ...
-
-
-@runtime_checkable
-class _PrintingBar(Protocol):
-    """A progress bar that prints above itself while it is shown."""
-
-    @property
-    def is_enabled(self) -> bool: ...
-    def print(self, *args: object, **kwargs: object) -> None: ...
 
 
 def own_datamodule(trainer: Trainer) -> DataModule | None:
@@ -248,8 +231,8 @@ def check_hooks_run(pl_module: LightningModule) -> None:
 
 def print_line(trainer: Trainer, text: str) -> None:
     """Print a line above the bar, if there is one."""
-    bar: object = trainer.progress_bar_callback
-    if isinstance(bar, _PrintingBar) and bar.is_enabled:
+    bar: Any = trainer.progress_bar_callback
+    if getattr(bar, "is_enabled", False) and hasattr(bar, "print"):
         bar.print(text)
         return
     if not has_package("rich"):
@@ -304,8 +287,8 @@ def hide_loggers(trainer: Trainer) -> list[Path]:
     Loggers wrote nothing so far, as Lightning took this process for another than the first.
     """
     rank_zero_only.rank = trainer.global_rank
-    named = [one for one in trainer.loggers if isinstance(one, _WithFolder)]
-    folders = [Path(one.log_dir) for one in named if one.log_dir is not None]
+    named = [getattr(one, "log_dir", None) for one in trainer.loggers]
+    folders = [Path(folder) for folder in named if folder is not None]
     loggers = importlib.import_module(f"{_package(trainer)}.loggers.logger")
     trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
     return folders

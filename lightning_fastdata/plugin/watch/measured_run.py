@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
@@ -12,12 +13,13 @@ from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
+from lightning_fastdata.insight.live import Status, WatchedRun
 from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
-from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
+from lightning_fastdata.insight.waits.causes import costliest
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
-from lightning_fastdata.insight.waits.several_loaders import costliest
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
@@ -25,7 +27,6 @@ from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
-from lightning_fastdata.plugin.watch.live import LiveRun
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
@@ -39,9 +40,25 @@ if TYPE_CHECKING:
     from lightning_fastdata.insight.verdicts.catalogue import Verdict
     from lightning_fastdata.insight.waits.ranks import RankRecords, RankTiming
     from lightning_fastdata.plugin.loggers.pictures import BatchPictures
+    from lightning_fastdata.plugin.loggers.report_files import Misfortunes
     from lightning_fastdata.plugin.watch.recording import Recording
     from lightning_fastdata.plugin.watch.throughput import ThroughputHooks
 
+_DOING: Final = {
+    "wait": "waiting for a batch",
+    "transfer": "moving a batch to the device",
+    "augment": "augmenting a batch",
+    "compute": "computing a step",
+    "epoch_starts": "starting an epoch",
+    "validation": "validating",
+    "checkpoints": "saving a checkpoint",
+    "logging": "logging",
+    "callbacks": "in a callback",
+    "setup": "setting up",
+    "measuring": "measuring",
+    "other": "between steps",
+}
+"""Part of a run's wall time -> what is being done in it."""
 _COMPARED_WITHIN_S: Final = 0.01
 _MOST_OF_RUN: Final = 0.01
 """Of a run's time, what may be spent on judging it before it has ended."""
@@ -112,7 +129,6 @@ class RunJudge:
             settings_in="FastDataLoader" if ours is None else "LoaderOptions",
             closed=self._closed(train, val),
             val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
-            usable_cpus=self._usable_cpus,
             loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
             **({} if host is None else host.evidence()),
             ranks=() if ranks is None else all_known(ranks.so_far),
@@ -182,6 +198,60 @@ def _waits_for_others_s(ranks: Sequence[RankTiming], rank: int) -> float:
     if worst is None or here is None:
         return 0.0
     return ((worst.stall_ms or 0.0) - (here.stall_ms or 0.0)) * here.steps / 1e3
+
+
+class LiveRun:
+    """Publishes the status of one run of a trainer on this rank, from its setup to its end.
+
+    ``undo`` gets what ends it. Where the status cannot be published, as where the place for it
+    belongs to another user, that is a warning. On Windows none is.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        recording: Recording,
+        undo: list[Callable[[], None]],
+        misfortunes: Misfortunes,
+    ) -> None:
+        self._trainer, self._recording = trainer, recording
+        self.log_dir: str = trainer.default_root_dir
+        self.verdict: Verdict | None = None
+        """The newest one."""
+        self._watched: WatchedRun | None = None
+        if sys.platform != "win32":
+            with misfortunes.survived("`fastdata top` does not show this run"):
+                self._watched = WatchedRun(self._known)
+                undo.append(self._watched.close)
+
+    def step_ended(self) -> None:
+        """Note that a step has ended, of the main stage or of validation."""
+        if self._watched is not None:
+            self._watched.pace.step_ended(self._recording.main)
+
+    def _known(self) -> tuple[Status, tuple[FastDataLoader, ...]]:
+        trainer, recording = self._trainer, self._recording
+        activity = recording.wall.clock.under_way
+        steps = 0 if self._watched is None else self._watched.pace.steps
+        known = Status(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            log_dir=self.log_dir,
+            method=recording.method,
+            activity=_DOING[activity.part] + (f" ({activity.name})" if activity.name else ""),
+            epoch=trainer.current_epoch,
+            step=trainer.global_step if recording.fits else steps,
+            found=None if self.verdict is None else verdict_line(self.verdict),
+        )
+        return known, self._loaders()
+
+    def _loaders(self) -> tuple[FastDataLoader, ...]:
+        loaders = self._recording.loaders()
+        if self._recording.fits and self._recording.wall.clock.state.part == "validation":
+            loaders = self._trainer.val_dataloaders
+        with suppress(RuntimeError):  # what holds them has changed meanwhile
+            return tuple(each for each in flattened(loaders) if isinstance(each, FastDataLoader))
+        return ()
 
 
 class MeasuredRun:

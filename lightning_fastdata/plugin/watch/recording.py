@@ -10,8 +10,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
-from lightning_fastdata.insight.measure.stage import StageMeter
-from lightning_fastdata.insight.measure.stage_stamps import StageStamps
+from lightning_fastdata.insight.measure.stage import StageMeter, StageStamps
 from lightning_fastdata.insight.measure.wall import Activity, WallClock
 from lightning_fastdata.insight.model.finding import STALL_LOW, costs_much
 from lightning_fastdata.plugin.seams.hooks import overridden_hook

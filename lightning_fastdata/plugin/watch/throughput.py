@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import batch_samples
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.insight.report.run_report import RunReport
-from lightning_fastdata.insight.report.summary_text import verdict_line
+from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.waits.ranks import RankRecords, rank_metrics, shared_store
 from lightning_fastdata.planning.options import (
     NeedsConstruction,
@@ -178,11 +177,8 @@ class ThroughputHooks(NeedsConstruction):
         )
 
     @harmless("The training is not measured")
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
         """Forget what tuners and finders ran before, and lay out TensorBoard's charts."""
-        run = self._run
-        if run is None:
-            return
         if trainer.world_size > 1:
             run.judge.ranks = RankRecords(
                 shared_store(), rank=trainer.global_rank, world_size=trainer.world_size
@@ -191,20 +187,18 @@ class ThroughputHooks(NeedsConstruction):
         run.began()
 
     @harmless(_NOT_MEASURED)
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, run: MeasuredRun, *_: object) -> None:
         """The first step of an epoch is counted apart."""
-        if self._run is not None:
-            self._run.recording.main.epoch_opens()
+        run.recording.main.epoch_opens()
 
     @harmless("The batch was not shown")
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
+        self, run: MeasuredRun, trainer: Trainer, _: object, batch: Batch, batch_idx: int
     ) -> None:
         """Show the batch, if that was asked for."""
-        run = self._run
-        if run is not None and batch_idx == 0:
+        if batch_idx == 0:
             run.judge.epoch_began()
-        if run is not None and run.pictures is not None:
+        if run.pictures is not None:
             step = steps_logged_by(trainer, run.recording.batches_stepped)
             run.pictures.batch_began(trainer.loggers, batch, epoch=trainer.current_epoch, step=step)
 
@@ -218,6 +212,7 @@ class ThroughputHooks(NeedsConstruction):
     @harmless("A step was not measured or not logged")
     def on_train_batch_end(
         self,
+        run: MeasuredRun,
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: object,
@@ -225,9 +220,6 @@ class ThroughputHooks(NeedsConstruction):
         batch_idx: int,
     ) -> None:
         """Close the step and, every so often, log the means since the last time."""
-        run = self._run
-        if run is None:
-            return
         recording = run.recording
         recording.main.step_ended(batch_samples(batch))
         run.live.step_ended()
@@ -248,11 +240,8 @@ class ThroughputHooks(NeedsConstruction):
                 print_line(trainer, word)
 
     @harmless("An epoch was not logged")
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
         """Draw the epoch's phases and say what they mean, where that has changed."""
-        run = self._run
-        if run is None:
-            return
         train = run.recording.main
         train.timeline.drop_open_step()
         summary = train.summary()
@@ -273,29 +262,23 @@ class ThroughputHooks(NeedsConstruction):
         run.log({**rank_metrics(heard), **wall_scalars(wall)}, step)
 
     @harmless(_NOT_MEASURED)
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, run: MeasuredRun, *_: object) -> None:
         """Note that what follows belongs to no epoch."""
-        if self._run is not None:
-            self._run.recording.wall.ended()
+        run.recording.wall.ended()
 
     @harmless(_NOT_MEASURED)
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_sanity_check_start(self, run: MeasuredRun, *_: object) -> None:
         """Count the sanity check as validation."""
-        if self._run is not None:
-            self._run.recording.wall.validation_began()
+        run.recording.wall.validation_began()
 
     @harmless(_NOT_MEASURED)
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_sanity_check_end(self, run: MeasuredRun, *_: object) -> None:
         """Go back to the setup."""
-        if self._run is not None:
-            self._run.recording.wall.validation_ended()
+        run.recording.wall.validation_ended()
 
     @harmless(_NOT_MEASURED)
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, run: MeasuredRun, *_: object) -> None:
         """Count what follows as validation, or begin to measure where nothing else is measured."""
-        run = self._run
-        if run is None:
-            return
         if run.recording.fits:
             run.recording.wall.validation_began()
         else:
@@ -304,10 +287,9 @@ class ThroughputHooks(NeedsConstruction):
     on_test_start = on_predict_start = on_validation_start
 
     @harmless(_NOT_MEASURED)
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_start(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
         """The first step of each validation is counted apart."""
-        run = self._run
-        if run is None or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
         if run.recording.fits:
             run.recording.main.paused()
@@ -317,16 +299,15 @@ class ThroughputHooks(NeedsConstruction):
     @harmless(_NOT_MEASURED)
     def on_validation_batch_end(
         self,
+        run: MeasuredRun,
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: object,
         batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        *_: int,
     ) -> None:
         """Close a step."""
-        run = self._run
-        if run is None or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
         run.recording.evaluated.step_ended(batch_samples(batch))
         run.live.step_ended()
@@ -338,10 +319,9 @@ class ThroughputHooks(NeedsConstruction):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @harmless("An evaluation was not logged")
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
         """Log the means of this validation, test or prediction."""
-        run = self._run
-        if run is None or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
         recording = run.recording
         if recording.fits:
