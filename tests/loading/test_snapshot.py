@@ -21,14 +21,14 @@ from thoroughness import LONG
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_fastdata.fingerprint import fingerprint
-from lightning_fastdata.snapshot import Watched, taken_of
+from lightning_fastdata.fingerprint import Watched, _Noting
 
 FOR_EVER = float("inf")
 
 
 def snapshot_of(*objects):
-    taken = taken_of(objects, FOR_EVER)
-    return None if taken is None else taken[1]
+    noting = _Noting(FOR_EVER)
+    return None if noting.of(objects) is None else noting.snapshot
 
 
 class Plain:
@@ -632,4 +632,4 @@ def test_what_cannot_be_compared_has_no_snapshot(tmp_path):
     with (tmp_path / "rows").open() as opened:
         assert snapshot_of(opened) is None
         assert Watched().now((opened,), FOR_EVER) is None
-    assert taken_of(([1],), -1) is None
+    assert _Noting(-1).of(([1],)) is None
