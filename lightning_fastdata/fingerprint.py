@@ -49,7 +49,7 @@ import torch
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.search import is_users, loaded_classes
-from lightning_fastdata.snapshot import Look, Snapshot
+from lightning_fastdata.snapshot import Look, Looks, Snapshot, UnseenError
 from lightning_fastdata.tree import held, held_by
 
 _AT_ONCE_BYTES: Final = 2**24
@@ -82,6 +82,7 @@ _TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 _ARRAYS: Final = (np.ndarray, np.memmap)
 _OF_C: Final = (SimpleNamespace, functools.partial, deque, OrderedDict, defaultdict)
 """That hold attributes and items; of that very type."""
+_METHODS: Final = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _CONSTANT: Final = (frozenset, str, bytes, int, float)
 _NEVER_CHANGE: Final = (
     complex, range, slice, np.generic, enum.Enum, BuiltinFunctionType, re.Pattern,
@@ -202,10 +203,6 @@ class _TooLongError(Exception):
     """The time is over."""
 
 
-class _UnseenError(Exception):
-    """Something may change that no look would show, or is too much to be kept."""
-
-
 class _Sink:
     """Where a pickle goes that is never read: into a digest."""
 
@@ -218,7 +215,7 @@ class _Sink:
         raw = memoryview(data).cast("B")
         self._left_bytes -= len(raw)
         if self._left_bytes < 0:
-            raise _UnseenError
+            raise UnseenError
         for start in range(0, len(raw), _AT_ONCE_BYTES):
             if clock.thread_time() > self._until_s:
                 raise _TooLongError
@@ -229,10 +226,7 @@ class _Sink:
 
 
 class _Digesting(pickle.Pickler):
-    """Digests what a pickle would hold; code by its address, and what it holds.
-
-    What is looked at is asked by ``_one``, ``_fact``, ``_parts`` and ``_content``.
-    """
+    """Digests what a pickle would hold; code by its address, and what it holds."""
 
     def __init__(
         self,
@@ -241,67 +235,42 @@ class _Digesting(pickle.Pickler):
         *,
         roughly: bool = False,
         with_globals: bool = True,
+        looks: Looks | None = None,
         most_bytes: float = math.inf,
     ) -> None:
-        self._sink = sink = _Sink(clock.thread_time() + within_s, most_bytes)
-        super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
+        self._sink = _Sink(clock.thread_time() + within_s, most_bytes)
+        super().__init__(self._sink, protocol=5, buffer_callback=self._sink.write_buffer)
         self._live = hashlib.blake2b(digest_size=16)
         self._instead = instead or {}
+        self._looks = looks or Looks()
         self._roughly = roughly
         self._with_globals = with_globals
         self.late = False
         """It has taken too long."""
-        self._objects: tuple[object, ...] = ()
         self._looked_up = 0
-        self._met: dict[int, ModuleType | type] = {}
-        """Whose plain data are compared, in the order in which they were met."""
-        self._code: set[int] = set()
+        self._met: list[ModuleType | type] = []
+        """Whose plain data are compared."""
+        self._once: set[tuple[str, int]] = set()
         self._attributes: dict[type, tuple[Look, Look]] = {}
-        self._lasting_kinds = tuple(
-            kind for module, *names in _SHARED for kind in loaded_classes(module, *names)
-        )
-        self._lasting_kinds += _LOCKS
+        lasting = [kind for module, *names in _SHARED for kind in loaded_classes(module, *names)]
+        self._lasting_kinds = (*lasting, *_LOCKS)
         self._with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
 
     def of(self, objects: tuple[object, ...]) -> Fingerprint | None:
         """Return what objects are now; None: they cannot be compared. To be called once."""
-        self._objects = objects
         try:
             self.dump(objects)
-            done = 0
-            while done < len(self._met):
-                for owner in list(self._met.values())[done:]:
-                    self.dump(self._outline(owner))
-                    done += 1
+            for owner in self._met:  # which grows meanwhile
+                self.dump(self._outline(owner))
         except Exception as error:  # whatever the __reduce__() of an object raises
             self.late = isinstance(error, _TooLongError)
             return None
         return Fingerprint(self._sink.digest.digest(), self._live.digest())
 
-    def _one(self, look: Look, obj: object) -> Any:
-        """Return what a look tells of an object: that very thing."""
-        return look(obj)
-
-    def _fact(self, look: Look, obj: object) -> Any:
-        """Return what a look tells of an object: a value."""
-        return look(obj)
-
-    def _parts(self, look: Look, obj: object) -> tuple[Any, ...]:
-        """Return what a look tells of an object: several things."""
-        return tuple(look(obj))
-
-    def _content(self, looks: tuple[Look, ...], owner: object, memory: Any) -> Any:
-        """Return what lies in the memory of an object; the looks tell where, in which form."""
-        return memory
-
-    def _unseen(self) -> None:
-        """Note that an object may change in a way that no look shows."""
-
     def _items(self, items: dict[Any, Any]) -> None:
-        """Look at a dict; of an empty one a single look is enough."""
-        self._parts(dict.values, items)
-        if items:
-            self._parts(dict.keys, items)
+        self._looks.watch(dict.values, items)
+        if items:  # of an empty one the one look is enough
+            self._looks.watch(dict.keys, items)
 
     def reducer_override(self, obj: Any) -> Any:
         """Return what stands for an object in its pickle."""
@@ -310,7 +279,8 @@ class _Digesting(pickle.Pickler):
         if id(obj) in self._instead:
             return _stand_in, ("instead", self._instead[id(obj)])
         if isinstance(obj, type | FunctionType):
-            return _stand_in, (id(obj), tuple(self._of_code(obj)))
+            first = self._is_first("code", obj)  # it may refer to itself
+            return _stand_in, (id(obj), tuple(self._of_code(obj)) if first else ())
         if isinstance(obj, PurePath):
             self._look_up(str(obj))
             return _stand_in, ("path", str(obj), held_by(obj))
@@ -327,7 +297,7 @@ class _Digesting(pickle.Pickler):
         return self._of_others(obj)
 
     def _of_c_data(self, obj: Any) -> tuple[object, ...]:
-        self._unseen()
+        self._looks.unseen()
         if isinstance(obj, self._with_locks):
             self._live.update(bytes(cast("Any", obj).get_obj()))
             return "shared", id(obj)
@@ -338,17 +308,18 @@ class _Digesting(pickle.Pickler):
         if isinstance(obj, MethodType):
             return _stand_in, ("method", obj.__func__, obj.__self__)
         if isinstance(obj, _REMEMBERS):
-            return _stand_in, ("remembers", self._fact(_misses, obj), self._of_attributes(obj))
+            misses = self._looks.fact(_misses, obj)
+            return _stand_in, ("remembers", misses, self._of_attributes(obj))
         if kind in _OF_C or is_users(kind.__module__):
             return _stand_in, tuple(self._of_object(obj))
         if held(obj, "__wrapped__") is not None:
-            self._unseen()
+            self._looks.unseen()
             return _stand_in, (kind.__qualname__, held_by(obj))
         if _is_plain_object(kind):
             self._of_attributes(obj)
             self._items(held_by(obj))  # of which its pickle may hold a copy
         elif not isinstance(obj, _NEVER_CHANGE) or isinstance(obj, np.void):
-            self._unseen()
+            self._looks.unseen()
         return NotImplemented
 
     def _of_object(self, obj: Any) -> Iterator[object]:
@@ -361,34 +332,34 @@ class _Digesting(pickle.Pickler):
         for base, looks in _ITEMS.items():
             if issubclass(kind, base):
                 if kind is not base and base in (list, set, deque):
-                    self._unseen()
-                yield from (self._parts(look, obj) for look in looks)
+                    self._looks.unseen()
+                yield from (self._looks.parts(look, obj) for look in looks)
                 return
         constant: Any = next((base for base in _CONSTANT if issubclass(kind, base)), None)
         if constant is not None:
             yield constant(obj)
         elif kind not in _OF_C and not _is_python(kind):
-            self._unseen()
+            self._looks.unseen()
             yield obj.__reduce_ex__(5)  # what is not in Python's own attributes
 
     def _of_attributes(self, obj: object) -> tuple[object, ...]:
         """Return the class of an object, and what it holds in ``__dict__`` and ``__slots__``."""
-        kind: type = self._one(type, obj)
-        if hasattr(kind, "__del__") and not any(obj is one for one in self._objects):
-            self._unseen()  # the program sees when it is gone
+        (kind,) = self._looks.parts(_kind_of, obj)
+        if hasattr(kind, "__del__") and not isinstance(obj, torch.utils.data.Dataset):
+            self._looks.unseen()  # the program sees when it is gone
         if kind not in self._attributes:
             self._attributes[kind] = _attributes_of(kind)
         quick, sure = self._attributes[kind]
         try:
-            return kind, *self._parts(quick, obj)
+            return kind, *self._looks.parts(quick, obj)
         except AttributeError:  # nothing is in a slot
-            return kind, *self._parts(sure, obj)
+            return kind, *self._looks.parts(sure, obj)
 
     def _look_up(self, path: str) -> None:
         """Take the size and the time of a file into the digest of what others see change."""
         if self._looked_up < _FEW:
             self._looked_up += 1
-            self._live.update(repr(self._fact(_of_file, path)).encode())
+            self._live.update(repr(self._looks.fact(_of_file, path)).encode())
 
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
         if tensor.device.type != "cpu":
@@ -401,10 +372,10 @@ class _Digesting(pickle.Pickler):
         dense = type(tensor) in _TENSORS and tensor.layout is torch.strided
         dense = dense and tensor.is_contiguous() and tensor.grad_fn is None
         if not dense or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            self._unseen()
+            self._looks.unseen()
         # Not by NumPy, whose view of memory keeps that from being resized ever after.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        content = self._content(_OF_TENSOR, tensor, _memory_of(flat, flat.data_ptr()))
+        content = self._looks.memory(_OF_TENSOR, tensor, _memory_of(flat, flat.data_ptr()))
         if tensor.is_shared():  # type: ignore[no-untyped-call]
             self._live.update(content)
             yield from (tensor.data_ptr(), tensor.stride())
@@ -415,49 +386,53 @@ class _Digesting(pickle.Pickler):
         yield from (str(array.dtype), array.shape, array.flags.writeable)
         yield self._of_attributes(array)  # of a subclass: a mask, say
         if type(array) not in _ARRAYS:
-            self._unseen()
+            self._looks.unseen()
         owner = _file_under(array)
         if owner is not None:
-            self._fact(*_OF_ARRAY, array)
+            self._looks.fact(*_OF_ARRAY, array)
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
         if self._roughly and array.nbytes > _LARGE_BYTES:
             yield array.ctypes.data
             array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
         if not array.flags.forc:
-            self._unseen()
+            self._looks.unseen()
             array = np.ascontiguousarray(array)
-        memory = self._content(_OF_ARRAY, array, _memory_of(array, array.ctypes.data))
+        memory = self._looks.memory(_OF_ARRAY, array, _memory_of(array, array.ctypes.data))
         yield from (array.strides, pickle.PickleBuffer(memory))
 
     def _of_code(self, obj: type | FunctionType) -> Iterator[object]:
-        """Yield what belongs to a class or a function, once: it may refer to itself."""
-        if id(obj) not in self._code:
-            self._code.add(id(obj))
-            yield from self._of_class(obj) if isinstance(obj, type) else self._of_function(obj)
+        return self._of_class(obj) if isinstance(obj, type) else self._of_function(obj)
 
     def _of_class(self, cls: type) -> Iterator[object]:
-        _, *bases = self._parts(_OF_CLASS, cls)
-        bases.append(self._one(type, cls))
-        yield from (base for base in bases if is_users(base.__module__))
+        _, *bases = self._looks.parts(_OF_CLASS, cls)
+        metaclass = self._looks.parts(_kind_of, cls)
+        yield from (base for base in (*metaclass, *bases) if is_users(base.__module__))
         if is_users(cls.__module__):
             own = vars(cls)
-            names = self._parts(MappingProxyType.keys, own)
-            values = self._parts(MappingProxyType.values, own)
+            names = self._looks.parts(MappingProxyType.keys, own)
+            values = self._looks.parts(MappingProxyType.values, own)
             yield tuple(_of_member(*item) for item in zip(names, values, strict=True))
             self._meet(cls.__module__)
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
-        code, _, *kept = self._parts(_OF_FUNCTION, function)
-        yield from (id(code), *kept, *self._parts(closed_over, function))
+        code, _, *kept = self._looks.parts(_OF_FUNCTION, function)
+        yield from (id(code), *kept, *self._looks.parts(closed_over, function))
         self._meet(function.__module__, function.__globals__.get("__name__"))
 
-    def _meet(self, *names: str | None) -> None:
-        """Have the plain data of user's modules compared, too."""
-        for name in names:
-            if self._with_globals and is_users(name) and (name or "") in sys.modules:
-                module = sys.modules[name or ""]
-                self._met.setdefault(id(module), module)
+    def _is_first(self, what: str, obj: object) -> bool:
+        """Return whether it is asked for the first time."""
+        first = (what, id(obj)) not in self._once
+        self._once.add((what, id(obj)))
+        return first
+
+    def _meet(self, *owners: object) -> None:
+        """Have the plain data of user's modules and classes compared, too."""
+        for owner in owners if self._with_globals else ():
+            module = sys.modules.get(owner) if isinstance(owner, str) else owner
+            users = isinstance(module, ModuleType | type) and is_users(_home_of(module))
+            if users and self._is_first("met", module):
+                self._met.append(cast("ModuleType | type", module))
 
     def _outline(self, owner: ModuleType | type) -> tuple[object, ...]:
         """Return the code and the plain data among the attributes of a module or a class.
@@ -466,39 +441,34 @@ class _Digesting(pickle.Pickler):
         data of them.
         """
         namespace: Mapping[str, Any] = vars(owner)
-        self._parts(dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace)
-        self._parts(_kinds, namespace)
+        self._looks.watch(
+            dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace
+        )
+        self._looks.watch(_kinds, namespace)
         found: dict[str, object] = {}
         unsure = []
         for name, value in list(namespace.items()):
             if not name.startswith("__") or isinstance(value, FunctionType):
-                told = self._of_global(value)
+                told = self._of_global(value, method=isinstance(owner, type))
                 if told is not None:
                     found[name] = told
                 elif _may_become_plain(value):
                     unsure.append(name)
         if found:
-            self._parts(itemgetter(*found, next(iter(found))), namespace)
+            self._looks.watch(itemgetter(*found, next(iter(found))), namespace)
         if unsure:
-            self._fact(functools.partial(_are_plain_in, unsure), namespace)
+            self._looks.fact(functools.partial(_are_plain_in, unsure), namespace)
         return tuple(found.items())
 
-    def _of_global(self, value: Any) -> object:
+    def _of_global(self, value: Any, *, method: bool) -> object:
         """Return what an attribute of a module or class is compared by; None: it is not."""
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        if isinstance(value, ModuleType):
-            self._meet(value.__name__)
-            return value.__name__
-        if isinstance(value, type):
-            for owner in value.__mro__ if self._with_globals else ():
-                if is_users(owner.__module__):
-                    self._met.setdefault(id(owner), owner)
-                    self._meet(owner.__module__)
+        if isinstance(value, ModuleType | type):
+            for owner in value.__mro__ if isinstance(value, type) else (value,):
+                self._meet(owner, _home_of(owner))
             return id(value)
-        if isinstance(value, FunctionType):
+        if isinstance(value, FunctionType) and not method:
             return id(value), tuple(self._of_outer_function(value))
-        if isinstance(value, property | functools.cached_property):
+        if isinstance(value, _METHODS):
             return id(value)
         return (value,) if _is_plain(value) else None
 
@@ -507,9 +477,9 @@ class _Digesting(pickle.Pickler):
         homes = function.__module__, function.__globals__.get("__name__")
         if not any(map(is_users, homes)):
             return
-        code, closure, defaults, keywords, attributes = self._parts(_OF_FUNCTION, function)
+        code, closure, defaults, keywords, attributes = self._looks.parts(_OF_FUNCTION, function)
         yield id(code)
-        found = [*(defaults or ()), *(self._parts(closed_over, function) if closure else ())]
+        found = [*(defaults or ()), *(self._looks.parts(closed_over, function) if closure else ())]
         for items in (keywords or {}), attributes:
             self._items(items)
             found += items.values()
@@ -517,7 +487,7 @@ class _Digesting(pickle.Pickler):
             if _is_plain(value):
                 yield value
             elif _may_become_plain(value):
-                self._fact(_is_plain, value)
+                self._looks.fact(_is_plain, value)
         self._meet(*homes)
 
 
@@ -525,9 +495,8 @@ class _Noting(_Digesting):
     """Digests objects, and takes a snapshot of them on the way: of each before it is digested."""
 
     def __init__(self, within_s: float) -> None:
-        super().__init__(within_s, most_bytes=_MOST_BYTES)
-        self.snapshot = Snapshot()
-        self._copies: set[int] = set()
+        self.snapshot = Snapshot(_MOST_BYTES)
+        super().__init__(within_s, looks=self.snapshot, most_bytes=_MOST_BYTES)
 
     def persistent_id(self, obj: Any) -> None:
         """Note a container that a pickler knows without asking; called for each object."""
@@ -535,30 +504,11 @@ class _Noting(_Digesting):
         if kind is dict:
             self._items(obj)
         elif kind is list or kind is set:
-            self._parts(_itself, obj)
+            self.snapshot.watch(_itself, obj)
         elif kind is bytearray:
-            self._fact(bytes, obj)
-        elif kind is pickle.PickleBuffer and id(obj.raw().obj) not in self._copies:
-            self._unseen()
-
-    def _one(self, look: Look, obj: object) -> Any:
-        return self.snapshot.one(look, obj)
-
-    def _fact(self, look: Look, obj: object) -> Any:
-        return self.snapshot.fact(look, obj)
-
-    def _parts(self, look: Look, obj: object) -> tuple[Any, ...]:
-        return self.snapshot.parts(look, obj)
-
-    def _content(self, looks: tuple[Look, ...], owner: object, memory: Any) -> Any:
-        if len(memory) > _MOST_BYTES:
-            self._unseen()
-        copy = self.snapshot.memory(looks, owner, memory)
-        self._copies.add(id(copy))
-        return copy
-
-    def _unseen(self) -> None:
-        raise _UnseenError
+            self.snapshot.fact(bytes, obj)
+        elif kind is pickle.PickleBuffer and obj.raw().obj is not self.snapshot.copies[-1]:
+            raise UnseenError
 
 
 def _file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
@@ -600,31 +550,31 @@ def is_data(name: str, value: object) -> bool:
     return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
 
 
+def _slots_of(kind: type) -> list[tuple[str, MemberDescriptorType]]:
+    items = [item for owner in kind.__mro__ for item in vars(owner).items()]
+    slots = [(name, value) for name, value in items if isinstance(value, MemberDescriptorType)]
+    return [slot for slot in slots if slot[0] not in _OFFSETS]
+
+
 def _attributes_of(kind: type) -> tuple[Look, Look]:
     """Return two looks at the attributes of the objects of a class.
 
     The quick one raises ``AttributeError`` where a slot holds nothing. Neither calls code of the
     user's.
     """
-    slots = [
-        (name, value)
-        for owner in kind.__mro__
-        for name, value in vars(owner).items()
-        if type(value) is MemberDescriptorType and name not in _OFFSETS
-    ]
-    gets = [value for _, value in slots]
-    dicts = [vars(owner).get("__dict__") for owner in reversed(kind.__mro__) if owner is not type]
-    gets += [each for each in dicts if each is not None][:1] if kind.__dictoffset__ else []
+    slots: list[tuple[str, Any]] = _slots_of(kind)
+    honest = all(getattr(kind, name) is slot for name, slot in slots)
+    if kind.__dictoffset__:
+        owners = (vars(owner) for owner in reversed(kind.__mro__))
+        slots.append(("__dict__", next(own["__dict__"] for own in owners if "__dict__" in own)))
 
     def sure(obj: object) -> tuple[object, ...]:
-        return tuple(_got(slot, obj) for slot in gets)
+        return tuple(_got(slot, obj) for _, slot in slots)
 
-    told = all(getattr(kind, name) is value for name, value in slots)
-    if not told or isinstance(kind.__getattribute__, FunctionType):
+    if not slots or not honest or isinstance(kind.__getattribute__, FunctionType):
         return sure, sure
-    names = [name for name, _ in slots] + ["__dict__"] * bool(kind.__dictoffset__)
-    # Of a single name it would tell that itself, and no tuple.
-    return (attrgetter(*names, names[0]) if names else sure), sure
+    names = [name for name, _ in slots]
+    return attrgetter(*names, names[0]), sure  # of a single name it would tell no tuple
 
 
 def _got(slot: Any, obj: object) -> object:
@@ -634,11 +584,13 @@ def _got(slot: Any, obj: object) -> object:
         return _stand_in
 
 
+def _home_of(owner: ModuleType | type) -> str:
+    return owner.__module__ if isinstance(owner, type) else owner.__name__
+
+
 def _is_python(cls: type) -> bool:
     """Return whether objects of a class hold nothing but Python's attributes: by their size."""
-    slots = [each for owner in cls.__mro__ for each in vars(owner).values()]
-    fields = sum(type(each) is MemberDescriptorType for each in slots)
-    fields += (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    fields = len(_slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     size = object.__basicsize__ + fields * ctypes.sizeof(ctypes.c_void_p)
     return cls.__basicsize__ == size and not cls.__itemsize__
 
@@ -707,6 +659,10 @@ def _is_of_user(kind: type) -> bool:
 
 def _misses(remembers: Any) -> int:
     return int(remembers.cache_info().misses)
+
+
+def _kind_of(obj: object) -> tuple[type]:
+    return (type(obj),)
 
 
 def _kinds(namespace: Mapping[str, object]) -> list[type]:

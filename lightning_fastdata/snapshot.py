@@ -22,68 +22,96 @@ from typing import Any, TypeAlias
 Look: TypeAlias = Callable[[Any], Any]
 
 
-class Snapshot:
-    """What looks at objects have told, and whether they tell it again."""
+class UnseenError(Exception):
+    """Something may change that no look would show, or is too much to be kept."""
 
-    def __init__(self) -> None:
-        self._ones: dict[Look, _Ones] = {}
-        self._facts: dict[Look, _Facts] = {}
-        self._parts: dict[Look, _Parts] = {}
-        self._forms: dict[Look, _Facts] = {}
-        self._memory: list[Any] = []
-        self._copies: list[bytearray] = []
-        self._seen: set[tuple[Look, int]] = set()
 
-    def one(self, look: Look, obj: object) -> Any:
-        """Return what a look tells of an object, to be compared by identity."""
-        return self._told(self._ones, _Ones, look, obj)
+class Looks:
+    """Asks for looks, and keeps nothing."""
 
     def fact(self, look: Look, obj: object) -> Any:
         """Return what a look tells of an object, to be compared by its value."""
-        return self._told(self._facts, _Facts, look, obj)
+        return look(obj)
 
     def parts(self, look: Look, obj: object) -> tuple[Any, ...]:
         """Return all that a look tells of an object, each to be compared by identity."""
-        told: tuple[Any, ...] = self._told(self._parts, _Parts, look, obj)
-        return told
+        return tuple(look(obj))
 
-    def memory(self, looks: Iterable[Look], owner: object, at: Any) -> bytearray:
-        """Return a copy of the memory of an object, to be compared with what lies there.
+    def watch(self, look: Look, obj: object) -> None:
+        """Take a look whose parts nobody needs now."""
+
+    def memory(self, looks: Iterable[Look], owner: object, at: Any) -> Any:  # noqa: ARG002
+        """Return what lies in the memory of an object.
 
         Args:
             looks: They tell where it lies, and in which form.
             owner: The object.
             at: The memory, as an array of ctypes.
         """
-        for look in looks:
-            self._told(self._forms, _Facts, look, owner)
-        copy = bytearray(at)
-        if copy:
-            self._memory.append(at)
-            self._copies.append(copy)
-        return copy
+        return at
 
-    def _told(
-        self, noted: dict[Look, Any], kind: type[_Facts | _Parts], look: Look, obj: object
-    ) -> Any:
-        if (look, id(obj)) in self._seen:  # that object, as it is kept
-            return kind.asked(look, obj)
-        if look not in noted:
-            noted[look] = kind(look)
-        told = noted[look].add(obj)
-        self._seen.add((look, id(obj)))
-        return told
+    def unseen(self) -> None:
+        """Note that something may change that no look shows."""
+
+
+class Snapshot(Looks):
+    """What looks at objects have told, and whether they tell it again."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._facts: dict[Look, _Facts] = {}
+        self._parts: dict[Look, _Parts] = {}
+        self._forms: dict[Look, _Facts] = {}
+        self._memory: list[Any] = []
+        self.copies: list[bytearray] = []
+        """Of the memory of objects."""
+        self._most_bytes = most_bytes
+        self._seen: set[tuple[Look, int]] = set()
+
+    def fact(self, look: Look, obj: object) -> Any:  # noqa: D102
+        new = self._is_new(look, obj)
+        return self._facts.setdefault(look, _Facts(look)).add(obj) if new else look(obj)
+
+    def parts(self, look: Look, obj: object) -> tuple[Any, ...]:  # noqa: D102
+        new = self._is_new(look, obj)
+        return self._parts.setdefault(look, _Parts(look)).add(obj) if new else tuple(look(obj))
+
+    def watch(self, look: Look, obj: object) -> None:  # noqa: D102
+        self.parts(look, obj)
+
+    def memory(self, looks: Iterable[Look], owner: object, at: Any) -> bytearray:
+        """Return a copy of the memory of an object.
+
+        Raises:
+            UnseenError: It is too much.
+        """
+        if len(at) > self._most_bytes:
+            raise UnseenError
+        for look in looks:
+            self._forms.setdefault(look, _Facts(look)).add(owner)
+        self._memory.append(at)
+        self.copies.append(bytearray(at))
+        return self.copies[-1]
+
+    def unseen(self) -> None:  # noqa: D102
+        raise UnseenError
+
+    def _is_new(self, look: Look, obj: object) -> bool:
+        key = (look, id(obj))  # whose objects are kept
+        new = key not in self._seen
+        self._seen.add(key)
+        return new
 
     def holds(self) -> bool:
         """Return whether all is as it was noted."""
         try:
-            looks = chain(self._ones.values(), self._facts.values(), self._parts.values())
-            return all(look.same() for look in looks) and self._same_memory()
+            same = all(facts.same() for facts in self._facts.values())
+            same = same and all(parts.same() for parts in self._parts.values())
+            return same and self._same_memory()
         except Exception:  # an attribute is gone, or another thread is at work
             return False
 
     def _same_memory(self) -> bool:
-        then = chain(*(forms.found for forms in self._forms.values()), self._copies)
+        then = chain(*(forms.found for forms in self._forms.values()), self.copies)
         now = chain(*(forms.now() for forms in self._forms.values()), self._memory)
         # In one call, in which no other thread can let go of the memory before it is read.
         return all(map(eq, then, now))
@@ -96,10 +124,6 @@ class _Facts:
         self._look = look
         self._of: list[object] = []
         self.found: list[object] = []
-
-    @staticmethod
-    def asked(look: Look, obj: object) -> object:
-        return look(obj)
 
     def add(self, obj: object) -> object:
         found = self._look(obj)
@@ -114,13 +138,6 @@ class _Facts:
         return self.found == list(self.now())
 
 
-class _Ones(_Facts):
-    """What one look has told of objects, which is that very thing."""
-
-    def same(self) -> bool:
-        return all(map(is_, self.found, self.now()))
-
-
 class _Parts:
     """What one look has told of objects, several parts of each."""
 
@@ -129,10 +146,6 @@ class _Parts:
         self._of: list[object] = []
         self._lengths: list[int] = []
         self._found: list[object] = []
-
-    @staticmethod
-    def asked(look: Look, obj: object) -> tuple[object, ...]:
-        return tuple(look(obj))
 
     def add(self, obj: object) -> tuple[object, ...]:
         found = tuple(self._look(obj))

@@ -115,9 +115,9 @@ def _function_parts(function: FunctionType) -> Iterator[object]:
 
 @lru_cache(maxsize=4096)
 def is_users(module: object) -> bool:
-    """Return whether a module of this name is the user's own: of no installed package, nor Python's.
+    """Return whether a module is the user's own: of no installed package, nor Python's.
 
-    Classes of C may have something else in its place.
+    ``module``: its name; classes of C may have something else in its place, which is none.
     """
     if module == "__main__":
         return True

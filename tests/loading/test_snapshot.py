@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pickle
+import random
 import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +23,7 @@ from misses import Misses, each
 from thoroughness import LONG
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from lightning_fastdata.fingerprint import fingerprint
-from lightning_fastdata.fingerprint import Watched, _Noting
+from lightning_fastdata.fingerprint import Watched, _Noting, fingerprint
 
 FOR_EVER = float("inf")
 
@@ -290,6 +292,89 @@ def no_gradient(module):
     module[0].weight.requires_grad_()
 
 
+class Random(random.Random):
+    pass
+
+
+class Partial(functools.partial):
+    pass
+
+
+class Lists(defaultdict):
+    pass
+
+
+class Named(PurePosixPath):
+    pass
+
+
+class Unset:
+    __slots__ = ("deep", "flat")
+
+
+class Shadowed(Slotted):
+    @property
+    def deep(self):
+        return 0
+
+
+def shadowed():
+    value = Shadowed.__new__(Shadowed)
+    Slotted.deep.__set__(value, 1)
+    return value
+
+
+class Untold:
+    def __getattribute__(self, name):
+        return {} if name == "__dict__" else object.__getattribute__(self, name)
+
+
+class Equal(type):
+    """Whose classes are equal to any other."""
+
+    factor = 1
+
+    def __eq__(cls, other):
+        return True
+
+    def __hash__(cls):
+        return 1
+
+
+class OneOfEqual(metaclass=Equal):
+    pass
+
+
+class AnotherOfEqual(metaclass=Equal):
+    pass
+
+
+class Described:
+    """A descriptor."""
+
+    number = 1
+
+    def __get__(self, *_):
+        return self.number
+
+
+def describes():
+    class Holder:
+        described = Described()
+
+        @functools.cached_property
+        def cached(self):
+            return 1
+
+    return Holder
+
+
+def exchanged_property(holder):
+    other = functools.cached_property(lambda self: 2)
+    other.__set_name__(holder, "cached")
+    holder.cached = other
+
+
 THINGS: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], object]], bool]] = {
     "list": (a_list, LIST, True),
     "dict": (a_dict, DICT, True),
@@ -326,6 +411,61 @@ THINGS: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], object]], b
     "array of objects": (
         lambda: np.array([1, "a"], object),
         {"one": lambda v: v.__setitem__(1, "b")},
+        False,
+    ),
+    "record of an array": (
+        lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])[0],
+        {"one": lambda v: v.__setitem__("a", 5)},
+        False,
+    ),
+    "names of a record": (
+        lambda: np.zeros(3, [("a", "i4"), ("b", "i4")]),
+        {"other names": lambda v: setattr(v.dtype, "names", ("b", "a"))},
+        True,
+    ),
+    "complex": (
+        lambda: torch.tensor([1 + 2j]),
+        {"conjugated": lambda v: setattr(v, "data", v.conj()), "one": lambda v: v.imag.add_(1)},
+        True,
+    ),
+    "own random numbers": (lambda: Random(1), {"drawn": lambda v: v.random()}, False),
+    "own partial": (
+        lambda: Partial(int, base=2),
+        {"all": lambda v: v.__setstate__((float, (), {}, {}))},
+        False,
+    ),
+    "own default dict": (
+        lambda: Lists(list, a=1, b=2),
+        {**DICT, "made": lambda v: setattr(v, "default_factory", int)},
+        True,
+    ),
+    "own path": (lambda: Named("a"), {"attribute": lambda v: setattr(v, "tag", 1)}, True),
+    "empty slots": (Unset, {"filled": lambda v: setattr(v, "flat", 2)}, True),
+    "slot behind a property": (shadowed, {"it": lambda v: Slotted.deep.__set__(v, 2)}, True),
+    "untold": (Untold, {"attribute": lambda v: setattr(v, "deep", 1)}, True),
+    "of equal classes": (
+        OneOfEqual,
+        {"class": lambda v: setattr(v, "__class__", AnotherOfEqual)},
+        True,
+    ),
+    "metaclass": (
+        lambda: OneOfEqual,
+        {"attribute": lambda _: setattr(Equal, "factor", Equal.factor + 1)},
+        True,
+    ),
+    "described": (
+        describes,
+        {
+            "descriptor": lambda v: setattr(vars(v)["described"], "number", 2),
+            "another descriptor": lambda v: setattr(v, "described", property(lambda self: 2)),
+            "cached property": lambda v: setattr(vars(v)["cached"], "func", lambda self: 2),
+            "another cached property": exchanged_property,
+        },
+        True,
+    ),
+    "buffer": (
+        lambda: pickle.PickleBuffer(bytearray(3)),
+        {"one": lambda v: v.raw().__setitem__(0, 1)},
         False,
     ),
     "masked": (
@@ -633,3 +773,34 @@ def test_what_cannot_be_compared_has_no_snapshot(tmp_path):
         assert snapshot_of(opened) is None
         assert Watched().now((opened,), FOR_EVER) is None
     assert _Noting(-1).of(([1],)) is None
+
+
+def test_what_the_program_sees_end_is_not_kept():
+    gone = []
+
+    class Ends:
+        def __del__(self):
+            gone.append(1)
+
+    data = Rows(lambda *_: 0, ends=Ends())
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER)
+    assert watched.now((data,), FOR_EVER) == before
+    data.ends = None
+    assert gone
+    assert watched.now((data,), FOR_EVER) != before
+
+
+def test_memory_that_is_gone_is_not_read():
+    data = Rows(lambda *_: 0, rows=torch.zeros(3))
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER)
+    data.rows.untyped_storage().resize_(0)
+    assert watched.now((data,), FOR_EVER) != before
+
+
+def test_a_comparison_is_of_the_objects_that_are_given():
+    watched = Watched()
+    ones = watched.now((torch.ones(2),), FOR_EVER)
+    assert watched.now((torch.zeros(2),), FOR_EVER) != ones
+    assert watched.now((), FOR_EVER) != ones
