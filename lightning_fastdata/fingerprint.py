@@ -279,8 +279,9 @@ class _Digesting(pickle.Pickler):
         if id(obj) in self._instead:
             return _stand_in, ("instead", self._instead[id(obj)])
         if isinstance(obj, type | FunctionType):
+            of: Any = self._of_class if isinstance(obj, type) else self._of_function
             first = self._is_first("code", obj)  # it may refer to itself
-            return _stand_in, (id(obj), tuple(self._of_code(obj)) if first else ())
+            return _stand_in, (id(obj), tuple(of(obj)) if first else ())
         if isinstance(obj, PurePath):
             self._look_up(str(obj))
             return _stand_in, ("path", str(obj), held_by(obj))
@@ -400,9 +401,6 @@ class _Digesting(pickle.Pickler):
             array = np.ascontiguousarray(array)
         memory = self._looks.memory(_OF_ARRAY, array, _memory_of(array, array.ctypes.data))
         yield from (array.strides, pickle.PickleBuffer(memory))
-
-    def _of_code(self, obj: type | FunctionType) -> Iterator[object]:
-        return self._of_class(obj) if isinstance(obj, type) else self._of_function(obj)
 
     def _of_class(self, cls: type) -> Iterator[object]:
         _, *bases = self._looks.parts(_OF_CLASS, cls)
