@@ -281,7 +281,7 @@ def iter_of(samples):
     [
         {"worker_init_fn": lambda _: None},
         {"timeout": 60},
-        {"stall_timeout": 60},
+        {"timeout": 60},
         {"in_order": False},
         {"sampler": [*range(LENGTH)]},
     ],
