@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, parts_of
-from lightning_fastdata.order.samplers import epoch_order, index_batches
+from lightning_fastdata.order.samplers import ShuffleSampler, epoch_order, index_batches
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
 Drawn: TypeAlias = dict[str, Any]
@@ -44,6 +44,8 @@ _PLAIN: Final = np.dtype("<i8")
 """Of indices, as they are hashed."""
 _CHECKED: Final = 2**27
 """Samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
+_CUT_AT_ONCE: Final = (RandomSampler, ShuffleSampler)
+"""Whose Python integers cost less a batch than one by one."""
 _DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
 """Without a generator they draw from torch's own when their first index is asked for."""
 
@@ -165,7 +167,12 @@ class EpochIndices:
         return crc
 
     def _plain(self, source: Iterable[Any]) -> Iterator[Any]:
-        return index_batches(source) if self.arrays else iter(source)
+        if self.arrays:
+            return index_batches(source)
+        if type(source) is BatchSampler and type(source.sampler) in _CUT_AT_ONCE:
+            batches = index_batches(source)
+            return (each.tolist() if type(each) is np.ndarray else each for each in batches)
+        return iter(source)
 
     def _watched(self, start: Start, digests: _Digests) -> Iterator[Any]:
         source = self.source
