@@ -332,8 +332,6 @@ class Untold:
 class Equal(type):
     """Whose classes are equal to any other."""
 
-    factor = 1
-
     def __eq__(cls, other):
         return True
 
@@ -347,6 +345,16 @@ class OneOfEqual(metaclass=Equal):
 
 class AnotherOfEqual(metaclass=Equal):
     pass
+
+
+def of_a_metaclass():
+    class Kind(type):
+        factor = 1
+
+    class Holder(metaclass=Kind):
+        pass
+
+    return Holder
 
 
 class Described:
@@ -449,8 +457,8 @@ THINGS: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], object]], b
         True,
     ),
     "metaclass": (
-        lambda: OneOfEqual,
-        {"attribute": lambda _: setattr(Equal, "factor", Equal.factor + 1)},
+        of_a_metaclass,
+        {"attribute": lambda v: setattr(type(v), "factor", 2)},
         True,
     ),
     "described": (
