@@ -321,6 +321,7 @@ class Shadowed(Slotted):
 def shadowed():
     value = Shadowed.__new__(Shadowed)
     Slotted.deep.__set__(value, 1)
+    value.flat = 1
     return value
 
 
