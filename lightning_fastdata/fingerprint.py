@@ -1,30 +1,47 @@
-"""Whether what the program holds is as it was: a digest of objects, down to each element.
+"""Whether what the program holds is as it was.
 
 It tells of this process alone. Compared are the attributes and elements of an object and of all
 that it holds, numbers in arrays and tensors, code by its address with what it closes over, the
-attributes of the user's classes, the plain data (numbers, texts, and containers of these) among the
-globals of the user's modules that have a part in it, and how much ``functools.lru_cache`` has kept;
-of a few files that are named alone, size and time. Not compared are other files, the environment,
-and globals of other kinds.
+attributes of the user's classes, code and plain data (numbers, texts, and containers of these)
+among the globals of the user's modules that have a part in it, and how much ``functools.lru_cache``
+has kept; of a few files that are named alone, size and time. Not compared are other files, the
+environment, and globals of other kinds.
+
+A fingerprint digests all that, however often nothing has changed. On the way a snapshot can be
+taken of each look that it rests on: while that holds, the fingerprint is what it was. What may
+change in a way that no look shows has no snapshot, and each comparison of it is a fingerprint.
 """
 
 from __future__ import annotations
 
 import argparse
+import copyreg
 import ctypes
 import enum
 import functools
 import hashlib
 import math
+import os
 import pickle
+import re
 import stat
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
-from itertools import chain, islice
-from pathlib import Path, PurePath
-from types import FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from operator import attrgetter, is_, itemgetter, methodcaller
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    SimpleNamespace,
+)
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -32,11 +49,16 @@ import torch
 
 from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.search import is_users, loaded_classes
+from lightning_fastdata.snapshot import Look, Looks, Snapshot, UnseenError
 from lightning_fastdata.tree import held, held_by
 
 _AT_ONCE_BYTES: Final = 2**24
 """So much is digested between two looks at the clock."""
 _LARGE_BYTES: Final = 2**20
+_MOST_BYTES: Final = 2**25
+"""Of what is digested, where a snapshot keeps it. To compare as many takes some 5 ms."""
+_TRIES: Final = 2
+"""So often a snapshot is taken that takes too long."""
 _FEW: Final = 16
 """Files that are looked at."""
 _LOOKED_AT: Final = 1000
@@ -53,12 +75,54 @@ _SHARED: Final = (
     ("mmap", "mmap"),
 )
 """What other processes see as it is now, whenever they were started."""
-_BUILT_IN: Final = (dict, list, tuple, set, frozenset, deque, str, bytes, int, float)
-_HEAP_TYPE: Final = 1 << 9
-"""Of ``type.__flags__``: a class that was made by a class statement."""
 _C_DATA: Final = ctypes.Array.__mro__[1]
 _REMEMBERS: Final = type(functools.lru_cache(len))
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
+_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+_ARRAYS: Final = (np.ndarray, np.memmap)
+_OF_C: Final = (SimpleNamespace, functools.partial, deque, OrderedDict, defaultdict)
+"""That hold attributes and items; of that very type."""
+_METHODS: Final = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_CONSTANT: Final = (frozenset, str, bytes, int, float)
+_NEVER_CHANGE: Final = (
+    complex, range, slice, np.generic, enum.Enum, BuiltinFunctionType, re.Pattern,
+    torch.dtype, torch.device, torch.layout, torch.Size,
+)  # fmt: skip
+"""What these hold, if anything, is looked at for itself."""
+_GIVE_ATTRIBUTES: Final = (object.__getstate__, torch.nn.Module.__getstate__)
+_OFFSETS: Final = ("__vectorcalloffset__", "__dictoffset__", "__weaklistoffset__")
+"""What classes of C have beside their attributes: numbers that are the same ones for ever."""
+
+
+def _itself(items: Any) -> Any:
+    return items
+
+
+def _of_tuple(items: Any) -> Any:
+    return tuple.__getitem__(items, slice(None))  # whatever __iter__() a subclass has
+
+
+_ITEMS: Final[dict[type, tuple[Look, ...]]] = {
+    OrderedDict: (OrderedDict.keys, OrderedDict.values),
+    dict: (dict.keys, dict.values),
+    list: (_itself,),
+    set: (_itself,),
+    deque: (_itself,),
+    tuple: (_of_tuple,),
+}
+_OF_FUNCTION: Final = attrgetter(
+    "__code__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__"
+)
+_OF_CLASS: Final = attrgetter("__mro__")
+_OF_ARRAY: Final = (attrgetter("__array_interface__"),)
+# Of these, no call lets another thread go on.
+_OF_TENSOR: Final = (
+    methodcaller("data_ptr"),
+    methodcaller("stride"),
+    methodcaller("is_conj"),
+    methodcaller("is_neg"),
+    attrgetter("shape", "dtype", "is_cpu", "requires_grad"),
+)
 
 
 class Fingerprint(NamedTuple):
@@ -86,13 +150,53 @@ def fingerprint(
     which may have nothing to do with the objects. ``instead``: what some objects, by their ``id``,
     are compared by.
     """
-    sink = _Sink(clock.thread_time() + within_s)
-    digesting = _Digesting(sink, instead or {}, roughly=roughly, with_globals=with_globals)
-    try:
-        digesting.dump(objects)
-    except Exception:  # whatever the __reduce__() of an object raises
-        return None
-    return Fingerprint(sink.digest.digest(), digesting.live.digest())
+    return _Digesting(within_s, instead, roughly=roughly, with_globals=with_globals).of(objects)
+
+
+class Watched:
+    """Tells what objects are as :func:`fingerprint` does, at once while nothing changes.
+
+    It keeps alive what they held when it was asked last, up to 32 MiB, and copies of the numbers of
+    that. While it does, NumPy does not resize such an array in place (``refcheck``).
+    """
+
+    def __init__(self) -> None:
+        self._objects: tuple[object, ...] = ()
+        self._snapshot: Snapshot | None = None
+        self._told: Fingerprint | None = None
+        self._tries = _TRIES
+
+    def now(
+        self,
+        objects: tuple[object, ...],
+        within_s: float,
+        instead: Callable[[], Mapping[int, object]] = dict,
+    ) -> Fingerprint | None:
+        """Return what the objects are now; None: they cannot be compared.
+
+        ``within_s`` and what ``instead`` returns are those of :func:`fingerprint`.
+        """
+        same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
+        if same and self._snapshot is not None and self._snapshot.holds():
+            return self._told
+        if not same:
+            self._objects, self._tries = objects, _TRIES
+        self._snapshot, replaced = None, instead()
+        # The first look may change something itself: Python notes in a class what slots it has.
+        for _ in range(0 if replaced else self._tries):
+            noting = _Noting(within_s)
+            told = noting.of(objects)
+            if told is None:
+                self._tries = self._tries - 1 if noting.late else 0
+                break
+            if noting.snapshot.holds():  # else another thread was at work
+                self._told, self._snapshot = told, noting.snapshot
+                return told
+        self._told = fingerprint(*objects, within_s=within_s, instead=replaced)
+        return self._told
+
+    def __reduce__(self) -> tuple[type[Watched], tuple[()]]:
+        return Watched, ()  # for a process that has the objects elsewhere
 
 
 class _TooLongError(Exception):
@@ -102,12 +206,16 @@ class _TooLongError(Exception):
 class _Sink:
     """Where a pickle goes that is never read: into a digest."""
 
-    def __init__(self, until_s: float) -> None:
+    def __init__(self, until_s: float, most_bytes: float) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
         self._until_s = until_s
+        self._left_bytes = most_bytes
 
     def write(self, data: Any) -> None:
         raw = memoryview(data).cast("B")
+        self._left_bytes -= len(raw)
+        if self._left_bytes < 0:
+            raise UnseenError
         for start in range(0, len(raw), _AT_ONCE_BYTES):
             if clock.thread_time() > self._until_s:
                 raise _TooLongError
@@ -121,150 +229,293 @@ class _Digesting(pickle.Pickler):
     """Digests what a pickle would hold; code by its address, and what it holds."""
 
     def __init__(
-        self, sink: _Sink, instead: Mapping[int, object], *, roughly: bool, with_globals: bool
+        self,
+        within_s: float,
+        instead: Mapping[int, object] | None = None,
+        *,
+        roughly: bool = False,
+        with_globals: bool = True,
+        looks: Looks | None = None,
+        most_bytes: float = math.inf,
     ) -> None:
-        super().__init__(sink, protocol=5, buffer_callback=sink.write_buffer)
-        self.live = hashlib.blake2b(digest_size=16)
-        self._instead = instead
+        self._sink = _Sink(clock.thread_time() + within_s, most_bytes)
+        super().__init__(self._sink, protocol=5, buffer_callback=self._sink.write_buffer)
+        self._live = hashlib.blake2b(digest_size=16)
+        self._instead = instead or {}
+        self._looks = looks or Looks()
         self._roughly = roughly
         self._with_globals = with_globals
+        self.late = False
+        """It has taken too long."""
         self._looked_up = 0
-        self._modules: set[str] = set()
-        self._code: set[int] = set()
-        self._shared_kinds = tuple(
-            kind for module, *names in _SHARED for kind in loaded_classes(module, *names)
-        )
+        self._met: list[ModuleType | type] = []
+        """Whose plain data are compared."""
+        self._once: set[tuple[str, int]] = set()
+        self._attributes: dict[type, tuple[Look, Look]] = {}
+        lasting = [kind for module, *names in _SHARED for kind in loaded_classes(module, *names)]
+        self._lasting_kinds = (*lasting, *_LOCKS)
         self._with_locks = loaded_classes("multiprocessing.sharedctypes", "SynchronizedBase")
 
+    def of(self, objects: tuple[object, ...]) -> Fingerprint | None:
+        """Return what objects are now; None: they cannot be compared. To be called once."""
+        try:
+            self.dump(objects)
+            for owner in self._met:  # which grows meanwhile
+                self.dump(self._outline(owner))
+        except Exception as error:  # whatever the __reduce__() of an object raises
+            self.late = isinstance(error, _TooLongError)
+            return None
+        return Fingerprint(self._sink.digest.digest(), self._live.digest())
+
+    def _items(self, items: dict[Any, Any]) -> None:
+        self._looks.watch(dict.values, items)
+        if items:  # of an empty one the one look is enough
+            self._looks.watch(dict.keys, items)
+
     def reducer_override(self, obj: Any) -> Any:
+        """Return what stands for an object in its pickle."""
         if obj is _stand_in:
             return NotImplemented
         if id(obj) in self._instead:
             return _stand_in, ("instead", self._instead[id(obj)])
         if isinstance(obj, type | FunctionType):
-            return _stand_in, (id(obj), tuple(self._of_code(obj)))
+            of: Any = self._of_class if isinstance(obj, type) else self._of_function
+            first = self._is_first("code", obj)  # it may refer to itself
+            return _stand_in, (id(obj), tuple(of(obj)) if first else ())
         if isinstance(obj, PurePath):
             self._look_up(str(obj))
-            return _stand_in, ("path", str(obj))
+            return _stand_in, ("path", str(obj), held_by(obj))
         if isinstance(obj, ModuleType):
             return _stand_in, ("module", obj.__name__)
         if isinstance(obj, torch.Tensor):
             return _stand_in, tuple(self._of_tensor(obj))
         if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
             return _stand_in, tuple(self._of_array(obj))
-        if isinstance(obj, self._with_locks):
-            self.live.update(bytes(cast("Any", obj).get_obj()))
-            return _stand_in, ("shared", id(obj))
-        if isinstance(obj, _C_DATA):  # which may be shared, or this process's own
-            return _stand_in, (bytes(cast("Any", obj)),)
-        if isinstance(obj, self._shared_kinds):
-            return _stand_in, ("shared", id(obj))
-        if isinstance(obj, _LOCKS):
-            return _stand_in, ("lock", id(obj))
+        if isinstance(obj, (_C_DATA, *self._with_locks)):
+            return _stand_in, self._of_c_data(obj)
+        if isinstance(obj, self._lasting_kinds):
+            return _stand_in, ("lasts", id(obj))
         return self._of_others(obj)
 
+    def _of_c_data(self, obj: Any) -> tuple[object, ...]:
+        self._looks.unseen()
+        if isinstance(obj, self._with_locks):
+            self._live.update(bytes(cast("Any", obj).get_obj()))
+            return "shared", id(obj)
+        return (bytes(obj),)  # which may be shared, or this process's own
+
     def _of_others(self, obj: Any) -> Any:
+        kind = type(obj)
         if isinstance(obj, MethodType):
             return _stand_in, ("method", obj.__func__, obj.__self__)
         if isinstance(obj, _REMEMBERS):
-            return _stand_in, ("remembers", obj.cache_info().misses, held_by(obj))
-        if held(obj, "__wrapped__") is not None:
-            return _stand_in, (type(obj).__qualname__, held_by(obj))
-        if is_users(type(obj).__module__):
+            misses = self._looks.fact(_misses, obj)
+            return _stand_in, ("remembers", misses, self._of_attributes(obj))
+        if kind in _OF_C or is_users(kind.__module__):
             return _stand_in, tuple(self._of_object(obj))
+        if held(obj, "__wrapped__") is not None:
+            self._looks.unseen()
+            return _stand_in, (kind.__qualname__, held_by(obj))
+        if _is_plain_object(kind):
+            self._of_attributes(obj)
+            self._items(held_by(obj))  # of which its pickle may hold a copy
+        elif not isinstance(obj, _NEVER_CHANGE) or isinstance(obj, np.void):
+            self._looks.unseen()
         return NotImplemented
 
     def _of_object(self, obj: Any) -> Iterator[object]:
-        """Yield what an object of the user's class holds, also what a pickle would leave out."""
-        yield type(obj)
-        yield object.__getstate__(obj)  # its __dict__ and __slots__
+        """Yield what an object holds, also what a pickle would leave out."""
+        kind = type(obj)
+        yield self._of_attributes(obj)
         for value in held_by(obj).values():
             if type(value) is str:
                 self._look_up(value)
-        kind: Any = next((one for one in _BUILT_IN if isinstance(obj, one)), None)
-        if kind is not None:
-            yield kind(obj)
-        elif not _is_python(type(obj)):
+        for base, looks in _ITEMS.items():
+            if issubclass(kind, base):
+                if kind is not base and base in (list, set, deque):
+                    self._looks.unseen()
+                yield from (self._looks.parts(look, obj) for look in looks)
+                return
+        constant: Any = next((base for base in _CONSTANT if issubclass(kind, base)), None)
+        if constant is not None:
+            yield constant(obj)
+        elif kind not in _OF_C and not _is_python(kind):
+            self._looks.unseen()
             yield obj.__reduce_ex__(5)  # what is not in Python's own attributes
+
+    def _of_attributes(self, obj: object) -> tuple[object, ...]:
+        """Return the class of an object, and what it holds in ``__dict__`` and ``__slots__``."""
+        (kind,) = self._looks.parts(_kind_of, obj)
+        if hasattr(kind, "__del__") and not isinstance(obj, torch.utils.data.Dataset):
+            self._looks.unseen()  # the program sees when it is gone
+        if kind not in self._attributes:
+            self._attributes[kind] = _attributes_of(kind)
+        quick, sure = self._attributes[kind]
+        try:
+            return kind, *self._looks.parts(quick, obj)
+        except AttributeError:  # nothing is in a slot
+            return kind, *self._looks.parts(sure, obj)
 
     def _look_up(self, path: str) -> None:
         """Take the size and the time of a file into the digest of what others see change."""
         if self._looked_up < _FEW:
             self._looked_up += 1
-            self.live.update(repr(_of_file(path)).encode())
+            self._live.update(repr(self._looks.fact(_of_file, path)).encode())
 
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
         if tensor.device.type != "cpu":
             raise TypeError("It would have to be copied from its device.")
-        yield from (str(tensor.dtype), tuple(tensor.shape), held_by(tensor))
+        yield from (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
+        yield self._of_attributes(tensor)
         if self._roughly and tensor.nbytes > _LARGE_BYTES:
             yield from (tensor._version, tensor.data_ptr())
             return
-        content = _as_buffer(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        dense = type(tensor) in _TENSORS and tensor.layout is torch.strided
+        dense = dense and tensor.is_contiguous() and tensor.grad_fn is None
+        if not dense or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            self._looks.unseen()
+        # Not by NumPy, whose view of memory keeps that from being resized ever after.
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        content = self._looks.memory(_OF_TENSOR, tensor, _memory_of(flat, flat.data_ptr()))
         if tensor.is_shared():  # type: ignore[no-untyped-call]
-            self.live.update(content)
+            self._live.update(content)
             yield from (tensor.data_ptr(), tensor.stride())
         else:
-            yield content
+            yield pickle.PickleBuffer(content)
 
     def _of_array(self, array: np.ndarray[Any, Any]) -> Iterator[object]:
-        yield from (array.dtype.str, array.shape, held_by(array))  # of a subclass: a mask, say
-        owner: Any = array
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        if isinstance(owner, np.memmap) and held(owner, "_mmap") is not None and owner.mode != "c":
-            # Its pages are those of the file, for every process and at any time.
+        yield from (str(array.dtype), array.shape, array.flags.writeable)
+        yield self._of_attributes(array)  # of a subclass: a mask, say
+        if type(array) not in _ARRAYS:
+            self._looks.unseen()
+        owner = _file_under(array)
+        if owner is not None:
+            self._looks.fact(*_OF_ARRAY, array)
             yield from (str(owner.filename), array.ctypes.data, array.strides)
             return
         if self._roughly and array.nbytes > _LARGE_BYTES:
             yield array.ctypes.data
             array = array.reshape(-1)[:: -(-array.nbytes // _LARGE_BYTES)]
-        plain = np.ascontiguousarray(np.asarray(array)).reshape(-1)
-        yield _as_buffer(plain.view(np.uint8) if plain.size else plain)
-
-    def _of_code(self, obj: type | FunctionType) -> Iterator[object]:
-        """Yield what belongs to a class or a function, once: it may refer to itself."""
-        if id(obj) not in self._code:
-            self._code.add(id(obj))
-            yield from self._of_class(obj) if isinstance(obj, type) else self._of_function(obj)
+        if not array.flags.forc:
+            self._looks.unseen()
+            array = np.ascontiguousarray(array)
+        memory = self._looks.memory(_OF_ARRAY, array, _memory_of(array, array.ctypes.data))
+        yield from (array.strides, pickle.PickleBuffer(memory))
 
     def _of_class(self, cls: type) -> Iterator[object]:
-        yield cls.__qualname__
-        for owner in cls.__mro__:
-            if is_users(owner.__module__):
-                yield _of_namespace(owner)
-                yield self._of_globals(owner.__module__)
+        _, *bases = self._looks.parts(_OF_CLASS, cls)
+        metaclass = self._looks.parts(_kind_of, cls)
+        yield from (base for base in (*metaclass, *bases) if is_users(base.__module__))
+        if is_users(cls.__module__):
+            own = vars(cls)
+            names = self._looks.parts(MappingProxyType.keys, own)
+            values = self._looks.parts(MappingProxyType.values, own)
+            yield tuple(_of_member(*item) for item in zip(names, values, strict=True))
+            self._meet(cls.__module__)
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
-        yield from (id(function.__code__), function.__defaults__, function.__kwdefaults__)
-        yield dict(vars(function))
-        yield closed_over(function)
-        if is_users(function.__module__):
-            yield self._of_globals(function.__module__)
+        code, _, *kept = self._looks.parts(_OF_FUNCTION, function)
+        yield from (id(code), *kept, *self._looks.parts(closed_over, function))
+        self._meet(function.__module__, function.__globals__.get("__name__"))
 
-    def _of_globals(self, name: str | None) -> dict[str, object]:
-        """Return the plain data of a module, and of the user's modules that it imports, once."""
-        module = sys.modules.get(name or "")
-        if module is None or name in self._modules or not self._with_globals:
-            return {}
-        self._modules.add(str(name))
+    def _is_first(self, what: str, obj: object) -> bool:
+        """Return whether it is asked for the first time."""
+        first = (what, id(obj)) not in self._once
+        self._once.add((what, id(obj)))
+        return first
+
+    def _meet(self, *owners: object) -> None:
+        """Have the plain data of user's modules and classes compared, too."""
+        for owner in owners if self._with_globals else ():
+            module = sys.modules.get(owner) if isinstance(owner, str) else owner
+            users = isinstance(module, ModuleType | type) and is_users(_home_of(module))
+            if users and self._is_first("met", module):
+                self._met.append(cast("ModuleType | type", module))
+
+    def _outline(self, owner: ModuleType | type) -> tuple[object, ...]:
+        """Return the code and the plain data among the attributes of a module or a class.
+
+        Of the others their classes are looked at, and none is kept: what they hold may make plain
+        data of them.
+        """
+        namespace: Mapping[str, Any] = vars(owner)
+        self._looks.watch(
+            dict.keys if type(namespace) is dict else MappingProxyType.keys, namespace
+        )
+        self._looks.watch(_kinds, namespace)
         found: dict[str, object] = {}
-        for key, value in list(vars(module).items()):
-            if key.startswith("__"):
-                continue
-            if isinstance(value, ModuleType):
-                if is_users(value.__name__):
-                    found[key] = self._of_globals(value.__name__)
-            elif isinstance(value, type):
-                home = value.__module__
-                if isinstance(home, str) and is_users(home):
-                    found[key] = _plain_attributes(value), self._of_globals(home)
-            elif isinstance(value, FunctionType):
-                if is_users(value.__module__):
-                    found[key] = _kept_by(value)
-            elif isinstance(value, _REMEMBERS) or _is_plain(value, _DEPTH):
-                found[key] = value
-        return found
+        unsure = []
+        for name, value in list(namespace.items()):
+            if not name.startswith("__") or isinstance(value, FunctionType):
+                told = self._of_global(value, method=isinstance(owner, type))
+                if told is not None:
+                    found[name] = told
+                elif _may_become_plain(value):
+                    unsure.append(name)
+        if found:
+            self._looks.watch(itemgetter(*found, next(iter(found))), namespace)
+        if unsure:
+            self._looks.fact(functools.partial(_are_plain_in, unsure), namespace)
+        return tuple(found.items())
+
+    def _of_global(self, value: Any, *, method: bool) -> object:
+        """Return what an attribute of a module or class is compared by; None: it is not."""
+        if isinstance(value, ModuleType | type):
+            for owner in value.__mro__ if isinstance(value, type) else (value,):
+                self._meet(owner, _home_of(owner))
+            return id(value)
+        if isinstance(value, FunctionType) and not method:
+            return id(value), tuple(self._of_outer_function(value))
+        if isinstance(value, _METHODS):
+            return id(value)
+        return (value,) if _is_plain(value) else None
+
+    def _of_outer_function(self, function: FunctionType) -> Iterator[object]:
+        """Yield the code of a user's function, and the plain data that it keeps."""
+        homes = function.__module__, function.__globals__.get("__name__")
+        if not any(map(is_users, homes)):
+            return
+        code, closure, defaults, keywords, attributes = self._looks.parts(_OF_FUNCTION, function)
+        yield id(code)
+        found = [*(defaults or ()), *(self._looks.parts(closed_over, function) if closure else ())]
+        for items in (keywords or {}), attributes:
+            self._items(items)
+            found += items.values()
+        for value in found:
+            if _is_plain(value):
+                yield value
+            elif _may_become_plain(value):
+                self._looks.fact(_is_plain, value)
+        self._meet(*homes)
+
+
+class _Noting(_Digesting):
+    """Digests objects, and takes a snapshot of them on the way: of each before it is digested."""
+
+    def __init__(self, within_s: float) -> None:
+        self.snapshot = Snapshot(_MOST_BYTES)
+        super().__init__(within_s, looks=self.snapshot, most_bytes=_MOST_BYTES)
+
+    def persistent_id(self, obj: Any) -> None:
+        """Note a container that a pickler knows without asking; called for each object."""
+        kind = type(obj)
+        if kind is dict:
+            self._items(obj)
+        elif kind is list or kind is set:
+            self.snapshot.watch(_itself, obj)
+        elif kind is bytearray:
+            self.snapshot.fact(bytes, obj)
+        elif kind is pickle.PickleBuffer and obj.raw().obj is not self.snapshot.copies[-1]:
+            raise UnseenError
+
+
+def _file_under(array: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
+    """Return the memory map whose pages an array shows, for every process and at any time."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    mapped = isinstance(owner, np.memmap) and held(owner, "_mmap") is not None
+    return owner if mapped and owner.mode != "c" else None
 
 
 def closed_over(function: FunctionType) -> list[object]:
@@ -278,24 +529,18 @@ def closed_over(function: FunctionType) -> list[object]:
     return contents
 
 
-def _kept_by(function: FunctionType) -> list[object]:
-    """Return the plain data that a function keeps from call to call: a default, a closure."""
-    defaults = (function.__defaults__ or ()), (function.__kwdefaults__ or {}).values()
-    kept = (*chain(*defaults), *closed_over(function), *vars(function).values())
-    return [each for each in kept if isinstance(each, _REMEMBERS) or _is_plain(each, _DEPTH)]
-
-
-def _of_namespace(cls: type) -> dict[str, object]:
-    """Return what a class has of its own: methods, and whatever else it holds."""
-    found: dict[str, object] = {}
-    for name, value in list(vars(cls).items()):
-        if isinstance(value, staticmethod | classmethod):
-            found[name] = value.__func__
-        elif isinstance(value, property):
-            found[name] = (value.fget, value.fset, value.fdel)
-        elif isinstance(value, FunctionType) or is_data(name, value):
-            found[name] = value
-    return found
+def _of_member(name: str, value: object) -> tuple[object, ...]:
+    """Return what an attribute of a user's class is compared by."""
+    if isinstance(value, staticmethod | classmethod):
+        return name, value.__func__
+    if isinstance(value, property):
+        return name, value.fget, value.fset, value.fdel
+    if isinstance(value, functools.cached_property):
+        return name, held_by(value)
+    own = is_users(type(value).__module__)
+    if own or isinstance(value, FunctionType | _REMEMBERS) or is_data(name, value):
+        return name, value
+    return (name,) if name.startswith("__") or name == "_abc_impl" else (name, id(value))
 
 
 def is_data(name: str, value: object) -> bool:
@@ -303,38 +548,80 @@ def is_data(name: str, value: object) -> bool:
     return not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
 
 
-def _plain_attributes(cls: type) -> dict[str, object]:
-    """Return the plain data among the attributes of a class."""
-    items = list(vars(cls).items())
-    return {n: v for n, v in items if not n.startswith("__") and _is_plain(v, _DEPTH)}
+def _slots_of(kind: type) -> list[tuple[str, MemberDescriptorType]]:
+    items = [item for owner in kind.__mro__ for item in vars(owner).items()]
+    slots = [(name, value) for name, value in items if isinstance(value, MemberDescriptorType)]
+    return [slot for slot in slots if slot[0] not in _OFFSETS]
+
+
+def _attributes_of(kind: type) -> tuple[Look, Look]:
+    """Return two looks at the attributes of the objects of a class.
+
+    The quick one raises ``AttributeError`` where a slot holds nothing. Neither calls code of the
+    user's.
+    """
+    slots: list[tuple[str, Any]] = _slots_of(kind)
+    honest = all(getattr(kind, name) is slot for name, slot in slots)
+    if kind.__dictoffset__:
+        owners = (vars(owner) for owner in reversed(kind.__mro__))
+        slots.append(("__dict__", next(own["__dict__"] for own in owners if "__dict__" in own)))
+
+    def sure(obj: object) -> tuple[object, ...]:
+        return tuple(_got(slot, obj) for _, slot in slots)
+
+    if not slots or not honest or isinstance(kind.__getattribute__, FunctionType):
+        return sure, sure
+    names = [name for name, _ in slots]
+    return attrgetter(*names, names[0]), sure  # of a single name it would tell no tuple
+
+
+def _got(slot: Any, obj: object) -> object:
+    try:
+        return slot.__get__(obj)
+    except AttributeError:
+        return _stand_in
+
+
+def _home_of(owner: ModuleType | type) -> str:
+    return owner.__module__ if isinstance(owner, type) else owner.__name__
 
 
 def _is_python(cls: type) -> bool:
-    """Return whether objects of a class hold nothing but Python's attributes."""
-    return all(owner is object or owner.__flags__ & _HEAP_TYPE for owner in cls.__mro__)
+    """Return whether objects of a class hold nothing but Python's attributes: by their size."""
+    fields = len(_slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    size = object.__basicsize__ + fields * ctypes.sizeof(ctypes.c_void_p)
+    return cls.__basicsize__ == size and not cls.__itemsize__
 
 
 def _of_file(path: str) -> tuple[int, int] | None:
     """Return size and time of the last change of a file; None: it is none."""
     try:
-        status = Path(path).stat()
+        status = os.stat(path)  # noqa: PTH116 - a Path would take as long as the system
     except (OSError, ValueError):  # a text that names no file
         return None
     return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
-def _as_buffer(array: Any) -> pickle.PickleBuffer:
-    return pickle.PickleBuffer(array)
+def _memory_of(owner: Any, address: int) -> Any:
+    """Return the memory of a tensor or an array, which lives as long."""
+    if owner.nbytes and not address:
+        raise TypeError("Its storage was freed.")
+    memory: Any = (ctypes.c_char * owner.nbytes).from_address(address)
+    memory.owner = owner
+    return memory
 
 
 def _stand_in(*_what: object) -> None:
     """Stand for an object that is compared by what is said of it."""
 
 
-def _is_plain(value: object, depth: int) -> bool:
-    """Return whether a value is made of numbers, texts and arrays alone."""
+def _is_plain(value: object, depth: int = _DEPTH) -> bool:
+    """Return whether a global is compared: it is made of numbers, texts and arrays alone.
+
+    So are the results of a function that are kept.
+    """
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | torch.Tensor):
+    if kind in _ATOMS or isinstance(value, enum.Enum | np.generic | torch.Tensor | _REMEMBERS):
         return True
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject
@@ -351,6 +638,13 @@ def _is_plain(value: object, depth: int) -> bool:
     return own and _are_plain(held_by(value), depth)
 
 
+def _may_become_plain(value: object) -> bool:
+    """Return whether it rests on what a value holds whether that is plain data."""
+    kind = type(value)
+    own = kind in (SimpleNamespace, argparse.Namespace) or _is_of_user(kind)
+    return own or kind in (*_SEQUENCES, *_MAPPINGS) or isinstance(value, np.ndarray)
+
+
 def _are_plain(items: Mapping[Any, object], depth: int) -> bool:
     some = islice(list(items.items()), _LOOKED_AT)
     return all(_is_plain(key, depth - 1) and _is_plain(value, depth - 1) for key, value in some)
@@ -359,3 +653,32 @@ def _are_plain(items: Mapping[Any, object], depth: int) -> bool:
 def _is_of_user(kind: type) -> bool:
     """Return whether a class is the user's alone: no module, dataset or trainer."""
     return all(owner is object or is_users(owner.__module__) for owner in kind.__mro__)
+
+
+def _misses(remembers: Any) -> int:
+    return int(remembers.cache_info().misses)
+
+
+def _kind_of(obj: object) -> tuple[type]:
+    return (type(obj),)
+
+
+def _kinds(namespace: Mapping[str, object]) -> list[type]:
+    return list(map(type, namespace.values()))
+
+
+def _are_plain_in(names: list[str], namespace: Mapping[str, object]) -> list[bool]:
+    return [_is_plain(namespace[name]) for name in names]
+
+
+def _is_plain_object(kind: type) -> bool:
+    """Return whether the pickle of an object holds its attributes and nothing else."""
+    reduces = ("__reduce__", "__reduce_ex__")
+    return (
+        _is_python(kind)
+        and all(getattr(kind, name) is getattr(object, name) for name in reduces)
+        and getattr(kind, "__getstate__", None) in _GIVE_ATTRIBUTES
+        and not hasattr(kind, "__getnewargs__")
+        and not hasattr(kind, "__getnewargs_ex__")
+        and kind not in copyreg.dispatch_table
+    )

@@ -112,6 +112,17 @@ def unpack(packed: Packed, owner: NDArray[np.uint8] | None, *, copy: bool = Fals
         unpickler.memo.clear()
 
 
+def copied(batch: Batch) -> tuple[Batch, int]:
+    """Return a batch as another process would hand it over, and its bytes.
+
+    It has nothing in common with what it was made of.
+    """
+    packed, leaves = pack(batch)
+    memory = np.empty(packed.size_bytes, np.uint8)
+    write_leaves(packed, leaves, memory)
+    return unpack(packed, memory), packed.size_bytes + len(packed.skeleton)
+
+
 def tensor_over(
     owner: Memory, dtype: torch.dtype, shape: tuple[int, ...], offset: int
 ) -> torch.Tensor:

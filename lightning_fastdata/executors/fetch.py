@@ -25,7 +25,7 @@ from lightning_fastdata.batches.keyed import (
 from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
-from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.fingerprint import Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
@@ -37,6 +37,7 @@ from lightning_fastdata.types import Batch
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.randomness.generators import OwnGenerators
     from lightning_fastdata.stamps.batch_stamps import TaskWatch
 
@@ -105,21 +106,24 @@ class FetchPlan:
     """Where the training process counts them."""
     rank: Rank = field(default_factory=lambda: Rank(0, 1))
     """Which of the training processes it is fetched for."""
+    watched: Watched = field(default_factory=Watched)
+    """What was ``compared`` last; of all plans that are made of this one."""
 
     def state(self, within_s: float) -> Fingerprint | None:
-        """Return what is read, as it is now, by :func:`fingerprint`; None also if nobody asks.
+        """Return what is read, as it is now, by a fingerprint; None also if nobody asks."""
+        return self.watched.now(self.compared, within_s, self._keyed) if self.compared else None
 
-        Generators that get the state of a sample's key before it is read are compared by what else
-        the draws rest on.
+    def _keyed(self) -> dict[int, object]:
+        """Return what stands for generators that get the state of a sample before it is read.
+
+        They are compared by what else the draws rest on.
         """
-        if not self.compared:
-            return None
         keyed: dict[int, object] = {}
         if isinstance(self.dataset, KeyedDataset):
             keyed |= lasting(find_composes(own_dataset(self.dataset)))
         if self.own is not None and self.seed is not None:
             keyed |= self.own.origins()
-        return fingerprint(*self.compared, within_s=within_s, instead=keyed)
+        return keyed
 
     def with_other_draws(self) -> FetchPlan:
         """Return the plan for a process in another's place, which is not to draw the same again."""

@@ -13,16 +13,16 @@ slowly.
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from lightning_fastdata.batches.packed import copied
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors.inline import InlineExecutor, NotTakenError
 from lightning_fastdata.host import clock
@@ -44,8 +44,10 @@ _CHEAP_S: Final = 0.003
 """What takes longer each time is read by side processes alone."""
 _TIMES: Final = 40
 """So many times as long as a comparison is read before the next one."""
-_LEAST_S, _MOST_S = 0.002, 0.05
+_LEAST_S, _MOST_S = 0.001, 0.05
 """Bounds of that."""
+_LAST: Final = 3
+"""So many comparisons tell what one takes: the least of them, as others do more than compare."""
 _MOST_BATCHES: Final = 512
 _MOST_BYTES: Final = 2**25
 _CHANGED_MEANWHILE: Final = (
@@ -106,12 +108,27 @@ class Ways:
             )
 
 
+class _Copying:
+    """A ``collate_fn`` whose batches are copies, as side processes hand them over.
+
+    What the training does to such a batch changes nothing of the dataset, nor another batch.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Batch]) -> None:
+        self._collate_fn = collate_fn
+        self.size_bytes = 0
+        """Of the last batch."""
+
+    def __call__(self, samples: Any) -> Batch:
+        batch, self.size_bytes = copied(self._collate_fn(samples))
+        return batch
+
+
 class StandbyExecutor:
     """Fetches in the calling thread, or in the side processes of a pool.
 
     Args:
-        plan: Whose batches are copies of what the dataset holds, in an order that is sure when the
-            epoch begins.
+        plan: Whose order is sure when the epoch begins.
         pool: Of the same plan.
         ways: What earlier executors of the loader have found.
         pin_thread: Copies batches into page-locked memory, as those of the pool; None: nobody.
@@ -125,7 +142,12 @@ class StandbyExecutor:
         pin_thread: PinThread | None = None,
     ) -> None:
         self._plan = plan
-        self._here = InlineExecutor(replace(plan, at_start=False))
+        self._copying: _Copying | None = None
+        here = replace(plan, at_start=False)
+        if not (plan.default_collation or plan.gathered):  # these copy what the dataset holds
+            self._copying = _Copying(plan.collate_fn)
+            here = replace(here, collate_fn=self._copying)
+        self._here = InlineExecutor(here)
         self._pool = pool
         self._ways = ways
         self._pin_thread = pin_thread
@@ -141,7 +163,9 @@ class StandbyExecutor:
         """Batches that are read at once."""
         self._most: int | None = None
         """How many they may be; None: nothing was read yet."""
-        self._begins, self._read_s, self._compared_s = True, 0.0, math.inf
+        self._begins, self._read_s = True, 0.0
+        self._compared_s: deque[float] = deque(maxlen=_LAST)
+        """What the last comparisons of the epoch took."""
         self._idle = True
         """The side processes have read nothing since they were started, or told what they read."""
         self._since_s: float | None = None
@@ -153,7 +177,8 @@ class StandbyExecutor:
         self._pool.start_epoch(iter(()), epoch)  # which starts the processes that are missing
         self._earlier, self._trial, self._since_s = 0, None, None
         self._aside = self._tried = False
-        self._begins, self._compared_s = True, math.inf
+        self._begins = True
+        self._compared_s.clear()
         self._before = self._state()
         if self._before is None or self._ways.aside:
             self._turn_aside(self._source)
@@ -195,16 +220,17 @@ class StandbyExecutor:
         if not begins and self._state() != self._before:
             self._turn_aside(self._source)
             return
-        if not begins and self._compared_s > _CHEAP_S:
+        compared_s = min(self._compared_s)
+        if not begins and compared_s > _CHEAP_S:
             self._ways.aside = True
-        wanted_s = min(max(_LEAST_S, _TIMES * self._compared_s), _MOST_S)
+        wanted_s = min(max(_LEAST_S, _TIMES * compared_s), _MOST_S)
         fitting = wanted_s / self._read_s if self._read_s else 1
         self._batches = max(1, int(min(fitting, 2 * self._batches, self._most or 1)))
 
     def _state(self) -> Fingerprint | None:
         began_s = clock.thread_time()
         state = self._plan.state(_WITHIN_S)
-        self._compared_s = min(self._compared_s, clock.thread_time() - began_s)
+        self._compared_s.append(clock.thread_time() - began_s)
         return state
 
     def _read_here(self) -> Batch | None:
@@ -220,7 +246,8 @@ class StandbyExecutor:
         self._batches = 1 + self._here.left
         self._read_s = (clock.monotonic() - began_s) / self._batches
         if self._most is None:
-            self._most = max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, bytes_in(batch))))
+            size = bytes_in(batch) if self._copying is None else self._copying.size_bytes
+            self._most = max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, size)))
         return batch
 
     def _pinned(self, batch: Batch) -> Batch:

@@ -42,7 +42,7 @@ from lightning_fastdata.executors.kinds import (
 )
 from lightning_fastdata.executors.standby import Ways
 from lightning_fastdata.executors.stream_position import StreamPosition
-from lightning_fastdata.fingerprint import Fingerprint, fingerprint
+from lightning_fastdata.fingerprint import Fingerprint, Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices
@@ -166,6 +166,7 @@ class KeptExecutor:
         self._state: _State | None = None
         """What the workers read, as it was when they started; None: it cannot be compared."""
         self._seen: _State | None = None
+        self._pipeline = Watched()
         self.told = False
         """The dataset was told the epoch that begins, which has changed it."""
         self._began_s: float | None = None
@@ -275,8 +276,9 @@ class KeptExecutor:
             return None  # New processes read each epoch of a stream, or those that the user keeps.
         given = () if self.settings.transform is None else self.settings.transform.made_of()
         read = self.plan.state(self._budget_s())
-        drawn = lasting(find_composes(given))
-        pipeline = fingerprint(given, within_s=self._budget_s(), instead=drawn)
+        pipeline = self._pipeline.now(
+            given, self._budget_s(), lambda: lasting(find_composes(given))
+        )
         return None if read is None or pipeline is None else _State(read, pipeline)
 
     def _budget_s(self) -> float:

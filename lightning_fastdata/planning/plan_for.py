@@ -353,7 +353,7 @@ def choose_executor(
         here: ExecutorName = "inline" if keyed else "torch"
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
     if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
-        return _cheap(spec, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)
+        return _cheap(spec, facts, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)
     if facts.here is not None and workers == "auto":
         return ExecutorChoice("inline", facts.here, alone=True)
     lacks = "" if shared_memory else "; this system has no memory files for side processes"
@@ -378,20 +378,19 @@ def choose_executor(
     said += ", with their start" if start_ms else ""
     if waits(facts.cost):
         said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
-    in_copies = _in_copies(spec, facts)
     if shared < _WORTH_IT * alone:
         unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(facts.cost)
-        standby = unsure and forked and _may_stand_by(spec, in_copies)
+        standby = unsure and forked and _may_stand_by(spec, facts)
         return ExecutorChoice(aside, said + (_BOTH if standby else lacks), standby=standby)
     samples = math.inf if length is None else length
     return _cheap(
         spec,
+        facts,
         "inline",
         said,
         forked=forked,
         read_bytes=samples * (facts.cost.size_bytes or 0),
         read_s=samples / batch_size * alone / 1000,
-        in_copies=in_copies,
     )
 
 
@@ -406,6 +405,7 @@ def _in_copies(spec: LoaderSpec, facts: DatasetFacts) -> str | None:
 
 def _cheap(
     spec: LoaderSpec,
+    facts: DatasetFacts,
     here: ExecutorName,
     why: str,
     *,
@@ -413,15 +413,13 @@ def _cheap(
     copied_bytes: float = 0.0,
     read_bytes: float = 0.0,
     read_s: float = 0.0,
-    in_copies: str | None = None,
 ) -> ExecutorChoice:
     """Return who reads what the training process could read itself, through ``here``.
 
     It does so if it can read, or copy, an epoch at once when that begins: later steps may have
     changed what is read, which a forked process has as it was. Others take seconds to start.
-    ``in_copies``: Why only processes of their own may read it.
     """
-    aside = in_copies
+    aside = _in_copies(spec, facts)
     if not _drawn_at_start(spec):
         aside = "its sampler is asked while the training runs"
     elif copied_bytes > copy_limit_bytes():
@@ -432,14 +430,15 @@ def _cheap(
         aside = f"a forked process reads {read_s:.2g} s of samples as they are"
     if aside is None or not forked:
         return ExecutorChoice(here, why, alone=KINDS[here].caller_reads)
-    standby = _may_stand_by(spec, in_copies)
+    standby = _may_stand_by(spec, facts)
     said = f"{why}; {aside}{_BOTH if standby else ''}"
     return ExecutorChoice("workers", said, few=True, standby=standby)
 
 
-def _may_stand_by(spec: LoaderSpec, in_copies: str | None) -> bool:
+def _may_stand_by(spec: LoaderSpec, facts: DatasetFacts) -> bool:
     """Return whether the training process may read what workers stand by for."""
-    return spec.options.executor == "auto" and in_copies is None and _drawn_at_start(spec)
+    auto = spec.options.executor == "auto"
+    return auto and not facts.changes and _drawn_at_start(spec)
 
 
 def _drawn_at_start(spec: LoaderSpec) -> bool:

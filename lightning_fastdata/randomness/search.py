@@ -114,12 +114,17 @@ def _function_parts(function: FunctionType) -> Iterator[object]:
 
 
 @lru_cache(maxsize=4096)
-def is_users(module: str | None) -> bool:
-    """Return whether a module is the user's own: of no installed package, nor Python's."""
+def is_users(module: object) -> bool:
+    """Return whether a module is the user's own: of no installed package, nor Python's.
+
+    ``module``: its name; classes of C may have something else in its place, which is none.
+    """
     if module == "__main__":
         return True
-    package = (module or "").split(".")[0]
+    if not isinstance(module, str):
+        return False
+    package = module.split(".")[0]
     if package in {"", __name__.split(".")[0]} or package in sys.stdlib_module_names:
         return False
-    file = held(sys.modules.get(module or ""), "__file__") or ""
+    file = held(sys.modules.get(module), "__file__") or ""
     return not any(folder in file for folder in _INSTALLED)

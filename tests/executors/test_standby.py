@@ -31,6 +31,7 @@ from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors import standby
 from lightning_fastdata.executors.standby import Ways
+from lightning_fastdata.tree import leaves
 
 LENGTH = 60
 LEVEL = {"now": 0}
@@ -231,6 +232,48 @@ def test_what_reading_changes_is_read_aside_after_a_warning():
     with pytest.warns(FastDataWarning, match="has changed while a batch was read"):
         assert readers_of(loader)[0] == [[2 * n, 2 * n + 1] for n in range(LENGTH // 2)]
     assert readers_of(loader)[1] == {0: LENGTH // 2}
+
+
+class Held(Cheap):
+    """Samples are memory of the dataset."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.zeros(LENGTH, 3)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@each(
+    "given",
+    [
+        {"collate_fn": list},
+        {"collate_fn": lambda samples: {"a": (samples, 1)}},
+        {"batch_size": None},
+    ],
+)
+def test_what_the_training_does_to_a_batch_changes_no_other(given, untried, alone):
+    data = Held()
+    loader = standing_by(data, **given)
+    for _ in range(2):
+        records = deque()
+        loader.record_stamps(records)
+        for batch in loader:
+            for row in filter(torch.is_tensor, leaves(batch)):
+                assert row.tolist() == [0, 0, 0]
+                row.add_(1)
+        assert {task.process for each in records for task in each.tasks} == {-1}
+    assert not data.rows.any()
+
+
+def test_what_workers_could_not_hand_over_is_an_error_here_too(untried):
+    with pytest.raises(TypeError, match="pickle"):
+        next(iter(standing_by(Cheap(), collate_fn=iter_of)))
+
+
+def iter_of(samples):
+    return (sample for sample in samples)
 
 
 @each(

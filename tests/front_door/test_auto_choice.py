@@ -114,12 +114,21 @@ def test_samples_that_cost_next_to_nothing_are_read_by_the_training_process(data
         assert readers(loader) == {os.getpid()}
 
 
-def test_a_collate_fn_that_may_hand_out_the_datasets_memory_is_called_in_one_worker() -> None:
+def test_a_collate_fn_that_may_hand_out_the_datasets_memory_gives_copies_whoever_calls_it() -> None:
+    data = Reads()
     with on_machine():  # on which samples cost nothing, however long this one makes them wait
-        made = list(loaders(Reads(), collate_fn=padded))
+        made = list(loaders(data, collate_fn=list))
     for loader in made:
         assert loader.num_workers == 1
-        assert os.getpid() not in readers(loader)
+        processes = set()
+        for batch in loader:
+            rows, (process, *_) = zip(*batch, strict=True)
+            assert not torch.stack(rows).any()
+            rows[0].add_(1)
+            processes.add(process)
+        assert os.getpid() in processes
+        loader.close()
+    assert not data.row.any()
 
 
 @on_a_machine

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import multiprocessing
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -73,6 +76,64 @@ def test_what_a_dataset_may_hold_is_compared(value: Any, change: Any) -> None:
     assert fingerprint(data) == before
     change(value)
     assert fingerprint(data) != before
+
+
+HELPERS = """
+import functools
+LEVEL = 0
+class Base:
+    level = 0
+class Settings(Base):
+    pass
+def helper(value):
+    return value + LEVEL
+def adding(function):
+    @functools.wraps(function)
+    def added(value):
+        return function(value) + LEVEL
+    return added
+def new():
+    return 1
+"""
+
+
+@each(
+    ("text", "change"),
+    [
+        ("from {} import helper", lambda module: setattr(module, "LEVEL", 1)),
+        ("from {} import helper as own", lambda module: setattr(module, "LEVEL", 1)),
+        ("import {} as own", lambda module: setattr(module, "LEVEL", 1)),
+        ("from {} import Settings", lambda module: setattr(module.Base, "level", 1)),
+        ("from {} import Settings", lambda module: setattr(module, "LEVEL", 1)),
+        ("import {} as own", lambda module: setattr(module, "helper", module.new)),
+        (
+            "import {} as own",
+            lambda module: setattr(module.helper, "__code__", module.new.__code__),
+        ),
+        (
+            "import {} as own\nclass Rows:\n    of = own.adding(lambda value: value)\ndel own",
+            lambda module: setattr(module, "LEVEL", 1),
+        ),
+    ],
+)
+def test_modules_of_the_users_have_a_part_in_it_however_they_are_imported(
+    text: str, change: Any, monkeypatch
+) -> None:
+    number = next(NUMBERS)
+    for name, code in (f"helpers{number}", HELPERS), (f"rows{number}", text):
+        module = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(code.format(f"helpers{number}") if code is text else code, vars(module))
+        exec("class Rows: pass\n" * ("Rows" not in vars(module)), vars(module))
+    rows = sys.modules[f"rows{number}"].Rows()
+    before = fingerprint(rows)
+    assert before is not None
+    assert fingerprint(rows) == before
+    change(sys.modules[f"helpers{number}"])
+    assert fingerprint(rows) != before
+
+
+NUMBERS = itertools.count()
 
 
 @each(

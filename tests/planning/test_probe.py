@@ -592,7 +592,7 @@ LARGE = cost(wall_ms=0.001, cpu_ms=0.001, size_bytes=2**30)
         ({"cost": cost(wall_ms=2.5, cpu_ms=0.01), "batch_size": 1}, False),
         ({"cost": cost(wall_ms=0.001, cpu_ms=0.001)}, False),
         ({"changes": True}, False),
-        ({"collate_fn": list}, False),
+        ({"collate_fn": list}, True),
         ({"sampler": iter(())}, False),
         ({"transformed": True}, False),
         ({"shared_memory": False}, False),

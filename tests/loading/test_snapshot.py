@@ -1,0 +1,815 @@
+"""A snapshot holds while nothing changes, and no longer once anything has that is compared."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pickle
+import random
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from front_door.test_changing_world import KINDS, Rows, beside_an_open_file
+from misses import Misses, each
+from thoroughness import LONG
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from lightning_fastdata.fingerprint import Watched, _Noting, fingerprint
+
+FOR_EVER = float("inf")
+
+
+def snapshot_of(*objects):
+    noting = _Noting(FOR_EVER)
+    return None if noting.of(objects) is None else noting.snapshot
+
+
+class Plain:
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+
+class Other(Plain):
+    pass
+
+
+class Slotted:
+    __slots__ = ("deep", "flat")
+
+    def __init__(self, deep: Any) -> None:
+        self.deep, self.flat = deep, 1
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def a_list():
+    return [1, 2.0, "three"]
+
+
+def a_dict():
+    return {"a": 1, "b": 2}
+
+
+def shifted(items):
+    items["a"] = items.pop("a")
+
+
+LIST = {
+    "appended": lambda v: v.append(4),
+    "replaced": lambda v: v.__setitem__(0, 5),
+    "by what is equal": lambda v: v.__setitem__(0, True),
+    "by what is equal, too": lambda v: v.__setitem__(1, 2),
+    "removed": lambda v: v.pop(),
+    "reversed": lambda v: v.reverse(),
+    "emptied": lambda v: v.clear(),
+    "sliced": lambda v: v.__setitem__(slice(0, 2), [7]),
+}
+DICT = {
+    "added": lambda v: v.update(c=3),
+    "replaced": lambda v: v.update(a=5),
+    "by what is equal": lambda v: v.update(a=True),
+    "removed": lambda v: v.pop("b"),
+    "in another order": shifted,
+    "another name": lambda v: v.update(d=v.pop("b")),
+    "emptied": lambda v: v.clear(),
+}
+SET = {
+    "added": lambda v: v.add(9),
+    "removed": lambda v: v.discard("three"),
+    "emptied": lambda v: v.clear(),
+}
+DEQUE = {
+    "appended": lambda v: v.append(4),
+    "rotated": lambda v: v.rotate(1),
+    "replaced": lambda v: v.__setitem__(0, 5),
+}
+
+
+def through_memory(address, count=1):
+    ctypes.memset(address, 7, count)
+
+
+def normalised(tensor):
+    """The running mean is written without being counted."""
+    torch.nn.functional.batch_norm(
+        torch.ones(2, 3, 4), tensor[0], torch.ones(3), training=True, momentum=0.5
+    )
+
+
+def out_of(tensor):
+    torch.add(torch.ones(2, 3), 1, out=tensor)
+
+
+def without_counting(tensor):
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+def in_inference(tensor):
+    with torch.inference_mode():
+        tensor.add_(1)
+
+
+def beside_the_old(tensor):
+    OLD.append(tensor.data)
+    tensor.data = torch.ones(2, 3)
+
+
+OLD: list[object] = [print]
+"""No plain data, so that it is not compared itself."""
+
+
+def a_tensor():
+    return torch.zeros(2, 3)
+
+
+TENSOR = {
+    "in place": lambda v: v.add_(1),
+    "one number": lambda v: v.__setitem__((1, 2), 1),
+    "a view": lambda v: v.view(-1)[3:].add_(1),
+    "detached": lambda v: v.detach().add_(1),
+    "data": lambda v: v.data.add_(1),
+    "numpy": lambda v: v.numpy().__setitem__((0, 0), 1),
+    "numpy of data": lambda v: v.data.view(-1).numpy().__setitem__(4, 1),
+    "dlpack": lambda v: torch.from_dlpack(torch.to_dlpack(v)).add_(1),
+    "storage": lambda v: v.untyped_storage().__setitem__(2, 1),
+    "filled storage": lambda v: v.untyped_storage().fill_(1),
+    "apply": lambda v: v.apply_(lambda x: x + 1),
+    "normalised": normalised,
+    "out": out_of,
+    "no grad": without_counting,
+    "inference": in_inference,
+    "memory": lambda v: through_memory(v.data_ptr()),
+    "last byte": lambda v: through_memory(v.data_ptr() + v.nbytes - 1),
+    "other data": lambda v: setattr(v, "data", torch.ones(2, 3)),
+    "other data beside the old": beside_the_old,
+    "set": lambda v: v.set_(torch.ones(2, 3)),
+    "resized": lambda v: v.resize_(4, 3),
+    "smaller": lambda v: v.resize_(1, 3),
+    "transposed": lambda v: v.t_(),
+    "unsqueezed": lambda v: v.unsqueeze_(0),
+    "shared": lambda v: v.share_memory_().add_(1),
+    "gradient": lambda v: v.requires_grad_(),
+    "attribute": lambda v: setattr(v, "tag", 1),
+    "negative zero": lambda v: v.neg_(),
+}
+
+
+def an_array():
+    return np.zeros((2, 3), np.float32)
+
+
+ARRAY = {
+    "in place": lambda v: v.__iadd__(1),
+    "one number": lambda v: v.__setitem__((1, 2), 1),
+    "a view": lambda v: v.reshape(-1)[3:].__iadd__(1),
+    "tensor": lambda v: torch.from_numpy(v).add_(1),
+    "memoryview": lambda v: memoryview(v).__setitem__((0, 1), 1.0),
+    "memory": lambda v: through_memory(v.ctypes.data),
+    "last byte": lambda v: through_memory(v.ctypes.data + v.nbytes - 1),
+    "copied to": lambda v: np.copyto(v, 1),
+    "out": lambda v: np.add(1, 1, out=v),
+    "filled": lambda v: v.fill(1),
+    "type": lambda v: setattr(v, "dtype", np.int32),
+    "shape": lambda v: setattr(v, "shape", (3, 2)),
+    "resized": lambda v: v.resize((4, 3), refcheck=False),
+    "smaller": lambda v: v.resize((1, 3), refcheck=False),
+    "negative zero": lambda v: np.negative(v, out=v),
+}
+
+
+def from_numpy():
+    return torch.from_numpy(np.zeros(4))
+
+
+def in_columns():
+    return np.asfortranarray(np.zeros((4, 3)))
+
+
+def a_record():
+    return np.zeros(3, [("a", "i4"), ("b", "f8")])
+
+
+OBJECT = {
+    "attribute": lambda v: setattr(v, "deep", 2),
+    "by what is equal": lambda v: setattr(v, "deep", True),
+}
+MORE = {
+    "new attribute": lambda v: setattr(v, "new", 2),
+    "deleted": lambda v: delattr(v, "deep"),
+    "other dict": lambda v: setattr(v, "__dict__", {"deep": 5}),
+}
+
+
+def a_function():
+    cell = [1]
+    number = 2
+
+    def function(first=3, *, second=4):
+        return cell, number, first, second
+
+    function.kept = 5
+    return function
+
+
+def another_closure():
+    other, another_one = 3, 4
+    return lambda first=3, *, second=4: (other, another_one, first, second)
+
+
+FUNCTION = {
+    "code": lambda v: setattr(v, "__code__", another_closure().__code__),
+    "defaults": lambda v: setattr(v, "__defaults__", (9,)),
+    "keyword defaults": lambda v: setattr(v, "__kwdefaults__", {"second": 9}),
+    "a keyword default": lambda v: v.__kwdefaults__.__setitem__("second", 9),
+    "a cell": lambda v: setattr(v.__closure__[1], "cell_contents", 9),
+    "in a cell": lambda v: v.__closure__[0].cell_contents.append(9),
+    "attribute": lambda v: setattr(v, "kept", 9),
+    "new attribute": lambda v: setattr(v, "new", 9),
+}
+
+
+def a_class():
+    class Own(Plain):
+        number = 1
+        items = [1]  # noqa: RUF012 - as people write them
+
+        def method(self):
+            return 1
+
+        @property
+        def asked(self):
+            return 1
+
+        @staticmethod
+        def alone():
+            return 1
+
+    return Own
+
+
+CLASS = {
+    "attribute": lambda v: setattr(v, "number", 2),
+    "new attribute": lambda v: setattr(v, "new", 2),
+    "in an attribute": lambda v: v.items.append(2),
+    "method": lambda v: setattr(v, "method", lambda self: 2),
+    "code of a method": lambda v: setattr(v.method, "__code__", (lambda self: 2).__code__),
+    "property": lambda v: setattr(v, "asked", property(lambda self: 2)),
+    "static method": lambda v: setattr(v, "alone", staticmethod(lambda: 2)),
+    "deleted": lambda v: delattr(v, "number"),
+    "bases": lambda v: setattr(v, "__bases__", (Other,)),
+}
+
+
+@functools.lru_cache(maxsize=8)
+def remembered(number):
+    return number
+
+
+def remembering():
+    remembered.cache_clear()
+    return remembered
+
+
+def a_module():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    return module.requires_grad_(False)
+
+
+def no_gradient(module):
+    module[0].weight.requires_grad_()
+
+
+class Random(random.Random):
+    pass
+
+
+class Partial(functools.partial):
+    pass
+
+
+class Lists(defaultdict):
+    pass
+
+
+class Named(PurePosixPath):
+    pass
+
+
+class Unset:
+    __slots__ = ("deep", "flat")
+
+
+class Shadowed(Slotted):
+    @property
+    def deep(self):
+        return 0
+
+
+def shadowed():
+    value = Shadowed.__new__(Shadowed)
+    Slotted.deep.__set__(value, 1)
+    value.flat = 1
+    return value
+
+
+class Untold:
+    def __getattribute__(self, name):
+        return {} if name == "__dict__" else object.__getattribute__(self, name)
+
+
+class Equal(type):
+    """Whose classes are equal to any other."""
+
+    def __eq__(cls, other):
+        return True
+
+    def __hash__(cls):
+        return 1
+
+
+class OneOfEqual(metaclass=Equal):
+    pass
+
+
+class AnotherOfEqual(metaclass=Equal):
+    pass
+
+
+def of_a_metaclass():
+    class Kind(type):
+        factor = 1
+
+    class Holder(metaclass=Kind):
+        pass
+
+    return Holder
+
+
+class Described:
+    """A descriptor."""
+
+    number = 1
+
+    def __get__(self, *_):
+        return self.number
+
+
+def describes():
+    class Holder:
+        described = Described()
+
+        @functools.cached_property
+        def cached(self):
+            return 1
+
+    return Holder
+
+
+def exchanged_property(holder):
+    other = functools.cached_property(lambda self: 2)
+    other.__set_name__(holder, "cached")
+    holder.cached = other
+
+
+THINGS: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], object]], bool]] = {
+    "list": (a_list, LIST, True),
+    "dict": (a_dict, DICT, True),
+    "set": (lambda: {1, "three"}, SET, True),
+    "deque": (lambda: deque([1, 2, 3], maxlen=3), DEQUE, True),
+    "ordered dict": (
+        lambda: OrderedDict(a=1, b=2),
+        {**DICT, "moved": lambda v: v.move_to_end("a"), "named": lambda v: setattr(v, "x", 1)},
+        True,
+    ),
+    "default dict": (
+        lambda: defaultdict(list, a=1, b=2),
+        {**DICT, "asked": lambda v: v["z"], "made": lambda v: setattr(v, "default_factory", int)},
+        True,
+    ),
+    "bytes": (lambda: bytearray(b"abc"), {"one": lambda v: v.__setitem__(1, 0)}, True),
+    "tensor": (a_tensor, TENSOR, True),
+    "tensor of an array": (from_numpy, {"array": lambda v: v.numpy().__iadd__(1)}, True),
+    "half numbers": (
+        lambda: torch.zeros(3, dtype=torch.bfloat16),
+        {"add": lambda v: v.add_(1)},
+        True,
+    ),
+    "parameter": (
+        lambda: torch.nn.Parameter(a_tensor(), requires_grad=False),
+        {"data": TENSOR["data"], "numpy": TENSOR["numpy"]},
+        True,
+    ),
+    "transposed tensor": (lambda: a_tensor().T, {"data": TENSOR["data"]}, False),
+    "array": (an_array, ARRAY, True),
+    "columns": (in_columns, {"one": lambda v: v.__setitem__((1, 2), 1)}, True),
+    "every other": (lambda: np.zeros(8)[::2], {"one": lambda v: v.__setitem__(1, 1)}, False),
+    "record": (a_record, {"one": lambda v: v["b"].__setitem__(1, 1)}, True),
+    "array of objects": (
+        lambda: np.array([1, "a"], object),
+        {"one": lambda v: v.__setitem__(1, "b")},
+        False,
+    ),
+    "record of an array": (
+        lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])[0],
+        {"one": lambda v: v.__setitem__("a", 5)},
+        False,
+    ),
+    "names of a record": (
+        lambda: np.zeros(3, [("a", "i4"), ("b", "i4")]),
+        {"other names": lambda v: setattr(v.dtype, "names", ("b", "a"))},
+        True,
+    ),
+    "complex": (
+        lambda: torch.tensor([1 + 2j]),
+        {"conjugated": lambda v: setattr(v, "data", v.conj()), "one": lambda v: v.imag.add_(1)},
+        True,
+    ),
+    "own random numbers": (lambda: Random(1), {"drawn": lambda v: v.random()}, False),
+    "own partial": (
+        lambda: Partial(int, base=2),
+        {"all": lambda v: v.__setstate__((float, (), {}, {}))},
+        False,
+    ),
+    "own default dict": (
+        lambda: Lists(list, a=1, b=2),
+        {**DICT, "made": lambda v: setattr(v, "default_factory", int)},
+        True,
+    ),
+    "own path": (lambda: Named("a"), {"attribute": lambda v: setattr(v, "tag", 1)}, True),
+    "empty slots": (Unset, {"filled": lambda v: setattr(v, "flat", 2)}, True),
+    "slot behind a property": (shadowed, {"it": lambda v: Slotted.deep.__set__(v, 2)}, True),
+    "untold": (Untold, {"attribute": lambda v: setattr(v, "deep", 1)}, True),
+    "of equal classes": (
+        OneOfEqual,
+        {"class": lambda v: setattr(v, "__class__", AnotherOfEqual)},
+        True,
+    ),
+    "metaclass": (
+        of_a_metaclass,
+        {"attribute": lambda v: setattr(type(v), "factor", 2)},
+        True,
+    ),
+    "described": (
+        describes,
+        {
+            "descriptor": lambda v: setattr(vars(v)["described"], "number", 2),
+            "another descriptor": lambda v: setattr(v, "described", property(lambda self: 2)),
+            "cached property": lambda v: setattr(vars(v)["cached"], "func", lambda self: 2),
+            "another cached property": exchanged_property,
+        },
+        True,
+    ),
+    "buffer": (
+        lambda: pickle.PickleBuffer(bytearray(3)),
+        {"one": lambda v: v.raw().__setitem__(0, 1)},
+        False,
+    ),
+    "masked": (
+        lambda: np.ma.masked_array([1, 2], [True, False]),
+        {"mask": lambda v: v.mask.__setitem__(1, True)},
+        False,
+    ),
+    "object": (
+        lambda: Plain(deep=1),
+        {**OBJECT, **MORE, "class": lambda v: setattr(v, "__class__", Other)},
+        True,
+    ),
+    "slots": (lambda: Slotted(1), OBJECT, True),
+    "namespace": (lambda: types.SimpleNamespace(deep=1), OBJECT, True),
+    "partial": (
+        lambda: functools.partial(int, base=2),
+        {
+            "keyword": lambda v: v.keywords.update(base=3),
+            "attribute": lambda v: setattr(v, "new", 1),
+            "all": lambda v: v.__setstate__((float, (), {}, {})),
+        },
+        True,
+    ),
+    "module": (
+        a_module,
+        {
+            "weight": lambda v: v[0].weight.data.add_(1),
+            "running mean": lambda v: v[1](torch.ones(2, 2)),
+            "mode": lambda v: v.eval(),
+            "gradient": no_gradient,
+            "another layer": lambda v: v.append(torch.nn.ReLU()),
+            "another weight": lambda v: setattr(
+                v[0], "weight", torch.nn.Parameter(torch.ones(2, 2))
+            ),
+        },
+        True,
+    ),
+    "function": (a_function, FUNCTION, True),
+    "class": (a_class, CLASS, True),
+    "object of a class": (lambda: a_class()(deep=[]), {"list": lambda v: v.deep.append(1)}, True),
+    "what remembers": (remembering, {"called": lambda v: v(5)}, True),
+    "columns of tensors": (
+        lambda: TensorDataset(a_tensor()),
+        {
+            "data": lambda v: v.tensors[0].data.add_(1),
+            "replaced": lambda v: setattr(v, "tensors", (torch.ones(2, 3),)),
+        },
+        True,
+    ),
+    "subset": (
+        lambda: Subset(TensorDataset(a_tensor()), [0, 1]),
+        {"indices": lambda v: v.indices.reverse(), "rows": lambda v: v.dataset.tensors[0].add_(1)},
+        True,
+    ),
+    "whole": (
+        lambda: ConcatDataset([TensorDataset(a_tensor())]),
+        {"rows": lambda v: v.datasets[0].tensors[0].data.add_(1)},
+        True,
+    ),
+    "generator": (
+        lambda: np.random.default_rng(1),
+        {"draw": lambda v: v.random()},
+        False,
+    ),
+    "subclass of a list": (
+        lambda: type("Mine", (list,), {"__module__": __name__})([1, 2.0, "three"]),
+        LIST,
+        False,
+    ),
+    "subclass of a deque": (
+        lambda: type("Mine", (deque,), {"__module__": __name__})([1, 2, 3]),
+        DEQUE,
+        False,
+    ),
+}
+
+
+def held_by_a_closure(value):
+    return lambda: value
+
+
+def held_by_a_default(value):
+    def function(given=value):
+        return given
+
+    return function
+
+
+def held_by_a_keyword(value):
+    def function(*, given=value):
+        return given
+
+    return function
+
+
+def held_by_a_class(value):
+    return type("Holder", (Plain,), {"__module__": __name__, "held": value})(own=1)
+
+
+def held_by_a_module(value):
+    module = torch.nn.Identity()
+    module.held = value
+    return module
+
+
+HOLDERS = {
+    "alone": lambda value: value,
+    "list": lambda value: [0, value],
+    "tuple": lambda value: (value, 0),
+    "dict": lambda value: {"a": {"b": value}},
+    "deque": lambda value: deque([value]),
+    "object": lambda value: Plain(deep=Plain(held=value)),
+    "slots": Slotted,
+    "named": lambda value: Pair(1, value),
+    "namespace": lambda value: types.SimpleNamespace(held=value),
+    "partial": lambda value: functools.partial(print, value),
+    "closure": held_by_a_closure,
+    "default": held_by_a_default,
+    "keyword": held_by_a_keyword,
+    "class": held_by_a_class,
+    "module": held_by_a_module,
+    "method": lambda value: Plain(held=value).__init__,
+}
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_each_thing_changed_in_each_way_is_seen_wherever_it_is_held(thing):
+    make, ways, is_noted = THINGS[thing]
+    with Misses() as misses:
+        for number, (way, change) in enumerate(ways.items()):
+            for place, (holder, hold) in enumerate(HOLDERS.items()):
+                if not LONG and place and (number + place) % 8:
+                    continue
+                with misses.case(way, "in", holder):
+                    value = make()
+                    data = Rows(lambda *_: 0, value=hold(value))
+                    watched = Watched()
+                    before = watched.now((data,), FOR_EVER)
+                    assert before == fingerprint(data)
+                    assert watched.now((data,), FOR_EVER) == before
+                    taken = snapshot_of(data)
+                    assert (taken is not None) == is_noted
+                    assert taken is None or taken.holds()
+                    change(value)
+                    assert taken is None or not taken.holds()
+                    assert watched.now((data,), FOR_EVER) != before
+
+
+@each("kind", [kind for kind in KINDS if kind is not beside_an_open_file])
+def test_each_kind_of_change_of_a_program_is_seen(kind, tmp_path):
+    given, change = kind(tmp_path)
+    read = given["dataset"], given.get("collate_fn"), given.get("sampler")
+    watched = Watched()
+    before = watched.now(read, FOR_EVER)
+    assert before is not None
+    assert watched.now(read, FOR_EVER) == before
+    change()
+    assert watched.now(read, FOR_EVER) != before
+
+
+IN_A_LIST = [1]
+OF_ANY_KIND = [print]
+NAMED = {"object": object()}
+NUMBER = 1
+
+
+def keeps(number=[1], other=[print]):  # noqa: B006 - what it keeps is the point
+    return number, other
+
+
+class Global:
+    items = [1]  # noqa: RUF012 - as people write them
+    others = [print]  # noqa: RUF012
+
+
+THIS = sys.modules[__name__]
+
+
+@each(
+    ("change", "undo"),
+    [
+        (lambda: IN_A_LIST.append(2), IN_A_LIST.pop),
+        (lambda: setattr(THIS, "NUMBER", 2), lambda: setattr(THIS, "NUMBER", 1)),
+        (lambda: setattr(THIS, "ANOTHER", 2), lambda: delattr(THIS, "ANOTHER")),
+        (lambda: OF_ANY_KIND.__setitem__(0, 1), lambda: OF_ANY_KIND.__setitem__(0, print)),
+        (lambda: NAMED.update(object=1), lambda: NAMED.update(object=object())),
+        (lambda: keeps.__defaults__[0].append(2), keeps.__defaults__[0].pop),
+        (
+            lambda: keeps.__defaults__[1].__setitem__(0, 1),
+            lambda: keeps.__defaults__[1].__setitem__(0, print),
+        ),
+        (lambda: setattr(keeps, "kept", 1), lambda: delattr(keeps, "kept")),
+        (lambda: Global.items.append(2), Global.items.pop),
+        (lambda: Global.others.__setitem__(0, 1), lambda: Global.others.__setitem__(0, print)),
+        (lambda: setattr(Global, "new", 1), lambda: delattr(Global, "new")),
+        (lambda: remembered(77), lambda: None),
+    ],
+)
+def test_what_a_global_becomes_is_seen(change, undo):
+    remembered.cache_clear()
+    data = Rows(lambda *_: NUMBER)
+    taken, watched = snapshot_of(data), Watched()
+    before = watched.now((data,), FOR_EVER)
+    assert taken.holds()
+    try:
+        change()
+        assert not taken.holds()
+        assert watched.now((data,), FOR_EVER) != before
+    finally:
+        undo()
+
+
+class Fresh(Plain):
+    """Of which there is no object before."""
+
+
+def test_what_holds_is_not_gone_through_again():
+    """Also from the first time on, in which Python notes what slots a class has."""
+    data = Rows(lambda *_: 0, deep=Fresh(rows=torch.zeros(3), name="one"))
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER)
+    assert before is watched.now((data,), FOR_EVER)
+
+
+def test_what_comes_in_the_place_of_its_like_makes_no_difference():
+    data = Rows(lambda *_: 0, number=float("2.5"), others=[10**20])
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER)
+    for _ in range(3):
+        data.number, data.others = float("2.5"), [10**20]
+        assert watched.now((data,), FOR_EVER) == before
+
+
+def test_files_that_are_named_are_looked_at(tmp_path):
+    file = tmp_path / "rows.txt"
+    for data in Rows(lambda *_: 0, path=str(file)), Rows(lambda *_: 0, deep=[file]):
+        file.write_text("0")
+        taken, watched = snapshot_of(data), Watched()
+        before = watched.now((data,), FOR_EVER)
+        assert taken.holds()
+        file.write_text("00")
+        assert not taken.holds()
+        after = watched.now((data,), FOR_EVER)
+        assert (after.own, after.live) != (before.own, before.live)
+        assert after.own == before.own
+
+
+def test_a_memory_map_is_looked_at_without_its_pages(tmp_path):
+    np.zeros(2**23).tofile(tmp_path / "rows")
+    rows = np.memmap(tmp_path / "rows", np.float64, "r")
+    data = Rows(lambda *_: 0, rows=rows, part=rows[10:])
+    taken = snapshot_of(data)
+    assert taken.holds()
+    data.part = rows[11:]
+    assert not taken.holds()
+
+
+def test_a_look_keeps_no_other_global_alive(monkeypatch):
+    class Model(torch.nn.Module):
+        pass
+
+    model = Model()
+    gone = threading.Event()
+    weakref.finalize(model, gone.set)
+    monkeypatch.setattr(THIS, "MODEL", model, raising=False)
+    monkeypatch.setattr(THIS, "MODELS", [model], raising=False)
+    taken = snapshot_of(Rows(lambda *_: NUMBER))
+    assert taken.holds()
+    monkeypatch.undo()
+    del model
+    assert gone.is_set()
+
+
+def test_a_look_leaves_a_tensor_that_can_be_resized():
+    data = Rows(lambda *_: 0, rows=torch.zeros(2))
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER)
+    data.rows.resize_(1000)
+    assert watched.now((data,), FOR_EVER) != before
+
+
+def test_too_many_numbers_are_compared_by_a_fingerprint():
+    data = Rows(lambda *_: 0, rows=torch.zeros(2**24))
+    watched = Watched()
+    assert snapshot_of(data) is None
+    before = watched.now((data,), FOR_EVER)
+    data.rows.data[-1] = 1
+    assert watched.now((data,), FOR_EVER) != before
+
+
+def test_what_generators_stand_for_is_compared_anew():
+    generator = np.random.default_rng(1)
+    data, stands = Rows(lambda *_: 0, generator=generator), {id(generator): "keyed"}
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER, lambda: stands)
+    generator.random()
+    assert watched.now((data,), FOR_EVER, lambda: stands) == before
+    stands[id(generator)] = "another"
+    assert watched.now((data,), FOR_EVER, lambda: stands) != before
+
+
+def test_what_cannot_be_compared_has_no_snapshot(tmp_path):
+    (tmp_path / "rows").touch()
+    with (tmp_path / "rows").open() as opened:
+        assert snapshot_of(opened) is None
+        assert Watched().now((opened,), FOR_EVER) is None
+    assert _Noting(-1).of(([1],)) is None
+
+
+def test_what_the_program_sees_end_is_not_kept():
+    gone = []
+
+    class Ends:
+        def __del__(self):
+            gone.append(1)
+
+    data = Rows(lambda *_: 0, ends=Ends())
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER)
+    assert watched.now((data,), FOR_EVER) == before
+    data.ends = None
+    assert gone
+    assert watched.now((data,), FOR_EVER) != before
+
+
+def test_memory_that_is_gone_is_not_read():
+    data = Rows(lambda *_: 0, rows=torch.zeros(3))
+    watched = Watched()
+    before = watched.now((data,), FOR_EVER)
+    data.rows.untyped_storage().resize_(0)
+    assert watched.now((data,), FOR_EVER) != before
+
+
+def test_a_comparison_is_of_the_objects_that_are_given():
+    watched = Watched()
+    ones = watched.now((torch.ones(2),), FOR_EVER)
+    assert watched.now((torch.zeros(2),), FOR_EVER) != ones
+    assert watched.now((), FOR_EVER) != ones
