@@ -106,7 +106,8 @@ def _run(
 ) -> torch.Tensor:
     batch = batch.clone() if writes else batch
     given, named = thawed(static["given"]), {**thawed(static["named"]), **arrays}
-    return plain(call(as_type(batch, static["type"]), *given, **named))
+    made = plain(call(as_type(batch, static["type"]), *given, **named))
+    return made.contiguous()  # of gray images all channels are one memory
 
 
 def _never(*_: Any) -> None:
