@@ -50,10 +50,9 @@ DETECTION = {
 }
 
 
-@pytest.mark.parametrize("name", DETECTION)
-def test_detection_as_torchvisions_references_write_it(name):
-    samples = [sample(image, n, "boxes") for n, image in enumerate(images(8, 40, 44))]
-    pipeline, own_keys = v2.Compose(DETECTION[name]), keys(8)
+def check_each(pipeline, samples):
+    """Check samples that make no tensors of a batch; return them."""
+    own_keys = keys(len(samples))
     wanted = eager(pipeline, samples, own_keys)
     transform = as_batch_transform(pipeline)
     for on_device in (False, True):
@@ -62,8 +61,14 @@ def test_detection_as_torchvisions_references_write_it(name):
         made, tapes = map(list, zip(*pairs, strict=True))
         done = worker.finish_each(made, tapes)[0] if on_device else made
         assert_same(done, wanted)
+    return done
+
+
+@pytest.mark.parametrize("name", DETECTION)
+def test_detection_as_torchvisions_references_write_it(name):
+    samples = [sample(image, n, "boxes") for n, image in enumerate(images(8, 40, 44))]
     # Labels of boxes that were removed are removed with them.
-    for _, target in done:
+    for _, target in check_each(v2.Compose(DETECTION[name]), samples):
         assert len(target["labels"]) == len(target["boxes"])
 
 
@@ -107,7 +112,7 @@ def test_a_wrapped_dataset_of_torchvision_is_taken_as_it_is(tmp_path):
     dataset = wrap_dataset_for_transforms_v2(VOCDetection(tmp_path, image_set="train"))
     samples = [dataset[index] for index in range(3)]
     assert type(samples[0][1]["boxes"]) is tv_tensors.BoundingBoxes
-    check(v2.Compose([*DETECTION["ssd"][1:5], v2.ToImage(), *DETECTION["lsj"][1:]]), samples)
+    check_each(v2.Compose([*DETECTION["ssd"][1:5], v2.ToImage(), *DETECTION["lsj"][1:]]), samples)
 
 
 def test_a_segmentation_of_pil_images_is_moved():
