@@ -58,7 +58,9 @@ MOVES = st.one_of(
 )
 SIZES = st.one_of(
     st.builds(v2.RandomResizedCrop, st.sampled_from([24, (20, 28)]), antialias=st.booleans()),
-    st.builds(v2.RandomCrop, st.just(24), padding=st.sampled_from([None, 3]), pad_if_needed=st.just(True)),
+    st.builds(
+        v2.RandomCrop, st.just(24), padding=st.sampled_from([None, 3]), pad_if_needed=st.just(True)
+    ),
     st.builds(v2.Resize, st.sampled_from([(24, 28), (50, 60)]), antialias=st.booleans()),
     st.builds(v2.CenterCrop, st.sampled_from([24, 60])),
 )
@@ -66,7 +68,14 @@ ENDS = st.one_of(
     st.just([]),
     st.just([v2.ToDtype(torch.float32, scale=True)]),
     st.just([v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.4] * 3, [0.2] * 3)]),
-    st.just([v2.ToDtype({tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None}, scale=True)]),
+    st.just(
+        [
+            v2.ToDtype(
+                {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None},
+                scale=True,
+            )
+        ]
+    ),
 )
 
 
@@ -95,7 +104,9 @@ def carried_out(pipeline, samples, own_keys):
     """Return the batch that a device makes of samples, drawn in a worker; or the samples."""
     transform = as_batch_transform(pipeline)
     worker = transform.in_worker(on_device=True)
-    made, tapes = zip(*(worker(copied(one), key) for one, key in zip(samples, own_keys, strict=True)), strict=True)
+    made, tapes = zip(
+        *(worker(copied(one), key) for one, key in zip(samples, own_keys, strict=True)), strict=True
+    )
     if not worker.stacks(made, tapes):
         return None, worker.finish_each(made, tapes)[0]
     batch = collate_samples(made)
@@ -130,18 +141,25 @@ def check(pipeline, samples):
 )
 def test_random_pipelines_are_v2s_own(pipeline, dtype, form, several):
     samples = [
-        sample(image, number, form)
-        for number, image in enumerate(images(COUNT, 40, 44, dtype))
+        sample(image, number, form) for number, image in enumerate(images(COUNT, 40, 44, dtype))
     ]
     if several:
         samples[1::2] = [
-            sample(image, number, form) for number, image in enumerate(images(COUNT // 2, 52, 36, dtype))
+            sample(image, number, form)
+            for number, image in enumerate(images(COUNT // 2, 52, 36, dtype))
         ]
     check(pipeline, samples)
 
 
-@pytest.mark.parametrize("policy", [v2.RandAugment, v2.TrivialAugmentWide, v2.AutoAugment, v2.AugMix])
+@pytest.mark.parametrize(
+    "policy", [v2.RandAugment, v2.TrivialAugmentWide, v2.AutoAugment, v2.AugMix]
+)
 @pytest.mark.parametrize("form", ["tuple", "tensor"])
 def test_policies_are_v2s_own(policy, form):
-    pipeline = v2.Compose([policy(), v2.RandomHorizontalFlip(), policy(), v2.ToDtype(torch.float32, scale=True)])
-    check(pipeline, [sample(image, number, form) for number, image in enumerate(images(COUNT, 40, 44))])
+    pipeline = v2.Compose(
+        [policy(), v2.RandomHorizontalFlip(), policy(), v2.ToDtype(torch.float32, scale=True)]
+    )
+    check(
+        pipeline,
+        [sample(image, number, form) for number, image in enumerate(images(COUNT, 40, 44))],
+    )

@@ -24,7 +24,9 @@ DETECTION = {
     "lsj": [
         v2.ToImage(),
         v2.ScaleJitter(target_size=(48, 48), antialias=True),
-        v2.RandomCrop(40, pad_if_needed=True, fill={tv_tensors.Image: (123, 117, 104), "others": 0}),
+        v2.RandomCrop(
+            40, pad_if_needed=True, fill={tv_tensors.Image: (123, 117, 104), "others": 0}
+        ),
         v2.RandomHorizontalFlip(p=0.5),
         v2.ToDtype(torch.float32, scale=True),
         v2.ClampBoundingBoxes(),
@@ -76,7 +78,9 @@ def test_detection_as_torchvisions_references_write_it(name):
 def test_boxes_of_all_formats_ride_beside_deferred_images(form):
     samples = [sample(image, n, "boxes") for n, image in enumerate(images(4, 40, 44))]
     for _, target in samples:
-        target["boxes"] = v2.functional.convert_bounding_box_format(target["boxes"], new_format=form)
+        target["boxes"] = v2.functional.convert_bounding_box_format(
+            target["boxes"], new_format=form
+        )
         del target["masks"]
     pipeline = v2.Compose([v2.Resize((40, 44)), v2.RandomHorizontalFlip(), v2.RandomRotation(9)])
     check(pipeline, samples)
@@ -131,7 +135,10 @@ def test_a_segmentation_of_pil_images_is_moved():
             v2.RandomHorizontalFlip(0.5),
             v2.ToImage(),
             v2.RandomCrop(28, pad_if_needed=True, fill={tv_tensors.Mask: 255, "others": 0}),
-            v2.ToDtype({tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None}, scale=True),
+            v2.ToDtype(
+                {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None},
+                scale=True,
+            ),
             v2.Normalize([0.5] * 3, [0.2] * 3),
         ]
     )
@@ -146,7 +153,12 @@ def test_labels_that_are_tensors_are_passed_through():
 
 def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
     pipeline = v2.Compose(
-        [v2.CenterCrop(24), v2.RandomHorizontalFlip(), lambda image: image / 255, v2.RandomErasing()]
+        [
+            v2.CenterCrop(24),
+            v2.RandomHorizontalFlip(),
+            lambda image: image / 255,
+            v2.RandomErasing(),
+        ]
     )
     samples = [sample(image, number) for number, image in enumerate(images(4, 30, 30))]
     own_keys = keys(4)

@@ -37,7 +37,11 @@ def sample(image, number, form="tuple"):
     edge = torch.tensor([[2.0, 3, 20, 18], [5, 5, 12, 30], [0, 0, 3, 3]])
     boxes = tv_tensors.BoundingBoxes(edge, format="XYXY", canvas_size=(height, width))
     points = tv_tensors.KeyPoints(edge[:, :2].clone(), canvas_size=(height, width))
-    target = {"boxes": boxes, "labels": torch.arange(3), "masks": tv_tensors.Mask(mask.repeat(3, 1, 1))}
+    target = {
+        "boxes": boxes,
+        "labels": torch.arange(3),
+        "masks": tv_tensors.Mask(mask.repeat(3, 1, 1)),
+    }
     return image, target | {"points": points}
 
 

@@ -95,9 +95,17 @@ def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
     callback = DataThroughputCallback(PIPELINE, report=False, summary=False)
     by_callback, _ = fit(tmp_path, loader=loader, callbacks=[callback])
     prefetched = list(prefetch(loader, "cpu", PIPELINE, seed=SEED))
-    by_module, _ = fit(tmp_path, FastDataModule.from_datasets(
-        Photos(cut=True), batch_size=BATCH, seed=SEED, shuffle=False, augment=PIPELINE, num_workers=0,
-    ))
+    by_module, _ = fit(
+        tmp_path,
+        FastDataModule.from_datasets(
+            Photos(cut=True),
+            batch_size=BATCH,
+            seed=SEED,
+            shuffle=False,
+            augment=PIPELINE,
+            num_workers=0,
+        ),
+    )
     for seen in (by_callback, prefetched, by_module):
         assert_same(seen, wanted(Photos(cut=True)), types=False)
 
@@ -105,15 +113,24 @@ def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
 def test_each_stage_has_its_own_pipeline(tmp_path):
     scaled = v2.Compose([v2.CenterCrop(24), v2.ToDtype(torch.float32, scale=True)])
     data = FastDataModule.from_datasets(
-        Photos(), Photos(), batch_size=BATCH, seed=SEED, shuffle=False, num_workers=0,
+        Photos(),
+        Photos(),
+        batch_size=BATCH,
+        seed=SEED,
+        shuffle=False,
+        num_workers=0,
         augment={"train": PIPELINE, "val": scaled},
     )
     seen = []
+
     class Both(Keeps):
         def validation_step(self, batch, batch_idx):
             seen.append(batch)
+
     quiet_trainer(tmp_path, num_sanity_val_steps=0).fit(Both(), datamodule=data)
     made = [scaled(one) for one in SAMPLES]
-    assert_same(seen, [collate_samples(made[at : at + BATCH]) for at in range(0, 8, BATCH)], types=False)
+    assert_same(
+        seen, [collate_samples(made[at : at + BATCH]) for at in range(0, 8, BATCH)], types=False
+    )
     text = data.explain()
     assert "all of it in the workers, by torchvision itself" in text
