@@ -1,4 +1,4 @@
-"""A training with a torchvision v2 pipeline as ``augment=``: each sample is v2's own, in each mode."""
+"""A training with a torchvision v2 pipeline as ``augment=``: each sample is v2's own."""
 
 from __future__ import annotations
 
