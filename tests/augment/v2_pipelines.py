@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 
 def images(count, height, width, dtype=torch.uint8):
-    """Return photographs ``[3, height, width]`` as v2's images, all of them different."""
+    """Return different photographs ``[3, height, width]`` as v2's images."""
     made = []
     for number in range(count):
         pixels = photographs(height, width + number)[number % 3][:, number:]
