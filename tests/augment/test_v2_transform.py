@@ -72,6 +72,22 @@ def test_images_of_one_size_are_cropped_on_the_device():
     assert_same(worker.finish_each(made, tapes)[0], eager(transform.pipeline, samples, keys(3)))
 
 
+def test_pil_images_are_left_to_pil_until_tensors_are_made_of_them():
+    pipeline = v2.Compose(
+        [v2.Resize((20, 24)), v2.RandomInvert(), v2.ToImage(), v2.ColorJitter(0.4)]
+    )
+    samples = [(v2.functional.to_pil_image(image), 0) for image in images(4, 40, 44)]
+    transform = as_batch_transform(pipeline).for_samples(samples)
+    assert [one.where for one in transform.plan.placements] == ["worker"] * 3 + ["device"]
+    assert "takes PIL images" in transform.explain()
+    worker = transform.in_worker(on_device=True)
+    made, tapes = zip(*map(worker, samples, keys(4)), strict=True)
+    done = transform.apply(collate_samples(made), worker.collate(tapes))
+    assert_same(done, collate_samples(eager(pipeline, samples, keys(4))), types=False)
+    never = as_batch_transform(v2.Compose(pipeline.transforms[:2])).for_samples(samples)
+    assert not never.defers
+
+
 def test_explain_names_what_takes_a_call_for_each_sample_and_what_runs_in_the_worker():
     steps = [v2.CenterCrop(9), v2.RandomErasing(), v2.RandomRotation(3), v2.JPEG(50), v2.Resize(8)]
     text = as_batch_transform(v2.Compose(steps)).explain()

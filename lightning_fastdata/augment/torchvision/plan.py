@@ -49,6 +49,7 @@ SIZE_BY_SIZE: Final = frozenset({"Pad", "Resize"})
 _KEEP_SIZE: Final = frozenset({"ConvertImageDtype", "Grayscale", "RGB", "ToDtype"})
 _POLICIES: Final = frozenset({"AutoAugment", "RandAugment", "TrivialAugmentWide"})
 _TYPES: Final = frozenset({"ToImage", "ToPureTensor", "PILToTensor", "ToTensor"})
+_FROM_PIL: Final = _TYPES - {"ToPureTensor"}
 _TARGETS: Final = frozenset(
     {
         *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "Identity"),
@@ -127,27 +128,32 @@ POLICY_METHOD: Final = "_apply_image_or_video_transform"
 """What a policy calls with each operation that it has chosen; without it, it runs in the worker."""
 
 
-def make_plan(pipeline: Any, *, one_size: bool = False, refusal: str | None = None) -> Plan:
+def make_plan(
+    pipeline: Any, *, one_size: bool = False, pil: bool = False, refusal: str | None = None
+) -> Plan:
     """Decide where each transform of a pipeline runs.
 
     Args:
         pipeline: of v2.
         one_size: whether all images are known to have one size.
+        pil: whether they are PIL images.
         refusal: a reason to run everything in the worker.
     """
     leaves = leaves_of(pipeline)
     boundary = -1 if one_size else _boundary(leaves)
+    until = _tensors_from(leaves) if pil else -1
     placed: list[Placement] = []
     behind: Leaf | None = None
     for leaf in reversed(leaves):
-        own = refusal or _why_in_worker(leaf, boundary, leaves)
+        own = refusal or ("takes PIL images" if leaf.number < until else None)
+        own = own or _why_in_worker(leaf, boundary, leaves)
         placed.append(_place(leaf, own or _why_before(leaf, behind), behind))
         if own is not None and (behind is None or behind.conditional):
             behind = leaf
     return Plan(
         leaves=tuple(leaves),
         placements=tuple(reversed(placed)),
-        boundary=len(leaves) if refusal else boundary,
+        boundary=len(leaves) if refusal else max(boundary, until - 1),
     )
 
 
@@ -248,6 +254,12 @@ def _why_not(transform: Any) -> str | None:
 
 
 _PIL_LANCZOS: Final = 1
+
+
+def _tensors_from(leaves: Sequence[Leaf]) -> int:
+    """Return the number of the transform that makes tensors of PIL images; behind all, if none."""
+    made = (leaf.number for leaf in leaves if type(leaf.transform).__name__ in _FROM_PIL)
+    return next(made, len(leaves))
 
 
 def _boundary(leaves: Sequence[Leaf]) -> int:
