@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import pytest
@@ -16,6 +17,7 @@ from torchvision.transforms._presets import ImageClassification
 from lightning_fastdata import BatchError, TransformError, as_batch_transform
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.torchvision import plan
+from lightning_fastdata.augment.torchvision import transform as home
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
@@ -186,7 +188,10 @@ def test_batches_of_other_loaders_that_cannot_be_right_are_refused():
         )
 
 
-def test_a_changed_pipeline_is_planned_anew():
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_changed_pipeline_is_planned_anew(monkeypatch, recorded):
+    as_there = functools.partial(run_collated, recorded=recorded)
+    monkeypatch.setattr(home, "run_collated", as_there)
     pipeline = v2.Compose([v2.RandomResizedCrop(9), FLOAT])
     transform = as_batch_transform(pipeline)
     assert transform.renewed() is transform
