@@ -131,6 +131,14 @@ def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():
     assert isinstance(as_batch_transform(Halved()), TorchvisionTransform)
 
 
+def test_what_draws_nothing_may_run_on_batches_behind_another_transform():
+    normal = as_batch_transform(v2.Compose([FLOAT, v2.Normalize([0.5], [0.5])]))
+    assert not normal.behind().starts_in_worker
+    for one in (v2.RandomInvert(), v2.ColorJitter(0.1), Halved(), v2.RandAugment()):
+        drawing = as_batch_transform(v2.Compose([FLOAT, one]))
+        assert drawing.behind() is drawing
+
+
 BATCHED = {
     "all on the device": [v2.RandomResizedCrop(24), v2.RandomRotation(30), FLOAT],
     "some need pixels": [

@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from torchvision.transforms import v2
+
 from lightning_fastdata.augment.torchvision.pipeline import Leaf, is_own, leaves_of
 
 if TYPE_CHECKING:
@@ -200,10 +202,14 @@ def how_on_batch(transform: Any) -> str:
     return "torchvision's own kernel, one call for all samples"
 
 
+def may_draw(leaf: Leaf) -> bool:
+    """Return whether a transform may do one thing to a sample and another to the next one."""
+    known = kind_of(leaf.transform) in {"noted", "types", "targets"}
+    return leaf.conditional or not known or draws_parameters(leaf.transform)
+
+
 def draws_parameters(transform: Any) -> bool:
     """Return whether samples that take a transform may have parameters of their own."""
-    from torchvision.transforms import v2
-
     base = v2.Transform.make_params
     return getattr(type(transform), "make_params", base) is not base
 

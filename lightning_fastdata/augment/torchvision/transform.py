@@ -11,11 +11,16 @@ from torchvision.transforms import v2
 
 from lightning_fastdata.augment.pipeline.fields import describe
 from lightning_fastdata.augment.replay.torch import replay
-from lightning_fastdata.augment.stage_transform import StageTransform, plain_tensors, table
+from lightning_fastdata.augment.stage_transform import (
+    CallableTransform,
+    StageTransform,
+    plain_tensors,
+    table,
+)
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.operations import device_ops
-from lightning_fastdata.augment.torchvision.pipeline import is_v1, is_v2
-from lightning_fastdata.augment.torchvision.plan import make_plan
+from lightning_fastdata.augment.torchvision.pipeline import is_own, is_v1, is_v2
+from lightning_fastdata.augment.torchvision.plan import make_plan, may_draw
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
 from lightning_fastdata.augment.torchvision.samples import (
     check_convertible,
@@ -123,6 +128,11 @@ class TorchvisionTransform(StageTransform):
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
         fitted._take_in(self._state)
         return fitted
+
+    def behind(self) -> StageTransform:
+        """Return what runs behind another transform, on whole batches; itself, if it draws."""
+        whole = all(is_own(leaf.transform) and not may_draw(leaf) for leaf in self.plan.leaves)
+        return CallableTransform(self.pipeline, self._fields) if whole else self
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if v2 would leave a sample, or a part of it, as it is."""
