@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import BatchImages, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, PixelPlace
 
 
+_ALSO_NORMALISED: Final[Mapping[str, str]] = {
+    "Albumentations": "A.Compose([A.Normalize(), A.ToTensorV2()])",
+    "torchvision": "v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])",
+}
+"""A pipeline that only makes floats of images and normalises them, by whose it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """A loader that is to be made for a stage, and what its pipeline rests on besides."""
@@ -35,7 +42,7 @@ class StagePlan:
 
 
 class StageTransforms:
-    """What was registered for each stage; an Albumentations pipeline is always the first.
+    """What was registered for each stage; a pipeline is always the first.
 
     ``augment`` is a transform for training, or a dict with stages as keys, or None.
 
@@ -84,7 +91,7 @@ class StageTransforms:
         return suited
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
-        """Return whether anything of a stage runs on the device; ``pipeline``: Albumentations'."""
+        """Return whether anything of a stage runs on the device; ``pipeline``: of a pipeline."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
     def image_form(self, stage: Stage) -> BatchImages:
@@ -96,7 +103,7 @@ class StageTransforms:
 
         Raises:
             TransformError: The stage does not exist, the transform is of no known kind, or it
-                would be a second Albumentations pipeline or one that comes too late.
+                would be a second pipeline or one that comes too late.
         """
         if stage not in STAGES:
             raise TransformError(
@@ -107,7 +114,7 @@ class StageTransforms:
         registered = self._of[stage]
         if made.starts_in_worker and registered:
             raise TransformError(
-                f"The Albumentations pipeline {made.name} was registered for stage {stage!r} after "
+                f"The {made.library} pipeline {made.name} was registered for stage {stage!r} after "
                 f"{registered[0].name}. It starts in the workers and has to be the first and only "
                 "one: register it first, or join two pipelines in one Compose."
             )
@@ -130,11 +137,12 @@ class StageTransforms:
         undone = left_undone(self._of["train"], self._of[stage], sample, self._image)
         if undone is not None:
             self._told = True
+            part = self.worker_part("train")
+            example = _ALSO_NORMALISED["Albumentations" if part is None else part.library]
             warnings.warn(
                 f"{name}: training runs {undone}. Nothing in augment= does the same for stage "
                 f"{stage!r}, so that the model gets other numbers there than it learns on. Give "
-                f"each stage its pipeline: augment={{'train': compose, {stage!r}: A.Compose(["
-                "A.Normalize(), A.ToTensorV2()])}.",
+                f"each stage its pipeline: augment={{'train': compose, {stage!r}: {example}}}.",
                 FastDataWarning,
                 stacklevel=3,
             )
@@ -151,7 +159,7 @@ class StageTransforms:
                 known, used = self._explained.get(stage, (None, made))
                 text = (used if known is made else made).explain()
                 if made.starts_in_worker and place == "workers":
-                    text = f"all of it in the workers, by Albumentations itself: {why}"
+                    text = f"all of it in the workers, by {made.library} itself: {why}"
                 elif made.starts_in_worker:
                     text = f"on the device: {why}\n{text}"
                 parts.append(f"augment, {stage}\n{text}")

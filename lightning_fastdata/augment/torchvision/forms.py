@@ -1,0 +1,310 @@
+"""Which operations on batches a transform of v2 comes down to, with what it drew.
+
+A transform, or a set of parameters, that is not known here has the general form of
+:mod:`~lightning_fastdata.augment.torchvision.operations`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torchvision.transforms import InterpolationMode
+
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.torchvision import kernels
+from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
+from lightning_fastdata.augment.torchvision.windows import resized_crop
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.augment.torchvision.tape import Form
+
+Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
+"""Operations by name, in the order in which they run."""
+_How: TypeAlias = "tuple[Any, Any, Form]"
+"""How pixels are read: the interpolation, the fill, and the form of the image or mask."""
+_AS_NEAREST: Final = tuple(
+    each
+    for mode in (InterpolationMode.NEAREST, InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+    for each in (mode, mode.value)
+)
+"""Ways of reading for which torchvision reads the nearest pixel of masks."""
+_MOST_CHANNELS: Final = 4
+"""Of images that torch resizes as bytes."""
+_COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
+
+
+class UnknownFormError(Exception):
+    """The parameters have no form for batches; never seen by users."""
+
+
+def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str, Encoded]] | None:
+    """Return the operations that a transform comes down to; None: it has its general form.
+
+    Args:
+        transform: of torchvision's v2 itself.
+        given: what it was called with besides the tensor: parameters, or those of a policy.
+        form: of the image or mask.
+    """
+    name = type(transform).__name__
+    known = _OF_TRANSFORMS.get(name)
+    try:
+        if known is not None:
+            return list(known(transform, given[0], form))
+        return list(_policy(transform, given, form)) if isinstance(given[0], str) else None
+    except UnknownFormError:
+        return None
+
+
+def has_form(transform: Any) -> bool:
+    """Return whether samples that take a transform share a call, whatever each of them drew."""
+    return type(transform).__name__ in _OF_TRANSFORMS
+
+
+def _number(name: str, **values: Any) -> tuple[str, Encoded]:
+    return name, Encoded((), {key: np.asarray(value) for key, value in values.items()})
+
+
+def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) -> Noted:
+    _need_colours(form)
+    for name in order:
+        factor = factors[f"{name}_factor"]
+        if factor is not None:
+            yield _number(name, factor=np.float64(factor))
+
+
+def _need_colours(form: Form) -> None:
+    """Leave to torchvision what it refuses."""
+    if form.shape[0] not in {1, 3}:
+        raise UnknownFormError
+
+
+def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    return _of_colours(params, [_COLOURS[at] for at in params["fn_idx"].tolist()], form)
+
+
+def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    before = ["contrast"] if params["contrast_before"] else []
+    behind = [] if params["contrast_before"] else ["contrast"]
+    yield from _of_colours(params, ["brightness", *before, "saturation", "hue", *behind], form)
+    order = params["channel_permutation"]
+    if order is not None:
+        yield _number("permute", order=order.numpy())
+
+
+def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    yield _number("permute", order=params["permutation"].numpy())
+
+
+def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    static = (("size", tuple(transform.kernel_size)),)
+    yield "blur", Encoded(static, {"sigma": np.array(params["sigma"], np.float64)})
+
+
+def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    value = params["v"]
+    if value is not None and value.shape[1:] != (1, 1):
+        raise UnknownFormError
+    if value is not None:
+        colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
+        box = [params[name] for name in ("i", "j", "h", "w")]
+        yield _number("erase", box=np.array(box, np.int64), value=colour)
+
+
+def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    padding = tuple(params["padding"]) if params["needs_pad"] else None
+    static = (
+        ("size", (params["height"], params["width"])),
+        ("padding", padding),
+        ("fill", fill_for(transform.fill, form)),
+        ("mode", transform.padding_mode),
+        ("type", form.type_name),
+    )
+    yield "crop", Encoded(static, {"corner": np.array([params["top"], params["left"]], np.int64)})
+
+
+def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    box = [params[name] for name in ("top", "left", "height", "width")]
+    return _window(transform, box, form)
+
+
+def _resized_whole(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    if transform.size is None or len(transform.size) != 2:
+        raise UnknownFormError
+    return _window(transform, [0, 0, *form.shape[-2:]], form)
+
+
+def _window(transform: Any, box: Sequence[int], form: Form) -> Noted:
+    """Resize a window as bytes are resized on CPUs, on any device."""
+    mode = getattr(transform.interpolation, "value", transform.interpolation)
+    smooth = "antialias" if transform.antialias else "bilinear"
+    mode = {"nearest": "nearest", "bilinear": smooth}.get(mode)
+    if form.type_name == "Mask":
+        mode = "nearest" if transform.interpolation in _AS_NEAREST else None
+    elif form.shape[0] > _MOST_CHANNELS:
+        mode = None
+    if mode is None:
+        raise UnknownFormError
+    static = ("size", tuple(transform.size)), ("mode", mode)
+    yield "resized_crop", Encoded(static, {"box": np.array(box, np.int64)})
+
+
+def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    how = transform.interpolation, transform.fill, form
+    return _rotation(params["angle"], transform.center, how)
+
+
+def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    how = transform.interpolation, transform.fill, form
+    return _affine(**params, center=transform.center, how=how)
+
+
+def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    static = _reading(transform.interpolation, transform.fill, form)
+    numbers = np.array(params["coefficients"], np.float32)
+    yield "perspective", Encoded(static, {"coefficients": numbers})
+
+
+_OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
+    "ColorJitter": _jitter,
+    "GaussianBlur": _blurred,
+    "RandomAffine": _moved,
+    "RandomChannelPermutation": _permuted,
+    "RandomCrop": _cropped,
+    "RandomErasing": _erased,
+    "RandomPerspective": _projected,
+    "RandomPhotometricDistort": _distort,
+    "RandomResizedCrop": _resized,
+    "RandomRotation": _rotated,
+    "Resize": _resized_whole,
+}
+
+
+# -- warps -----------------------------------------------------------------------------------------
+
+
+def fill_for(fill: Any, form: Form) -> Any:
+    """Return what torchvision fills an image or mask with: None, a number, or a tuple of some."""
+    if isinstance(fill, Mapping):
+        kind = TYPES[form.type_name]
+        fill = fill[kind] if kind in fill else fill.get("others")
+    return fill if fill is None or isinstance(fill, int | float) else tuple(map(float, fill))
+
+
+def _reading(interpolation: Any, fill: Any, form: Form) -> tuple[tuple[str, Any], ...]:
+    mode = getattr(interpolation, "value", interpolation)
+    mode = "nearest" if form.type_name == "Mask" else mode
+    fill = fill_for(fill, form)
+    channels = form.shape[0] if len(form.shape) == 3 else 1
+    fits = not isinstance(fill, tuple) or len(fill) in {1, channels}
+    if mode not in {InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value} or not fits:
+        raise UnknownFormError
+    return ("mode", mode), ("fill", fill)
+
+
+def _rotation(angle: float, center: Any, how: _How) -> Noted:
+    angle %= 360
+    if center is None and angle % 90 == 0:  # torchvision turns the pixels themselves
+        raise UnknownFormError
+    return _affine(-angle, (0, 0), 1.0, (0.0, 0.0), center=center, how=how)
+
+
+def _affine(
+    angle: float,
+    translate: Sequence[float],
+    scale: float,
+    shear: Sequence[float],
+    *,
+    center: Sequence[float] | None,
+    how: _How,
+) -> Noted:
+    height, width = how[2].shape[-2:]
+    middle = [0.0, 0.0]
+    if center is not None:
+        middle = [place - size * 0.5 for place, size in zip(center, (width, height), strict=True)]
+    matrix = _inverse(angle, [float(by) for by in translate], scale, shear, middle)
+    array = torch.tensor(matrix, dtype=torch.float32).view(2, 3).numpy()
+    yield "affine", Encoded(_reading(*how), {"matrix": array})
+
+
+def _inverse(
+    angle: float,
+    translate: Sequence[float],
+    scale: float,
+    shear: Sequence[float],
+    middle: Sequence[float],
+) -> list[float]:
+    """Return the matrix that reads an image turned, sheared, scaled and moved about its middle."""
+    turn, along, down = map(math.radians, (angle, *shear))
+    (x, y), (right, below) = middle, translate
+    a = math.cos(turn - down) / math.cos(down)
+    b = -(a * math.tan(along) + math.sin(turn))
+    c = math.sin(turn - down) / math.cos(down)
+    d = math.cos(turn) - c * math.tan(along)
+    matrix = [d / scale, -b / scale, 0.0, -c / scale, a / scale, 0.0]
+    matrix[2] += x - matrix[0] * (x + right) - matrix[1] * (y + below)
+    matrix[5] += y - matrix[3] * (x + right) - matrix[4] * (y + below)
+    return matrix
+
+
+# -- policies --------------------------------------------------------------------------------------
+
+
+def _sheared(along: float, down: float, how: _How) -> Noted:
+    """Shear about the upper left corner."""
+    degrees = (math.degrees(math.atan(along)), math.degrees(math.atan(down)))
+    return _affine(0.0, (0, 0), 1.0, degrees, center=(0, 0), how=how)
+
+
+def _shifted(right: float, down: float, how: _How) -> Noted:
+    """Move by whole pixels."""
+    return _affine(0.0, (int(right), int(down)), 1.0, (0.0, 0.0), center=None, how=how)
+
+
+def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noqa: ARG001
+    name, magnitude, interpolation, fill = given
+    _need_colours(form)
+    if name in _POLICY_FACTORS:
+        yield _number(_POLICY_FACTORS[name], factor=np.float64(1.0 + magnitude))
+    elif name == "Posterize":
+        yield _number("posterize", bits=np.int64(int(magnitude)))
+    elif name == "Solarize":
+        bound = 1.0 if form.dtype.is_floating_point else 255
+        yield _number("solarize", threshold=np.float64(bound * magnitude))
+    elif name in _POLICY_WARPS:
+        yield from _POLICY_WARPS[name](magnitude, (interpolation, fill, form))
+    else:
+        raise UnknownFormError
+
+
+_POLICY_FACTORS: Final = {
+    "Brightness": "brightness",
+    "Color": "saturation",
+    "Contrast": "contrast",
+    "Sharpness": "sharpness",
+}
+_POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
+    "Rotate": lambda by, how: _rotation(by, None, how),
+    "ShearX": lambda by, how: _sheared(by, 0.0, how),
+    "ShearY": lambda by, how: _sheared(0.0, by, how),
+    "TranslateX": lambda by, how: _shifted(by, 0.0, how),
+    "TranslateY": lambda by, how: _shifted(0.0, by, how),
+}
+
+
+FORMS: Final[Mapping[str, DeviceOp]] = {
+    "resized_crop": device_op("resized_crop", resized_crop),
+} | {
+    name: device_op(name, getattr(kernels, name))
+    for name in (
+        *_COLOURS,
+        *("affine", "blur", "crop", "erase", "permute", "perspective", "posterize", "sharpness"),
+        "solarize",
+    )
+}
+"""Operations with parameters of each sample's own, by name."""

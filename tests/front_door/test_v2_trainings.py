@@ -1,0 +1,239 @@
+"""A training with a torchvision v2 pipeline as ``augment=``: each sample is v2's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from augment.v2_pipelines import assert_same, copied, eager, images, sample
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+from trainers import Keeps, quiet_trainer
+
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    FastDataWarning,
+    LoaderOptions,
+    SampleKey,
+    as_batch_transform,
+    prefetch,
+)
+from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.planning.plan_for import LoaderSpec
+from lightning_fastdata.plugin.placing.decision import choose_place
+from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
+from lightning_fastdata.plugin.placing.trial import PlaceTask, read_place_costs
+
+ONE_SIZE = [sample(image, number) for number, image in enumerate(images(8, 36, 40))]
+SIZES = [sample(image, n) for n, image in enumerate([*images(4, 36, 40), *images(4, 44, 32)])]
+BATCH, SEED = 2, 11
+PIPELINE = v2.Compose(
+    [
+        v2.RandomResizedCrop(24),
+        v2.RandomHorizontalFlip(),
+        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.7),
+        v2.RandAugment(),
+        v2.RandomRotation(20),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize([0.5] * 3, [0.25] * 3),
+    ]
+)
+
+
+class Photos(Dataset):
+    """Photographs of several sizes, or of one."""
+
+    def __init__(self, one_size=False):
+        self.samples = ONE_SIZE if one_size else SIZES
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+def wanted(dataset, epoch=0, indices=range(8)):
+    """Return the batches that v2 makes of a dataset, drawn by the keys of its samples."""
+    samples = [dataset[index] for index in indices]
+    made = eager(PIPELINE, samples, [SampleKey(SEED, epoch, index) for index in indices])
+    return [collate_samples(made[at : at + BATCH]) for at in range(0, len(made), BATCH)]
+
+
+def module(workers, augment_on="auto", one_size=False, **arguments):
+    return FastDataModule.from_datasets(
+        Photos(one_size),
+        batch_size=BATCH,
+        seed=SEED,
+        shuffle=False,
+        augment=PIPELINE,
+        augment_on=augment_on,
+        options=LoaderOptions(num_workers=workers),
+        **arguments,
+    )
+
+
+def fit(folder, data=None, loader=None, **options):
+    model = Keeps()
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = quiet_trainer(folder, **options)
+    trainer.fit(model, loader, datamodule=data, ckpt_path=ckpt_path)
+    return model.seen, trainer
+
+
+@pytest.mark.parametrize("one_size", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "augment_on"), [(0, "cpu"), (0, "gpu"), (2, "cpu"), (2, "gpu")]
+)
+def test_batches_are_v2s_own_in_each_epoch(tmp_path, workers, augment_on, one_size):
+    seen, _ = fit(tmp_path, module(workers, augment_on, one_size), max_epochs=2)
+    photos = Photos(one_size)
+    assert_same(seen, [*wanted(photos), *wanted(photos, epoch=1)], types=False)
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
+def test_every_executor_draws_by_sample(executor):
+    loader = FastDataLoader(
+        Photos(),
+        batch_size=BATCH,
+        seed=SEED,
+        num_workers=0 if executor == "inline" else 2,
+        executor=executor,
+        transform=as_batch_transform(PIPELINE),
+    )
+    assert_same(list(loader), wanted(Photos()), types=False)
+
+
+def test_a_training_that_goes_on_draws_as_one_that_did_not_stop(tmp_path):
+    _, trainer = fit(tmp_path, module(0), max_steps=2)
+    saved = tmp_path / "half.ckpt"
+    trainer.save_checkpoint(saved)
+    rest, _ = fit(tmp_path, module(2, "gpu"), ckpt_path=saved)
+    assert_same(rest, wanted(Photos())[2:], types=False)
+
+
+def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", str(SEED))  # the callback's
+    loader = DataLoader(Photos(one_size=True), batch_size=BATCH)
+    callback = DataThroughputCallback(PIPELINE, report=False, summary=False)
+    by_callback, _ = fit(tmp_path, loader=loader, callbacks=[callback])
+    prefetched = list(prefetch(loader, "cpu", PIPELINE, seed=SEED))
+    by_module, _ = fit(
+        tmp_path,
+        FastDataModule.from_datasets(
+            Photos(one_size=True),
+            batch_size=BATCH,
+            seed=SEED,
+            shuffle=False,
+            augment=PIPELINE,
+            num_workers=0,
+        ),
+    )
+    for seen in (by_callback, prefetched, by_module):
+        assert_same(seen, wanted(Photos(one_size=True)), types=False)
+
+
+class Validates(Keeps):
+    """Remembers batches of the validation, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.validated = []
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch)
+
+
+def test_each_stage_has_its_own_pipeline(tmp_path):
+    scaled = v2.Compose([v2.CenterCrop(24), v2.ToDtype(torch.float32, scale=True)])
+    data = module(0)
+    data.val_dataset = Photos()
+    data.augment = {"train": PIPELINE, "val": scaled}
+    model = Validates()
+    with pytest.warns(FastDataWarning, match=r"training runs Normalize.*v2\.Normalize"):
+        quiet_trainer(tmp_path, num_sanity_val_steps=0).fit(model, datamodule=data)
+    made = [scaled(one) for one in SIZES]
+    whole = [collate_samples(made[at : at + BATCH]) for at in range(0, len(made), BATCH)]
+    assert_same(model.validated, whole, types=False)
+    assert_same(model.seen, wanted(Photos()), types=False)
+    assert "all of it in the workers, by torchvision itself" in data.explain()
+
+
+def test_where_pixels_are_computed_is_measured():
+    spec = LoaderSpec(dataset=Photos(), name="task", options=LoaderOptions(), batch_size=BATCH)
+    task = PlaceTask(
+        of=StagePlan(spec=spec, seed=0),
+        transform=as_batch_transform(PIPELINE),
+        device=torch.device("cpu"),
+        workers=2,
+        cpus=2.0,
+    )
+
+    def choice(device_ms):
+        def clocked(work, device):
+            (image, _), (wanted, _) = work(), wanted_first
+            assert image.shape == wanted.shape
+            return device_ms
+
+        wanted_first = wanted(Photos())[0]
+        return choose_place(read_place_costs(task, accelerator=True, device_ms=clocked))
+
+    assert choice(1e6).place == "workers"
+    assert choice(-1e6).place == "device"
+
+
+def test_a_pipeline_in_the_dataset_stays_there_and_explain_says_where_it_could_be():
+    class Own(Photos):
+        def __init__(self):
+            super().__init__()
+            self.transform = PIPELINE
+
+        def __getitem__(self, index):
+            image, label = self.samples[index]
+            return self.transform(image), label
+
+    data = FastDataModule.from_datasets(Own(), batch_size=BATCH, seed=SEED, num_workers=0)
+    text = data.explain()
+    assert "train_dataset().transform is a torchvision v2.Compose that runs in the workers" in text
+    assert "write augment=dataset.transform, and give the dataset transform=None" in text
+
+
+def test_detection_in_lists_is_finished_in_the_worker(tmp_path):
+    """Boxes of each image are as many as they are, so that no tensor is made of the images."""
+    steps = [v2.RandomZoomOut(), v2.RandomIoUCrop(), v2.Resize((24, 24)), v2.RandomHorizontalFlip()]
+    pipeline = v2.Compose([*steps, v2.SanitizeBoundingBoxes(), v2.RandomErasing()])
+    samples = [sample(image, n, "boxes") for n, (image, _) in enumerate(SIZES)]
+    for _, target in samples:
+        target.pop("masks")
+        target.pop("points", None)
+
+    class Boxes(Photos):
+        def __getitem__(self, index):
+            return copied(samples[index])
+
+    class Lists(Keeps):
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch)
+            return self.scale * batch[0][0].float().mean()
+
+    wanted_each = eager(pipeline, samples, [SampleKey(SEED, 0, index) for index in range(8)])
+    for augment_on in ("cpu", "gpu"):
+        model = Lists()
+        data = FastDataModule.from_datasets(
+            Boxes(),
+            batch_size=BATCH,
+            seed=SEED,
+            shuffle=False,
+            num_workers=0,
+            augment=pipeline,
+            augment_on=augment_on,
+            collate_fn=in_lists,
+        )
+        quiet_trainer(tmp_path).fit(model, datamodule=data)
+        made = [one for batch in model.seen for one in zip(*batch, strict=True)]
+        assert_same(made, wanted_each, types=False)
+
+
+def in_lists(samples):
+    return tuple(zip(*samples, strict=True))
