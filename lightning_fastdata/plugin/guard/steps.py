@@ -348,7 +348,9 @@ def _first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
             stage="train",
             batch_size=rows,
             collate_fn=known.get("collate_fn", datamodule.collate_fn),
-            sampler=[i * length // rows if rows < length else i % length for i in range(rows)],
+            sampler=_OfEachRank(
+                i * length // rows if rows < length else i % length for i in range(rows)
+            ),
             drop_last=False,
             num_workers=1,
             persistent_workers=False,
@@ -360,6 +362,12 @@ def _first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
         return next(iter(loader))
     finally:
         loader.close()
+
+
+class _OfEachRank(list[int]):
+    """Rows that each rank reads for itself: they are not shared out, as those of an epoch are."""
+
+    rank, num_replicas = 0, 2  # as a sampler has them that splits itself
 
 
 class Repeated:
