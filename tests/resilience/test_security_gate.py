@@ -13,11 +13,15 @@ ROOT = Path(lightning_fastdata.__file__).parent
 PIPE = "messages between our own processes, over pipes that have no name"
 
 ALLOWED = {
+    ("augment/torchvision/operations.py", "pickle.loads"): f"what was drawn for a batch: {PIPE}",
     ("executors/pool/wire.py", "pickle.loads"): PIPE,
     ("planning/facts/probe_process.py", "pickle.loads"): PIPE,
     ("planning/facts/probe.py", "pickle.loads"): "of what it has just pickled itself",
     ("batches/packed.py", "pickle.Unpickler"): f"batches: {PIPE}",
     ("executors/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
+    ("sources/shared.py", "pickle.loads"): "memory that this user has sealed",
+    ("sources/shared.py", "marshal"): "memory that this user has sealed",
+    ("sources/shared.py", "marshal.loads"): "memory that this user has sealed",
     ("executors/stream_position.py", "pickle.loads"): f"states of streams: {PIPE}",
     ("host/machine.py", "exec_module"): "the file with the pipeline, named by the user",
 }

@@ -291,6 +291,16 @@ def test_another_process_with_the_same_content_takes_over_the_memory():
     assert there[0] == here != there[1]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="the memory of others is seen by root alone")
+def test_the_memory_of_another_user_is_not_taken_for_ones_own():
+    many = [f"{n} of another" for n in range(99)]
+    theirs = share(many)
+    os.fchown(theirs._block.descriptor, 12345, 12345)
+    mine = share(many)
+    own, other = (os.fstat(one._block.descriptor) for one in (mine, theirs))
+    assert (own.st_uid, own.st_ino != other.st_ino) == (0, True)
+
+
 def test_nobody_can_write_to_the_memory():
     block = share([1, 2])._block
     with pytest.raises(OSError):

@@ -34,6 +34,8 @@ class MemoryMeter:
         self._own_bytes, self._pages, self._left_bytes = own_bytes, pages, left_bytes
         self._memory_files, self._files_first = memory_files, memory_files()
         self._shared = 0
+        self._mapped: int | None = None
+        """Of files, when it was first looked at: of libraries, which every program has."""
         self._first: dict[int, int] = {}
         self._read: dict[int, Pages] = {}
         self._growth: list[Growth] = []
@@ -66,7 +68,12 @@ class MemoryMeter:
         now = {each: pages for each, pages in read.items() if pages is not None}
         self._shared = max(0, self._memory_files() - self._files_first)
         self._read = now if workers or not self._most else {**self._read, **now}
+        if self._mapped is None:
+            self._mapped = self._in_files()
         return sum(pages.pss_bytes for pages in now.values()) if now else None
+
+    def _in_files(self) -> int:
+        return sum(each.file_bytes for each in self._read.values())
 
     @property
     def copied_bytes(self) -> int:
@@ -89,7 +96,6 @@ class MemoryMeter:
             if held.elements > self._elements.get(held.name, 0)
             or (self._most and not held.elements)
         ]
-        pages = self._read.values()
         return MemorySeen(
             workers=self._most,
             forked=forked,
@@ -97,7 +103,7 @@ class MemoryMeter:
             growth=tuple(self._growth),
             kept=self._kept,
             shared_bytes=self._shared,
-            file_bytes=sum(each.file_bytes for each in pages),
+            file_bytes=max(0, self._in_files() - (self._mapped or 0)),
             objects=objects,
             growing=growing[0] if growing else "",
             left_bytes=self._left_bytes(),

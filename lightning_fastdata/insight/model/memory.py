@@ -48,7 +48,7 @@ class MemorySeen:
     shared_bytes: int = 0
     """Memory of several processes that is no file's: batches on their way."""
     file_bytes: int = 0
-    """Pages of files that processes have mapped."""
+    """Pages of files that processes have mapped since they were first looked at."""
     objects: tuple[HeldObjects, ...] = ()
     """Of the dataset, the largest first."""
     growing: str = ""
