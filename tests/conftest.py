@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from process_memory import settle
+from process_memory import settle, take_in_one_piece
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    take_in_one_piece(mebibytes=340)  # what Python's objects take once all tests are collected
+
 from programs import PRELOADED, serve
 from thoroughness import choose_examples, left_out, longest_first
 from virtual_time import PatientClock, virtual_time

@@ -215,27 +215,7 @@ def test_an_error_of_the_script_is_shown(tmp_path):
     assert "wrong config" in done.stderr
 
 
-def test_ctrl_c_prints_what_is_known(tmp_path):
-    script = """
-    import os, signal, time
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    from lightning_fastdata import StepTimer
-
-    steps = 0
-    for batch in StepTimer("cpu").batches(DataLoader(TensorDataset(torch.zeros(640, 4)), 4)):
-        steps += 1
-        if steps == 1000:
-            os.kill(os.getppid(), signal.SIGINT)
-    """
-    (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    done = prove(tmp_path, "--json", "found.json", "train.py", code=130)
-    assert "interrupted" in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["stopped"] == "it was interrupted"
-
-
-def test_what_another_training_writes_into_the_same_log_folder_stays(tmp_path):
+def test_ctrl_c_prints_what_is_known_and_leaves_what_another_training_writes(tmp_path):
     script = """
     import os, signal
     from pathlib import Path
@@ -256,9 +236,13 @@ def test_what_another_training_writes_into_the_same_log_folder_stays(tmp_path):
     Trainer(logger=loggers, accelerator="cpu").fit(Model())
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    prove(tmp_path, "train.py", code=130)
+    done = prove(tmp_path, "--json", "found.json", "train.py", code=130)
+    assert "interrupted" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["stopped"] == "it was interrupted"
     assert (tmp_path / "logs/mine/v1/metrics.csv").read_text() == "of another training"
-    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "written", "logs"}
+    left = {"train.py", "written", "logs", "found.json"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 @pytest.mark.parametrize("budget", ["soon", "5s", "-1m", ""])
