@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from programs import run_program
 from torch.utils.data import DataLoader, Dataset
 from virtual_time import PatientClock, virtual_time
+from warm_python import warm_python
 
 from lightning_fastdata import StepTimer
 from lightning_fastdata.cli import main
@@ -195,7 +196,9 @@ def test_a_loop_of_its_own_is_tried_through_step_timer(tried):
 def prove(folder, *arguments, code):
     environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
     command = ("-m", "lightning_fastdata", "prove", *arguments)
-    done = run_program(*command, cwd=folder, env=environ)
+    commands = folder.with_name(f"{folder.name}-commands")
+    commands.mkdir()
+    done = run_program(*command, cwd=folder, env=environ, python=warm_python(commands))
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -229,7 +232,7 @@ def test_ctrl_c_prints_what_is_known_and_leaves_what_another_training_writes(tmp
                 Path("written").touch()
                 Path("logs/mine/v1").mkdir(parents=True, exist_ok=True)
                 Path("logs/mine/v1/metrics.csv").write_text("of another training")
-                os.kill(os.getppid(), signal.SIGINT)
+                os.kill(int(os.environ["STARTED_BY"]), signal.SIGINT)
             return super().training_step(*batch)
 
     loggers = [CSVLogger("logs", name="mine", version="v1"), TensorBoardLogger("tb")]
