@@ -38,7 +38,9 @@ def take_in_one_piece(mebibytes: int) -> None:
     It takes one MiB after the other, wherever there is room: what does not lie together never falls
     into huge pages.
     """
-    blocks = [bytes(_LARGEST_OF_PYTHON) for _ in range(mebibytes * 2000)]
+    blocks = [b""] * (mebibytes * 2000)  # which does not grow in between
+    for at in range(len(blocks)):
+        blocks[at] = bytes(_LARGEST_OF_PYTHON)
     _kept.extend(blocks[::1000])  # in each MiB one stays, so that all of them do
 
 

@@ -617,6 +617,7 @@ def test_what_reading_changes_in_a_worker_ends_with_the_epoch(context, tmp_path)
                 if context == "fork":  # else the training process reads, and warns of it
                     auto = FastDataLoader(**given, **how, num_workers="auto")
                     assert list(by_epochs(auto)) == wanted
+                if context == "fork" and (LONG or number % 4 == 0):
                     door = partial(ours, DOORS[number % 3], "auto aside", kept=False)
                     module = trained("nobody", _unchanged(given), tmp_path, door)
                     assert module.batches == [*itertools.chain(*wanted)]
