@@ -25,7 +25,6 @@ from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
-    OPTION_OF,
     checked_shuffle,
     joined_options,
     take_batch_size,
@@ -224,7 +223,7 @@ def taken_apart(
         default = LoaderOptions()
         names = [field.name for field in fields(options)]
         chosen = {n for n in names if getattr(options, n) != getattr(default, n)}
-        known = {n: v for n, v in known.items() if OPTION_OF.get(n, n) not in chosen}
+        known = {n: v for n, v in known.items() if n not in chosen}
     return item.dataset, known
 
 
