@@ -72,11 +72,11 @@ def leave_out_numbers_of_the_code() -> None:
 
 
 def max_examples(count: int, **how: Any) -> settings:
-    """Have Hypothesis draw ``count`` examples in a long run, and a third of them otherwise.
+    """Have Hypothesis draw ``count`` examples in a long run, and a fifth of them otherwise.
 
     Without this, it draws as many as of 100.
     """
-    drawn = count if LONG else max(min(count, 12), count // 3)
+    drawn = count if LONG else max(min(count, 12), count // 5)
     return settings(max_examples=drawn, deadline=None, **how)
 
 
