@@ -205,6 +205,7 @@ def test_bad_samples_are_dealt_with_as_by_workers(policy):
     assert found == wanted
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("stop", [1, 2, 7, 20, 29])
 @pytest.mark.parametrize("aside", [False, True])
 def test_a_run_that_goes_on_gets_the_batches_that_are_left(stop, aside, untried):
@@ -310,7 +311,7 @@ def test_a_run_that_goes_on_behind_a_trial_gets_the_batches_that_are_left(policy
         found = []
         for number, batch in enumerate(loader):
             found += batch.tolist()
-            if number % (97 if LONG else 193) == 5:
+            if number % (97 if LONG else 293) == 5:
                 other = standing_by(data, on_bad_sample=policy)
                 other.load_state_dict(loader.state_dict())
                 assert found + [index for batch in other for index in batch.tolist()] == [
