@@ -11,12 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from process_memory import settle
+from process_memory import settle, take_in_one_piece
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    take_in_one_piece(mebibytes=340)  # what Python's objects take once all tests are collected
+
 from programs import PRELOADED, serve
 from thoroughness import choose_examples, left_out, longest_first
 from virtual_time import PatientClock, virtual_time
 
 from lightning_fastdata.host import usage
+from lightning_fastdata.planning.facts import probe
 
 choose_examples()
 
@@ -113,6 +118,7 @@ def nobody_counts_other_programs(monkeypatch, request):
     """Leave open what other programs of this machine take: a training is judged by itself."""
     if "realtime" not in request.keywords:
         monkeypatch.setattr(usage, "read_cpu_use", lambda *_, **__: None)
+        monkeypatch.setattr(probe, "_MOST_CROWDED", 0.0)
 
 
 @pytest.fixture(autouse=True)

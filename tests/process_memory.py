@@ -18,7 +18,10 @@ _MADV_COLLAPSE = 25
 _HUGE = 2**21
 _PRIVATE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", re.M)
 _FORKS_THAT_SPOIL = 20
+_LARGEST_OF_PYTHON = 470
+"""Bytes of an object for which Python does not ask the C library."""
 _forks = _FORKS_THAT_SPOIL
+_kept: list[bytes] = []
 
 
 def _forked() -> None:
@@ -27,6 +30,18 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_parent=_forked)
+
+
+def take_in_one_piece(mebibytes: int) -> None:
+    """Have Python take so much memory for its objects at once, before it imports anything.
+
+    It takes one MiB after the other, wherever there is room: what does not lie together never falls
+    into huge pages.
+    """
+    blocks = [b""] * (mebibytes * 2000)  # which does not grow in between
+    for at in range(len(blocks)):
+        blocks[at] = bytes(_LARGEST_OF_PYTHON)
+    _kept.extend(blocks[::1000])  # in each MiB one stays, so that all of them do
 
 
 def settle() -> None:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -95,11 +95,13 @@ def run_program(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     threads: int | None = None,
+    python: str | None = None,
     timeout_s: float = 280,
 ) -> CompletedProcess[str]:
     """Run what stands behind ``python`` in a command: a file, ``-m`` a module, or ``-c`` code.
 
     Its processes are in a session of their own, which is killed when it ends or takes too long.
+    What it starts as ``sys.executable`` is ``python``, if that is given.
     """
     arguments = list(map(str, command))
     environment = os.environ if env is None else env
@@ -107,7 +109,7 @@ def run_program(
         files = [Path(folder, name) for name in ("stdout", "stderr")]
         process = multiprocessing.get_context("forkserver").Process(
             target=_run,
-            args=(arguments, files, str(cwd or Path.cwd()), dict(environment), threads),
+            args=(arguments, files, str(cwd or Path.cwd()), dict(environment), threads, python),
         )
         process.start()
         try:
@@ -123,10 +125,11 @@ def run_program(
 
 def _run(
     arguments: list[str],
-    files: list[Path],
+    files: Sequence[str | Path],
     folder: str,
     environment: dict[str, str],
     threads: int | None,
+    python: str | None = None,
 ) -> None:
     os.setsid()
     # A shell that runs its tests in the background hands down a SIGINT that is ignored.
@@ -141,6 +144,8 @@ def _run(
         import torch
 
         torch.set_num_threads(threads)
+    if python is not None:
+        sys.executable = python
     kind = arguments.pop(0) if arguments[0] in ("-m", "-c") else ""
     sys.argv = arguments
     sys.path.insert(0, folder if kind else str(Path(folder, arguments[0]).parent))

@@ -69,13 +69,18 @@ AT_ITS_END = "The page is at its end."
 """What a script prints last: one that exits before, and be it with 0, has not run its page."""
 
 
+def of_few_files(code: str) -> str:
+    """Return the first block with fewer files, which takes less time and shows the same."""
+    return code.replace("[:1024]", "[:256]")
+
+
 def script_of(page: Path) -> str:
     """Return the code that runs, each line where it is in the page; our warnings are errors."""
     lines = ["import warnings; from lightning_fastdata import FastDataWarning as _Ours"]
     lines[0] += '; warnings.simplefilter("error", _Ours)'
     for block in blocks_of(page):
         if block.runs:
-            lines += [""] * (block.line - len(lines)) + block.code.splitlines()
+            lines += [""] * (block.line - len(lines)) + of_few_files(block.code).splitlines()
     return "\n".join([*lines, f"print({AT_ITS_END!r})\n"])
 
 
@@ -140,7 +145,7 @@ def test_the_first_block_is_ten_lines_that_need_nothing_before_them():
 
 def test_the_first_block_runs_with_the_other_package_and_prints_the_summary(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    code = blocks_of(FIRST_PAGES[0])[0].code
+    code = of_few_files(blocks_of(FIRST_PAGES[0])[0].code)
     code = code.replace("from lightning_fastdata ", "from lightning_fastdata.pytorch_lightning ")
     code = code.replace("from lightning.pytorch", "from pytorch_lightning")
     (tmp_path / "first.py").write_text(code)

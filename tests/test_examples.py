@@ -55,9 +55,11 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     names = {}
     for number, cell in enumerate(cells_of(NOTEBOOK)):
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
-    assert names["before"].stages[0].samples == names["after"].stages[0].samples == 2 * 512
-    assert capsys.readouterr().out.count("fastdata · train · 64 steps") == 2
+            # Of few files, which take less time.
+            source = "".join(cell["source"]).replace("[:512]", "[:128]")
+            exec(compile(source, f"cell {number}", "exec"), names)
+    assert names["before"].stages[0].samples == names["after"].stages[0].samples == 2 * 128
+    assert capsys.readouterr().out.count("fastdata · train · 16 steps") == 2
 
 
 def test_the_notebook_is_whole_and_shows_nothing_of_another_machine():

@@ -6,6 +6,7 @@ container (``docker --cpus=4`` on 128 cores still shows 128), so neither can siz
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -114,6 +115,7 @@ def parse_cgroup_membership(text: str) -> dict[str, PurePosixPath]:
     }
 
 
+@functools.lru_cache(maxsize=1)  # a run asks again and again, and they hardly ever change
 def parse_cgroup_mounts(text: str) -> tuple[CgroupMount, ...]:
     r"""Mounted cgroup hierarchies, from ``/proc/self/mountinfo``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -66,7 +67,12 @@ def check_versions(installed: Callable[[str], str] = importlib.metadata.version)
 
 def read_versions() -> dict[str, str]:
     """Return the versions of this package and of those it stands on; absent ones are left out."""
-    found = {"python": platform.python_version()}
+    return {"python": platform.python_version(), **_installed()}
+
+
+@functools.cache  # each look reads and parses files
+def _installed() -> dict[str, str]:
+    found = {}
     for package in _REPORTED:
         try:
             found[package] = importlib.metadata.version(package)

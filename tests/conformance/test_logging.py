@@ -167,23 +167,6 @@ def read_csv(log_dir):
     return found
 
 
-def test_row_26_every_logger_gets_the_same(tmp_path):
-    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tensorboard")]
-    trainer = make_trainer(
-        tmp_path,
-        logger=loggers,
-        callbacks=[quiet(every_n_steps=3)],
-        log_every_n_steps=3,
-        limit_val_batches=0,
-    )
-    trainer.fit(Logs(), DataLoader(Rows(14), batch_size=2))
-    scalars, _, _ = read_events(loggers[1].log_dir)
-    rows = read_csv(loggers[0].log_dir)
-    assert set(ours(rows)) == set(ours(scalars)) == ALWAYS
-    assert all(at == rows["own/step"] == [2, 5] for at in ours(rows).values())
-    assert ours(rows) == ours(scalars)
-
-
 @pytest.mark.parametrize("how", ["no logger", "barebones", "fast_dev_run"])
 def test_row_26_without_a_logger_the_report_is_all_there_is(tmp_path, how):
     callback = quiet()

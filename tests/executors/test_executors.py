@@ -100,15 +100,6 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-@pytest.mark.cases(11)
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("kind", SAMPLES)
-def test_every_kind_of_sample_is_collated_as_by_torch(name: str, kind: str) -> None:
-    dataset = Made(23, kind)
-    loader = DataLoader(dataset, batch_size=5)
-    assert_same(fetched(name, plan_of(dataset), list(loader.batch_sampler)), list(loader))
-
-
 @max_examples(15)
 @given(
     length=st.integers(1, 40),

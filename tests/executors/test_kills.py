@@ -22,7 +22,7 @@ from lightning_fastdata.loading.loader import FastDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-KILLS = 200 if LONG else 20
+KILLS = 200 if LONG else 12
 LENGTH = 240
 ROW = 22_000
 """Numbers of 8 bytes in a sample: six samples are 1 MiB, which takes time to write."""
@@ -100,7 +100,7 @@ def test_out_of_order_nothing_is_lost_or_doubled_while_processes_are_killed() ->
     loader = loader_of("workers", None, in_order=False)
     next(iter(loader))
     killer = Killer(loader._iterator, 8)
-    while loader._iterator.respawned < 12:
+    while loader._iterator.respawned < 8:
         seen = sorted(x[:, 0].tolist() for x, *_ in killer.watched(loader))
         assert seen == [list(range(i, i + 6)) for i in range(0, LENGTH, 6)]
     loader.close()

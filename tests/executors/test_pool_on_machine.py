@@ -178,7 +178,7 @@ def disturb(seed, chaos):
 
 
 def test_each_sample_comes_once_and_in_order_however_workers_die_come_and_go():
-    chaos, runs = Chaos(), 40 if LONG else 20
+    chaos, runs = Chaos(), 40 if LONG else 12
     for seed in range(runs):
         disturb(seed, chaos)
     assert chaos.batches > 75 * runs

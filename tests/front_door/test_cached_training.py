@@ -108,7 +108,7 @@ def decoded(log):
     return len(lines)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("steps", [FIXED, DRAWN], ids=["fixed", "drawn"])
 @pytest.mark.parametrize("workers", [0, 2, "auto"])
 def test_a_training_sees_the_same_with_a_cache(tmp_path, photos, steps, workers):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
+from warm_python import warm_python
 
 SETUP = """
 import logging, warnings
@@ -61,7 +61,7 @@ def outputs(tmp_path_factory):
     kernels = folder / "kernels" / "ours"
     kernels.mkdir(parents=True)
     launch = '["{}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
-    kernel = launch.format(sys.executable)
+    kernel = launch.format(warm_python(folder))
     (kernels / "kernel.json").write_text(
         f'{{"argv": {kernel}, "display_name": "ours", "language": "python"}}'
     )

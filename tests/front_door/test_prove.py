@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from programs import refused, run_program
 from torch.utils.data import DataLoader, Dataset
 from virtual_time import PatientClock, virtual_time
+from warm_python import warm_python
 
 from lightning_fastdata import StepTimer
 from lightning_fastdata.cli import main
@@ -213,7 +214,9 @@ def test_a_loop_of_its_own_is_tried_through_step_timer(tried):
 def prove(folder, *arguments, code):
     environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
     command = ("-m", "lightning_fastdata", "prove", *arguments)
-    done = run_program(*command, cwd=folder, env=environ)
+    commands = folder.with_name(f"{folder.name}-commands")
+    commands.mkdir()
+    done = run_program(*command, cwd=folder, env=environ, python=warm_python(commands))
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -234,30 +237,9 @@ def test_an_error_of_the_script_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
-def test_who_ends_it_gets_what_is_known_and_nothing_is_left(tmp_path, how, monkeypatch):
-    script = """
-    import os, signal, time
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    from lightning_fastdata import StepTimer
-
-    steps = 0
-    for batch in StepTimer("cpu").batches(DataLoader(TensorDataset(torch.zeros(640, 4)), 4)):
-        steps += 1
-        if steps == 1000:
-            os.kill(os.getppid(), signal.HOW)
-    """.replace("HOW", how)
-    (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    done = prove(tmp_path, "--json", "found.json", "train.py", code=130)
-    assert "interrupted" in done.stdout
-    assert not list((tmp_path / "temporary").glob("fastdata-prove-*"))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["stopped"] == "it was interrupted"
-
-
-def test_what_another_training_writes_into_the_same_log_folder_stays(tmp_path):
+def test_who_ends_it_gets_what_is_known_and_what_another_training_writes_stays(
+    tmp_path, how, monkeypatch
+):
     script = """
     import os, signal
     from pathlib import Path
@@ -271,16 +253,23 @@ def test_what_another_training_writes_into_the_same_log_folder_stays(tmp_path):
                 Path("written").touch()
                 Path("logs/mine/v1").mkdir(parents=True, exist_ok=True)
                 Path("logs/mine/v1/metrics.csv").write_text("of another training")
-                os.kill(os.getppid(), signal.SIGINT)
+                os.kill(int(os.environ["STARTED_BY"]), signal.HOW)
             return super().training_step(*batch)
 
     loggers = [CSVLogger("logs", name="mine", version="v1"), TensorBoardLogger("tb")]
     Trainer(logger=loggers, accelerator="cpu").fit(Model())
-    """
+    """.replace("HOW", how)
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    prove(tmp_path, "train.py", code=130)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    done = prove(tmp_path, "--json", "found.json", "train.py", code=130)
+    assert "interrupted" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["stopped"] == "it was interrupted"
     assert (tmp_path / "logs/mine/v1/metrics.csv").read_text() == "of another training"
-    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "written", "logs"}
+    assert not list((tmp_path / "temporary").glob("fastdata-prove-*"))
+    left = {"train.py", "written", "logs", "found.json", "temporary"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 @pytest.mark.parametrize("budget", ["soon", "5s", "-1m", ""])

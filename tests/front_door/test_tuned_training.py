@@ -139,20 +139,31 @@ def test_storage_that_becomes_slow_is_answered_within_the_epoch(tmp_path, capsys
     assert seen == list(range(BATCH * 400))
 
 
-def test_it_is_done_and_the_summary_says_so(tmp_path, capsys):
-    watch = DataThroughputCallback(report=tmp_path / "report.json")
-    data = Data(Waiting(quick=0), executor="workers", tune="auto")
-    trainer, _ = fit(tmp_path, data, watch)
+def test_it_is_done_and_told_everywhere_and_a_second_fit_goes_on_with_it(tmp_path, capsys):
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    report = tmp_path / "report.json"
+    watch = DataThroughputCallback(report=report, every_n_steps=10, scalars="all")
+    data = Data(Waiting(BATCH * 200, quick=0), executor="workers", tune="auto")
+    trainer, _ = fit(tmp_path, data, watch, logger=logger, log_every_n_steps=10)
     tuner = tuner_of(trainer)
-    report = json.loads((tmp_path / "report.json").read_text())
     assert tuner.moves
-    assert [move["after"] for move in report["moves"]] == [move.after for move in tuner.moves]
+    told = json.loads(report.read_text())["moves"]
+    assert [move["after"] for move in told] == [move.after for move in tuner.moves]
     out = capsys.readouterr().out
     for move in tuner.moves:
         assert f"num_workers {move.before} -> {move.after} at batch {move.batch}" in out
         if move.outcome == "kept":
             assert " done " in out
     assert "LoaderOptions(num_workers" not in out
+    # What was expected of the moves, and what came.
+    assert any(move.outcome != "tried" for move in tuner.moves)
+    header = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
+    assert "data_tune/workers" in header
+    assert "data_tune/gain_expected_percent" in header
+    assert "data_tune/gain_seen_percent" in header
+    second, _ = fit(tmp_path, data)
+    assert tuner_of(second) is tuner
+    assert second.train_dataloader.num_workers == tuner.workers
 
 
 def test_order_and_content_are_those_of_a_run_that_is_not_tuned(tmp_path):
@@ -188,19 +199,6 @@ def test_explicit_settings_stay(tmp_path, options):
         assert trainer.train_dataloader.num_workers == 2
 
 
-def test_scalars_say_what_was_expected_and_what_came(tmp_path):
-    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
-    watch = DataThroughputCallback(every_n_steps=10, report=False, scalars="all")
-    data = Data(Waiting(BATCH * 200, quick=0))
-    trainer = quiet_trainer(logger=logger, callbacks=[watch], log_every_n_steps=10)
-    trainer.fit(Module(), data)
-    header = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
-    assert "data_tune/workers" in header
-    assert any(move.outcome != "tried" for move in tuner_of(trainer).moves)
-    assert "data_tune/gain_expected_percent" in header
-    assert "data_tune/gain_seen_percent" in header
-
-
 class Two(FastDataModule):
     def __init__(self, **options):
         super().__init__(batch_size=BATCH, seed=3, options=LoaderOptions(**options))
@@ -232,14 +230,6 @@ def test_short_passes_over_the_data_are_tuned_too(tmp_path, limits):
     assert len(tuned.seen) == len(calm.seen)
     assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
     assert tuner_of(trainer)._batches >= 4 * min(limits.values())
-
-
-def test_a_second_fit_goes_on_with_what_the_first_has_learned(tmp_path):
-    data = Data(Waiting(BATCH * 150, quick=0))
-    first = tuner_of(fit(tmp_path, data)[0])
-    trainer, _ = fit(tmp_path, data)
-    assert tuner_of(trainer) is first
-    assert trainer.train_dataloader.num_workers == first.workers
 
 
 @pytest.mark.slow

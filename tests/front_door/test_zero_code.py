@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from programs import run_program
+from warm_python import warm_python
 
 SCRIPT = """
 import argparse, hashlib, sys
@@ -84,7 +85,8 @@ def script(tmp_path):
 def start(script, *arguments, before=(), code=0):
     """Run the script, under ``fastdata run`` if anything stands before it; return its output."""
     environ = {k: v for k, v in os.environ.items() if k != "LIGHTNING_FASTDATA_RUN"}
-    done = run_program(*before, script, *arguments, cwd=script.parent, env=environ)
+    python = warm_python(script.parent)
+    done = run_program(*before, script, *arguments, cwd=script.parent, env=environ, python=python)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 

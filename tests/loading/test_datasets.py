@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_fastdata import FastDataLoader
 
@@ -58,12 +58,6 @@ def test_batched_fetching_is_honoured_also_through_a_subset(workers):
 def test_torchvision_folders_load_alike(folder):
     dataset = torchvision.datasets.ImageFolder(folder, torchvision.transforms.ToTensor())
     same(FastDataLoader(dataset, batch_size=4), DataLoader(dataset, batch_size=4))
-
-
-def test_combined_and_tensor_datasets_load_alike():
-    one = TensorDataset(torch.arange(12).view(6, 2), torch.arange(6))
-    for dataset in (one, ConcatDataset([one, one]), Subset(one, [4, 0])):
-        same(FastDataLoader(dataset, batch_size=4), DataLoader(dataset, batch_size=4))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

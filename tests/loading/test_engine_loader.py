@@ -20,29 +20,6 @@ from lightning_fastdata.loading.loader import FastDataLoader
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("seeded", [False, True])
-def test_epochs_are_those_of_torch(executor: str, persistent: bool, seeded: bool) -> None:
-    how = {"batch_size": 3, "shuffle": True, "num_workers": 2, "persistent_workers": persistent}
-    order = [torch.Generator().manual_seed(1) if seeded else None for _ in range(2)]
-    ours = FastDataLoader(DATA, **how, executor=executor, generator=order[0])
-    theirs = DataLoader(DATA, **how, generator=order[1])
-
-    def epochs(loader):
-        torch.manual_seed(5)
-        batches = [batch for _ in range(3) for batch in loader]
-        return batches, torch.rand(1)  # what the model would draw next
-
-    (mine, mine_next), (other, other_next) = epochs(ours), epochs(theirs)
-    assert torch.equal(mine_next, other_next)
-    for one, two in zip(mine, other, strict=True):
-        assert all(map(torch.equal, one, two))
-    assert len(ours) == len(theirs)
-    ours.close()
-
-
 def test_a_running_loader_can_be_copied_and_pickled() -> None:
     loader = FastDataLoader(
         DATA, batch_size=4, num_workers=1, persistent_workers=True, executor="workers"
@@ -73,12 +50,6 @@ def test_closing_ends_an_epoch_with_an_error_and_not_as_if_it_were_over(
     loader.close()
 
 
-@pytest.mark.parametrize("executor", ["inline", "workers"])
-def test_single_samples_come_as_they_are(executor: str) -> None:
-    loader = FastDataLoader(DATA, batch_size=None, num_workers=1, executor=executor)
-    assert [int(label) for _, label in loader] == list(range(20))
-
-
 @pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
 def test_two_epochs_at_once_do_not_mix(executor: str) -> None:
     loader = FastDataLoader(DATA, batch_size=4, num_workers=1, executor=executor)
@@ -96,19 +67,6 @@ def test_a_persistent_loader_ends_the_older_iterator_aloud() -> None:
     with pytest.raises(WorkerError, match="another epoch"):
         next(older)
     loader.close()
-
-
-def test_a_dropped_loader_leaves_no_process() -> None:
-    before = set(multiprocessing.active_children())
-    loader = FastDataLoader(DATA, batch_size=4, num_workers=2, executor="workers")
-    running = iter(loader)
-    next(running)
-    children = set(multiprocessing.active_children()) - before
-    assert len(children) == 2
-    del running, loader
-    for child in children:
-        child.join(10)
-    assert not any(child.is_alive() for child in children)
 
 
 @pytest.mark.parametrize("executor", ["inline", "workers"])

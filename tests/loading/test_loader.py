@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -15,17 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thoroughness import max_examples
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    SequentialSampler,
     Subset,
     TensorDataset,
     get_worker_info,
 )
 
-from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.errors import TransformError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import ShuffleSampler
 
@@ -112,23 +108,6 @@ def test_batches_equal_those_of_torch(kind, length, batch_size, drop_last):
     assert all(equal(a, b) for a, b in zip(torchs, ours, strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samplers_and_workers_equal_those_of_torch(workers):
-    dataset = Structured("dict")
-    for arguments in (
-        {"batch_sampler": BatchSampler(SequentialSampler(dataset), 4, True)},
-        {"sampler": [5, 3, 3, 16], "batch_size": 3},
-        {"shuffle": True, "batch_size": 4},
-    ):
-
-        def generator(arguments=arguments):
-            return torch.Generator().manual_seed(3) if "shuffle" in arguments else None
-
-        ours = FastDataLoader(dataset, num_workers=workers, generator=generator(), **arguments)
-        torchs = DataLoader(dataset, num_workers=workers, generator=generator(), **arguments)
-        assert all(equal(a, b) for a, b in zip(torchs, ours, strict=True))
-
-
 def test_dataclass_samples_become_a_dataclass_batch():
     class Typed(Dataset):
         def __len__(self):
@@ -141,18 +120,6 @@ def test_dataclass_samples_become_a_dataclass_batch():
     assert isinstance(batch["s"], Sample)
     assert torch.equal(batch["s"].x, torch.arange(4)[:, None])
     assert torch.equal(batch["s"].y, torch.arange(4))
-
-
-def test_samples_of_different_shapes_are_an_error_that_names_the_shapes():
-    class Ragged(Dataset):
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, i):
-            return torch.zeros(3 + i)
-
-    with pytest.raises(BatchError, match=r"\(3,\), \(4,\)"):
-        next(iter(FastDataLoader(Ragged(), batch_size=2)))
 
 
 def draws(epoch=0, **arguments):
@@ -194,12 +161,6 @@ def test_persistent_workers_see_the_epoch_change():
 def test_a_subset_draws_by_its_own_indices_one_sample_at_a_time():
     loader = FastDataLoader(Subset(Augmented(), [3, 4, 5]), batch_size=3)
     assert len(set(next(iter(loader)).tolist())) == 3
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterable_dataset_is_read_once(workers):
-    loader = FastDataLoader(Stream(), batch_size=3, num_workers=workers)
-    assert sorted(int(x) for batch in loader for x in batch) == list(range(10))
 
 
 def set_length(worker_id):
@@ -281,34 +242,6 @@ def test_shutting_down_through_lightnings_protocol_stops_the_workers():
     loader.close()
 
 
-def test_a_loader_with_running_workers_can_be_copied_and_pickled():
-    loader = FastDataLoader(TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert [b[0].item() for b in twin] == [0, 1, 2, 3]
-        twin.close()
-    loader.close()
-
-
 def test_staging_without_batches_is_refused():
     with pytest.raises(TransformError, match="batch_size=None"):
         FastDataLoader(TensorDataset(torch.arange(4)), batch_size=None, staged="train")
-
-
-@pytest.mark.parametrize("workers", [0, 2, None])
-def test_a_dataset_that_is_changed_between_two_epochs_is_read_as_changed(workers):
-    class Offset(Dataset):
-        offset = 0
-
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            return index + self.offset
-
-    dataset = Offset()
-    loader = FastDataLoader(dataset, 4, num_workers=workers)
-    assert torch.cat(list(loader)).tolist() == list(range(8))
-    dataset.offset = 100
-    assert torch.cat(list(loader)).tolist() == list(range(100, 108))
-    loader.close()

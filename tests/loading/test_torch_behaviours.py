@@ -9,12 +9,14 @@ import contextlib
 import multiprocessing
 import os
 from collections import OrderedDict, namedtuple
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from misses import each
+from misses import Misses, each
+from thoroughness import LONG
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -201,6 +203,15 @@ LEAVES: dict[str, Any] = {
     "expanded": lambda i: torch.tensor([i]).expand(5),
     "large": lambda i: torch.full((40, 50), i, dtype=torch.int16),
     "shared memory": lambda i: torch.full((9,), i).share_memory_(),
+    "scalar tensor": torch.tensor,
+    "empty tensor": lambda i: torch.empty(0, 3),
+    "bfloat16": lambda i: torch.full((5,), i, dtype=torch.bfloat16),
+    "truth": lambda i: i % 2 == 0,
+    "numbers": lambda i: (i, i / 3, np.float32(i), np.int16(i)),
+    "strided": lambda i: torch.arange(12).reshape(3, 4).T + i,
+    "mixed numbers": lambda i: i if i % 2 else i / 2,
+    "mixed types": lambda i: torch.full((2,), i) if i % 3 else torch.full((2,), i).double(),
+    "pixels": lambda i: torch.full((3, 64, 64), i, dtype=torch.uint8),
 }
 SINGLE: dict[str, Any] = {
     **LEAVES,
@@ -212,20 +223,42 @@ SINGLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.cases(13)
-@pytest.mark.parametrize("executor", ENGINE)
-@pytest.mark.parametrize("kind", LEAVES)
-def test_leaves_of_every_kind_are_collated_as_by_torch(executor: str, kind: str) -> None:
-    ours, theirs = both(executor, lambda: {"batch_size": 5}, Made(LEAVES[kind]))
-    assert same(ours, theirs)
+MIXED = ("mixed numbers", "mixed types")
+NO_NUMBERS = ("string", "bytes", "list", "ordered dict", "named tuple")
+"""A batch that holds any of these is collated; others may be written row by row."""
+ALONE = ("string", "array without axes", "expanded", "large", *MIXED)
+"""What is tried as a sample by itself, too; a sample may hold others beside each other."""
 
 
-@pytest.mark.cases(14)
+def check_kinds(executor: str, kinds: dict[str, Any], size: int | None) -> None:
+    """Check that samples of all kinds come as they do from torch."""
+    rows = [kind for kind in LEAVES if kind not in (*MIXED, *NO_NUMBERS)]
+    others = [kind for kind in kinds if kind not in (*MIXED, *rows)]
+    with Misses() as misses:
+        for group in (rows, others):
+            make = partial(_together, {kind: kinds[kind] for kind in group})
+            ours, theirs = both(executor, lambda: {"batch_size": size}, Made(make))
+            misses.check(same(ours[1], theirs[1]), "what is drawn next")
+            for one, other in zip(ours[0][0], theirs[0][0], strict=True):
+                for kind in group:
+                    misses.check(same(one[kind], other[kind]), kind)
+        for kind in kinds if LONG else ALONE:
+            ours, theirs = both(executor, lambda: {"batch_size": size}, Made(kinds[kind]))
+            misses.check(same(ours, theirs), kind, "alone")
+
+
+def _together(makers: dict[str, Any], index: int) -> dict[str, Any]:
+    return {kind: make(index) for kind, make in makers.items()}
+
+
 @pytest.mark.parametrize("executor", ENGINE)
-@pytest.mark.parametrize("kind", SINGLE)
-def test_single_samples_of_every_kind_are_converted_as_by_torch(executor: str, kind: str) -> None:
-    ours, theirs = both(executor, lambda: {"batch_size": None}, Made(SINGLE[kind]))
-    assert same(ours, theirs)
+def test_leaves_of_every_kind_are_collated_as_by_torch(executor: str) -> None:
+    check_kinds(executor, LEAVES, 5)
+
+
+@pytest.mark.parametrize("executor", ENGINE)
+def test_single_samples_of_every_kind_are_converted_as_by_torch(executor: str) -> None:
+    check_kinds(executor, SINGLE, None)
 
 
 @each("executor", ENGINE)

@@ -25,7 +25,7 @@ def disturbed():
 
 def plant(code):
     (found,) = (each for each in planted.PLANTS if each.code == code)
-    return partial(planted.check_first_finding, found)
+    return partial(planted.check_findings, found)
 
 
 def any_that_is_ready(right):

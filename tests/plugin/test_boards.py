@@ -54,28 +54,6 @@ def read_back(folder):
     return events.Reload()
 
 
-def test_tensorboard_shows_scalars_text_figure_and_layout(tmp_path, history):
-    logger = TensorBoardLogger(tmp_path, name="run", version=0)
-    scalars = window_means(history.newest())
-    summary = history.summarize("train", duration_s=4.0)
-    markdown = boards.verdict_markdown(judge(summary), summary)
-    boards.log_to([logger], scalars, 50)
-    boards.log_text([logger], "data/verdict", markdown, 50)
-    boards.log_figure([logger], "data/timeline", lambda: boards.phase_figure(history.newest()), 50)
-    boards.log_layout([logger], custom_scalar_layout("all"))
-    logger.finalize("success")
-    events = read_back(logger.log_dir)
-    assert set(scalars) <= set(events.Tags()["scalars"])
-    (event,) = events.Scalars("data/stall_percent")
-    assert event.step == 50
-    assert event.value == pytest.approx(scalars["data/stall_percent"], rel=1e-6)
-    (image,) = events.Images("data/timeline")
-    assert (image.width, image.height) == (600, 420)
-    (text,) = events.Tensors("data/verdict/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == markdown
-    assert "custom_scalars__config__" in events.Tags()["tensors"]
-
-
 def test_csv_gets_the_metrics_and_nothing_else(tmp_path, history):
     logger = CSVLogger(tmp_path, name="run", version=0)
     boards.log_to([logger], {"data/step_ms": 78.0}, 10)
@@ -120,11 +98,6 @@ def test_layout_names_only_scalars_that_are_logged(history, which, charts):
 def test_wait_and_compute_of_the_step_are_one_chart_and_the_first():
     kind, tags = next(iter(custom_scalar_layout()["Data"].values()))
     assert (kind, tags) == ("Multiline", ["data/time_wait_ms$", "data/time_compute_ms$"])
-
-
-def test_the_first_group_has_six_scalars(history):
-    scalars = [name for name in window_means(history.newest()) if name.startswith("data/")]
-    assert len(scalars) == 6
 
 
 SHOWN_PX = 350

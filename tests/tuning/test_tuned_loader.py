@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -138,11 +139,20 @@ SCENARIOS = {
 }  # fmt: skip
 
 
+def again(name):
+    """Train as a scenario has it; return the loader and its tuner."""
+    cost, how = SCENARIOS[name]
+    return run(Costly(8 * 700, cost), step_s=0.006, **how)
+
+
+scenario = functools.cache(again)
+"""The first run of each, which several laws look at."""
+
+
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_training_moves_the_same_way_twice(name):
-    cost, how = SCENARIOS[name]
-    one, other = (run(Costly(8 * 700, cost), step_s=0.006, **how)[1] for _ in range(2))
-    assert one.moves == other.moves
+    assert scenario(name)[1].moves == again(name)[1].moves
 
 
 def test_late_batches_get_more_workers_within_the_epoch():
@@ -157,14 +167,14 @@ def test_late_batches_get_more_workers_within_the_epoch():
 
 
 def test_latency_gets_workers_until_no_batch_is_late():
-    loader, mine = run(Costly(8 * 700, waits(0.006)), step_s=0.006, workers=2)
+    loader, mine = scenario("latency")
     assert {move.outcome for move in mine.moves} == {"kept"}
     assert loader.num_workers >= 8  # 48 ms of reading in steps of 6
     assert mine.moves[-1].step_seen_ms < 6.5
 
 
 def test_computing_gets_no_more_workers_than_there_are_cpus():
-    loader, mine = run(Costly(8 * 700, computes(0.003)), step_s=0.006, workers=1)
+    loader, mine = scenario("computing")
     assert moves_of(mine)[0][1:3] == (1, 2)
     assert loader.num_workers == 2
     assert mine.moves[0].step_seen_ms == pytest.approx(12.0, rel=0.1)  # of 24
@@ -177,7 +187,7 @@ def test_who_is_fast_enough_is_left_alone():
 
 
 def test_workers_whose_cpus_other_programs_take_do_not_become_many():
-    loader, mine = run(Costly(8 * 700, computes(0.0004)), step_s=0.006, programs=4)
+    loader, mine = scenario("other programs")
     *grown, last = mine.moves
     assert {move.outcome for move in grown} == {"kept"}
     # Each worker takes a share of the CPUs, until another one brings nothing more.
@@ -202,8 +212,7 @@ def test_batches_that_were_made_in_a_pause_are_no_reason_for_fewer_workers():
 
 
 def test_samples_that_come_to_wait_later_are_noticed_within_the_epoch():
-    cost, how = SCENARIOS["samples that come to wait later"]
-    loader, mine = run(Costly(8 * 700, cost), step_s=0.006, **how)
+    loader, mine = scenario("samples that come to wait later")
     later = [move for move in mine.moves if move.batch > 350]
     assert later[0].after > later[0].before
     assert later[0].batch < 350 + 120

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from misses import each
 from rig.virtual_crew import on_machine
 from thoroughness import some
 
-from lightning_fastdata.insight.verdicts.catalogue import findings
+from lightning_fastdata.insight.report.run_report import RunReport
+from lightning_fastdata.insight.verdicts.catalogue import findings, judge
 from verdicts.healthy import HEALTHY, blames_data, healthy
 from verdicts.planted import LOADING
 from verdicts.planted_costs import COSTS
+from verdicts.test_gate import OPTIONS, stage, unlawful
 from verdicts.workloads import train
 
 PLANTS = sorted(LOADING + COSTS, key=lambda plant: plant.code)
@@ -21,20 +25,25 @@ def planted(plant, magnitude):
         return plant.run(magnitude)
 
 
-def check_first_finding(plant):
-    """Check that it is what was planted, and that two runs are the same evidence."""
-    for magnitude in some(plant.magnitudes, 2):
+def check_findings(plant):
+    """Check that the first is what was planted, in two runs alike, and all advice lawful."""
+    for magnitude in some(plant.magnitudes, 4):
         evidence = planted(plant, magnitude)
         if magnitude == plant.magnitudes[0]:
             assert planted(plant, magnitude) == evidence
         found = findings(evidence)
         assert [each.code for each in found][:1] == [plant.code], (magnitude, found, evidence.parts)
         assert (found[0].remedy == "") == (plant.code in NOTHING_TO_DO), (magnitude, found[0])
+    for closed in ({}, dict.fromkeys(OPTIONS, "chosen")) if plant in LOADING else ():
+        told = judge(stage(), evidence=replace(evidence, closed=closed))
+        verdict = RunReport(stages=(stage(),), verdict=told).as_dict()["verdict"]
+        assert unlawful(verdict, chosen=closed) == []
 
 
 @each("plant", PLANTS)
 def test_the_first_finding_is_the_planted_cause_and_two_runs_are_the_same_evidence(plant):
-    check_first_finding(plant)
+    """And what is advised is lawful."""
+    check_findings(plant)
 
 
 def test_data_of_a_healthy_training_are_not_blamed():
