@@ -1,0 +1,294 @@
+"""A module of Kornia as a transform of batches: the workers draw, Kornia itself computes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
+from lightning_fastdata.augment.kornia.keyed import (
+    as_arrays,
+    as_tensors,
+    draw,
+    draw_together,
+    is_of_batch,
+)
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Location,
+    channels_first,
+    describe,
+    find_fields,
+    get_field,
+    has_field,
+    put_fields,
+    to_hwc,
+)
+from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
+from lightning_fastdata.augment.stage_transform import (
+    CallableTransform,
+    StageTransform,
+    WorkerTransform,
+    plain_tensors,
+    table,
+)
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.randomness.search import loaded_classes
+from lightning_fastdata.randomness.seeds import keyed_draws
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.types import Batch
+
+_IMAGES: Final = frozenset({"INPUT", "IMAGE"})
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "MASK": ("mask", "masks"),
+    "BBOX": ("bbox", "bboxes", "boxes"),
+    "BBOX_XYXY": ("bbox_xyxy", "boxes", "bboxes", "bbox"),
+    "BBOX_XYWH": ("bbox_xywh", "boxes", "bboxes", "bbox"),
+    "KEYPOINTS": ("keypoints",),
+    "CLASS": ("class", "label", "labels"),
+    "LABEL": ("label", "labels", "class"),
+}
+"""Names of fields that one of Kornia's data keys may stand for, the likeliest first."""
+_BY_LENGTH: Final = ("BBOX_XYXY", "BBOX_XYWH", "KEYPOINTS", "BBOX", "MASK")
+_GENERATORS: Final = ("random", "numpy", "torch")
+
+
+class _Drawn(NamedTuple):
+    """What a sample brings along: the batch draws with the keys of its samples."""
+
+    key: SampleKey
+    shape: tuple[int, ...] | None
+    """Of its image, ``[C, H, W]``; None: another one when it is collated."""
+
+
+class KorniaTransform(StageTransform):
+    """A module of Kornia, or a sequence of them; see :func:`as_batch_transform`.
+
+    Kornia computes it on the whole batch, with parameters of which each sample has drawn its own.
+    Images of bytes become float32 in [0, 1] first, as Kornia takes no bytes, and images with the
+    channels last are turned: they come out as ``[n, C, H, W]``.
+    """
+
+    library = "Kornia"
+
+    def __init__(self, module: Any, fields: Fields) -> None:
+        self.name = type(module).__name__
+        self._module = module
+        self._fields = fields
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return the module."""
+        return (self._module,)
+
+    def behind(self) -> StageTransform:
+        """Return it as what runs behind another transform, and draws for whole batches."""
+        return CallableTransform(self._module, self._fields)
+
+    def check_sample(self, sample: Batch) -> None:
+        """Raise BatchError if a sample has no image, or something that would stay behind it."""
+        place = find_fields(sample, self._fields, batched=False).image
+        size = to_hwc(get_field(sample, place))[0].shape[:2]
+        if place is None or not _moves_pixels(self._module):
+            return
+        moved = [where for _, where in _targets(self._module, self._fields, sample, place)]
+        mover = Mover(self.name, takes_boxes=len(moved) > 1)
+        check_beside(sample, {*moved, *self._fields.stays}, size, mover)
+
+    def in_worker(self, *, on_device: bool) -> KorniaWorker:
+        """Return what draws for each sample, and computes there if no device does."""
+        return KorniaWorker(self._module, self._fields, on_device=on_device)
+
+    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
+        """Return the batch as Kornia makes it of the parameters that were drawn."""
+        if not isinstance(draws, BatchDraws):
+            return batch
+        return _computed(self._module, self._fields, batch, *draws.values)
+
+    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
+        """Draw for a batch of another loader as Kornia does, for all of it at once, and compute.
+
+        It draws by the key of the first sample: to draw for each one takes as long as the step.
+        """
+        return _computed(self._module, self._fields, batch, None, [key])
+
+    def explain(self) -> str:
+        """Return a line for each module that draws."""
+        rows = []
+        for module in self._module.modules():
+            if hasattr(module, "p_batch"):
+                who = "the batch draws" if is_of_batch(module) else "each sample draws"
+                rows.append((type(module).__name__, "device", f"by Kornia itself; {who}"))
+        return table(rows)
+
+
+class KorniaWorker(WorkerTransform):
+    """What draws for a module of Kornia in a side process, and computes if no device does."""
+
+    needs_batches = True
+
+    def __init__(self, module: Any, fields: Fields, *, on_device: bool) -> None:
+        self._module = module
+        self._fields = fields
+        self._on_device = on_device
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _local=threading.local())
+
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, _Drawn]:
+        """Return the sample with its image ``[C, H, W]``, and what the batch draws with."""
+        place = find_fields(sample, self._fields, batched=False).image
+        value = get_field(sample, place)
+        if not isinstance(value, Tensor) or value.ndim != 3 or not channels_first(value.shape):
+            pixels = to_hwc(value)[0]
+            pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+            value = torch.from_numpy(np.ascontiguousarray(pixels))
+            sample = put_fields(sample, {place: value})
+        return sample, _Drawn(key, tuple(value.shape))
+
+    def collate(self, drawn: Sequence[_Drawn]) -> BatchDraws | None:
+        """Return the parameters of the batch, or what they are drawn with once it is collated."""
+        if not self._on_device:
+            return None
+        keys, shapes = zip(*drawn, strict=True)
+        params = None
+        if shapes[0] is not None and len(set(shapes)) == 1:
+            params = as_arrays(draw(self._own(), keys, shapes[0]))
+        return BatchDraws(len(keys), (params, keys))
+
+    def stacks(
+        self, samples: Sequence[Batch], drawn: Sequence[_Drawn], batch: Batch = None
+    ) -> bool:
+        """Return whether the images make one tensor of the shape that is drawn for."""
+        alike = len({one.shape for one in drawn}) == 1
+        if batch is None or not alike:
+            return alike
+        images = get_field(batch, find_fields(batch, self._fields, batched=True).image)
+        return tuple(images.shape) == (len(samples), *(drawn[0].shape or ()))
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[_Drawn]
+    ) -> tuple[list[Batch], list[_Drawn]]:
+        """Return samples that the batch draws for once it is collated, whatever that makes."""
+        return list(samples), [one._replace(shape=None) for one in drawn]
+
+    def finish(self, batch: Batch, drawn: Sequence[_Drawn]) -> Batch:
+        """Return a batch that was collated here, computed; for where no device takes part."""
+        keys = [one.key for one in drawn]
+        return _computed(self._own(), self._fields, batch, None, keys)
+
+    def _own(self) -> Any:
+        """Return this thread's module, on the CPU: it keeps what it drew last."""
+        own = vars(self._local)
+        if "module" not in own:
+            own["module"] = copy.deepcopy(self._module).cpu()
+            for module in own["module"].modules():
+                if hasattr(module, "set_rng_device_and_dtype"):
+                    cpu = torch.device("cpu")
+                    module.set_rng_device_and_dtype(cpu, torch.get_default_dtype())
+        return own["module"]
+
+
+def _computed(
+    module: Any, fields: Fields, batch: Batch, params: Any, keys: Sequence[SampleKey]
+) -> Batch:
+    """Return a batch as Kornia makes it.
+
+    ``params`` None: they are drawn here, with a key for each sample or with one for all.
+    """
+    with plain_tensors():
+        place = find_fields(batch, fields, batched=True).image
+        images = _as_kornia_takes(get_field(batch, place))
+        if params is not None:
+            params = as_tensors(params)
+        elif len(keys) == len(images):
+            params = draw(module, keys, images.shape[1:])
+        else:
+            params = draw_together(module, keys[0], images.shape)
+        targets = _targets(module, fields, batch, place)
+        given = [images if where == place else get_field(batch, where) for _, where in targets]
+        told = {"data_keys": [key for key, _ in targets]} if hasattr(module, "data_keys") else {}
+        _follow(module, images.device)
+        # What a module draws while it computes belongs to the batch.
+        with keyed_draws(SampleKey(*key_of_batch(keys[0])), _GENERATORS):  # type: ignore[arg-type]
+            # Not its __call__, which may copy the images back to the CPU.
+            made = module.forward(*given, params=params, **told)
+        made = [made] if isinstance(made, Tensor) else list(made)
+        return put_fields(batch, {where: one for (_, where), one in zip(targets, made, strict=True)})
+
+
+def _follow(module: Any, device: torch.device) -> None:
+    own = next(itertools.chain(module.parameters(), module.buffers()), None)
+    if own is not None and own.device != device:
+        module.to(device)
+
+
+def _as_kornia_takes(images: Batch) -> Tensor:
+    """Return images as floats ``[n, C, H, W]``; bytes become float32 in [0, 1]."""
+    if not isinstance(images, Tensor) or images.ndim not in {3, 4}:
+        raise BatchError(
+            f"The image field is {describe(images)}. Kornia takes a batch of images of one size: "
+            "[n, C, H, W], [n, H, W, C] or [n, H, W]."
+        )
+    if images.ndim == 3:
+        images = images[:, None]
+    elif not channels_first(tuple(images.shape[1:])):
+        images = images.permute(0, 3, 1, 2).contiguous()
+    return images.float() / 255 if images.dtype == torch.uint8 else images
+
+
+def _moves_pixels(module: Any) -> bool:
+    kinds = loaded_classes("kornia.augmentation", "GeometricAugmentationBase2D")
+    return any(isinstance(one, kinds) for one in module.modules())
+
+
+def _targets(
+    module: Any, fields: Fields, item: Batch, image: Location
+) -> list[tuple[str, Location]]:
+    """Return what a module transforms of a sample or batch: Kornia's key and where it is.
+
+    Raises:
+        BatchError: there is no such field.
+    """
+    keys = getattr(module, "data_keys", ["INPUT"])
+    if keys is None:  # it goes by the names of fields
+        found = {
+            name: next((key for key in _BY_LENGTH if name.upper().startswith(key)), None)
+            for name in (item if isinstance(item, Mapping) else ())
+            if isinstance(name, str) and name != image
+        }
+        return [("INPUT", image), *((key, name) for name, key in found.items() if key is not None)]
+    targets: list[tuple[str, Location]] = []
+    for key in (getattr(key, "name", key).upper() for key in keys):
+        last = targets[-1][1] if targets else image
+        place = image if key in _IMAGES else _place_of(key, fields, item, last)
+        if place is None and image is not None:
+            raise BatchError(
+                f"{type(module).__name__} of Kornia transforms {key.lower()}, and there is none in "
+                f"{describe(item)}. In a dict it is called {' or '.join(map(repr, _NAMES[key]))}; "
+                "in a tuple it follows what comes before it in data_keys."
+            )
+        targets.append((key, place))
+    return targets
+
+
+def _place_of(key: str, fields: Fields, item: Batch, last: Location) -> Location:
+    if key == "MASK" and fields.mask is not None:
+        return fields.mask
+    if isinstance(item, Mapping):
+        return next((name for name in _NAMES[key] if name in item), None)
+    after = last + 1 if isinstance(last, int) else None
+    return after if after is not None and has_field(item, after) else None
