@@ -67,6 +67,8 @@ class StageTransform:
 
     name: str
     """How messages and reports call it."""
+    library = ""
+    """Whose pipeline it is, as texts call it: who makes its pixels in the workers."""
     starts_in_worker = True
     """Whether it has a part that runs on each sample in the side process."""
 

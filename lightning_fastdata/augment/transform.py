@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastdata.augment.collated_batches import ForeignBatches, OnCpu, checked_on_cpu
+from lightning_fastdata.augment.front_ends import pipeline_transform
 from lightning_fastdata.augment.pipeline.dtypes import BYTES
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -59,15 +60,15 @@ def as_batch_transform(
     """Return a transform of batches.
 
     Args:
-        transform: an ``A.Compose`` or any single Albumentations transform; an ``nn.Module`` or
-            callable; or a ``StageTransform``, which is returned as it is. A callable gets the whole
+        transform: an ``A.Compose`` or any single Albumentations transform; a torchvision
+            ``v2.Compose`` or any single transform of v2; another ``nn.Module`` or callable; or a ``StageTransform``, which is returned as it is. A callable gets the whole
             batch and returns the whole batch; with ``image=`` it gets that field alone, and its
             result replaces the field.
         image: key or index of the image in a sample and in a batch; None finds it.
         mask: key or index of the mask; None takes the key ``"mask"``. For more of them, and for
             other images, Albumentations has ``additional_targets``, such as ``{"depth": "mask"}``;
             in tuples ``{"2": "image"}`` names the third element.
-        stays: for Albumentations, keys or indices of what is to stay as it is beside an image that
+        stays: for a pipeline, keys or indices of what is to stay as it is beside an image that
             is moved. Anything else of the image's height and width is an error.
         same_pixels: for Albumentations, leave noise, elastic fields and other operations that draw
             numbers for every pixel to the worker. On the device they keep the distribution of
@@ -80,13 +81,22 @@ def as_batch_transform(
     if isinstance(transform, StageTransform):
         return transform
     if callable(transform) and not isinstance(transform, type):
-        if is_albumentations_pipeline(transform):
-            return BatchTransform(transform, fields, same_pixels=same_pixels)
-        return CallableTransform(transform, fields)
+        made = pipeline_transform(transform, fields, same_pixels=same_pixels)
+        return CallableTransform(transform, fields) if made is None else made
     raise TransformError(
-        f"{transform!r} cannot transform a batch. Pass an albumentations Compose (an instance), an "
-        "nn.Module, or a callable that takes a batch and returns a batch."
+        f"{transform!r} cannot transform a batch. Pass an albumentations Compose or a torchvision "
+        "v2.Compose (an instance), an nn.Module, or a callable that takes a batch and returns a "
+        "batch."
     )
+
+
+def stage_transform(
+    transform: object, fields: Fields, *, same_pixels: bool
+) -> BatchTransform | None:
+    """Return the transform of batches of an Albumentations pipeline; None: it is none."""
+    if not is_albumentations_pipeline(transform):
+        return None
+    return BatchTransform(transform, fields, same_pixels=same_pixels)
 
 
 class BatchTransform(StageTransform):
@@ -95,6 +105,7 @@ class BatchTransform(StageTransform):
     :meth:`from_albumentations` makes one to call. Not for several threads at once.
     """
 
+    library = "Albumentations"
     _drawn = 0
     """Samples that calls without a key have drawn for."""
 

@@ -12,13 +12,15 @@ import hashlib
 import os
 import random
 import struct
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from lightning_fastdata.randomness.global_generators import GENERATORS
+from lightning_fastdata.randomness.global_generators import GENERATORS, kept_random_state
 from lightning_fastdata.tree import held, held_by
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _OF_A_SAMPLE: Final = {
     *("is_sequence_input", "label_manager"),  # of the processors of boxes and keypoints
 }
 """Attributes that an Albumentations pipeline sets for each sample anew."""
+_KEYED: Final = threading.RLock()
 _epochs_are_own = False
 
 
@@ -153,12 +156,35 @@ def seed_global_generators(
 
     What one of them draws does not depend on which others are seeded.
     """
-    text = f"{seed},{epoch},{index}".encode()
-    digest = hashlib.blake2b(text, digest_size=20).digest()
+    digest = _digest(seed, epoch, index)
     if "random" in names:
         random.seed(int.from_bytes(digest[:8], "little"))
     if "numpy" in names:
         np.random.seed(int.from_bytes(digest[8:12], "little"))
     if "torch" in names:
         # torch.manual_seed would also seed, and here queue up, all accelerators.
-        torch.default_generator.manual_seed(int.from_bytes(digest[12:], "little", signed=True))
+        torch.default_generator.manual_seed(_torch_seed(digest))
+
+
+def torch_seed(key: SampleKey) -> int:
+    """Return what torch's generator of the CPU is seeded with for a sample."""
+    return _torch_seed(_digest(*key))
+
+
+@contextmanager
+def keyed_draws(key: SampleKey, names: Collection[str] = GENERATORS) -> Iterator[None]:
+    """Draw for one sample in the block: seed global generators, and put them back behind it.
+
+    One thread at a time: the generators belong to the process.
+    """
+    with _KEYED, kept_random_state(names):
+        seed_global_generators(*key, names)
+        yield
+
+
+def _digest(seed: int, epoch: int, index: object) -> bytes:
+    return hashlib.blake2b(f"{seed},{epoch},{index}".encode(), digest_size=20).digest()
+
+
+def _torch_seed(digest: bytes) -> int:
+    return int.from_bytes(digest[12:], "little", signed=True)

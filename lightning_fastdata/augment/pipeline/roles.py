@@ -6,7 +6,7 @@ import numbers
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ class Mover(NamedTuple):
     """As messages call it."""
     takes_boxes: bool
     """Whether it knows boxes: what looks like some is no concern then."""
+    library: Literal["albumentations", "torchvision"] = "albumentations"
+    """Whose pipeline it is: how a field gets a role."""
 
 
 def mover_of(compose: Node) -> Mover | None:
@@ -122,28 +124,47 @@ def _name(path: Path) -> str:
 
 def _left_behind(path: Path, value: Batch, mover: Mover) -> str:
     place = path[0]
-    role = (
-        f"If it is the mask, say mask={place!r} (to FastDataModule, DataThroughputCallback, "
-        "as_batch_transform or mixed). If it is another image or mask, say A.Compose(..., "
-        f"additional_targets={{'{place}': 'image'}}), or 'mask'."
-        if len(path) == 1
-        else "If it is a mask or an image, return it beside the image: {'image': ..., 'mask': ...}."
-    )
     return (
         f"The field {_name(path)} is {describe(value)}, as high and as wide as the image. "
         f"{mover.name} moves the pixels of the image, and this field has no role, so that it would "
-        f"stay behind. {role} If it is to stay as it is, say stays=[{place!r}], as in "
-        f"augment=as_batch_transform(compose, stays=[{place!r}])."
+        f"stay behind. {_role_of(path, mover)} If it is to stay as it is, say stays=[{place!r}], "
+        f"as in augment=as_batch_transform({_GIVEN[mover.library]}, stays=[{place!r}])."
+    )
+
+
+_GIVEN: Final = {"albumentations": "compose", "torchvision": "pipeline"}
+
+
+def _role_of(path: Path, mover: Mover) -> str:
+    """Return how to say what a field is."""
+    place = path[0]
+    if mover.library == "torchvision":
+        named = f", or say mask={place!r} (to FastDataModule or as_batch_transform)"
+        return (
+            "If it is a mask, let the dataset return it as tv_tensors.Mask"
+            f"{named if len(path) == 1 else ''}. If it is another image, return both as "
+            "tv_tensors.Image."
+        )
+    if len(path) > 1:
+        return "If it is a mask or an image, return it beside the image: {'image': ..., 'mask': ...}."
+    return (
+        f"If it is the mask, say mask={place!r} (to FastDataModule, DataThroughputCallback, "
+        "as_batch_transform or mixed). If it is another image or mask, say A.Compose(..., "
+        f"additional_targets={{'{place}': 'image'}}), or 'mask'."
     )
 
 
 def _warn_of_boxes(path: Path, value: Batch, mover: Mover) -> None:
+    how = (
+        "Say how they are written, A.Compose(..., bbox_params=A.BboxParams(...)), and have the "
+        "dataset return a dict with 'image' and 'bboxes'."
+        if mover.library == "albumentations"
+        else "Let the dataset return them as tv_tensors.BoundingBoxes."
+    )
     text = (
         f"The field {_name(path)} is {describe(value)}, as boxes are, and {mover.name} moves the "
-        "pixels of the image without them. Say how they are written, A.Compose(..., "
-        "bbox_params=A.BboxParams(...)), and have the dataset return a dict with 'image' and "
-        "'bboxes'. If they are no boxes, or are to stay as they are, say "
-        f"augment=as_batch_transform(compose, stays=[{path[0]!r}])."
+        f"pixels of the image without them. {how} If they are no boxes, or are to stay as they "
+        f"are, say augment=as_batch_transform({_GIVEN[mover.library]}, stays=[{path[0]!r}])."
     )
     # By name: the numbers of boxes differ from sample to sample.
     told = f"{mover.name} {_name(path)}"

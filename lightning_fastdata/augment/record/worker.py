@@ -177,7 +177,7 @@ class ComposeWorker(WorkerTransform):
             return all(len({(one.shape, one.dtype) for one in row}) == 1 for row in pixels.values())
         stacked = self._tensors(batch, batched=True)
         return names <= stacked.keys() and all(
-            _are_rows(stacked[name][1], row) for name, row in pixels.items()
+            are_rows(stacked[name][1], row) for name, row in pixels.items()
         )
 
     def first_kernels(
@@ -306,7 +306,7 @@ def device_ops(
     return {**ops, **registered} if registered else ops
 
 
-def _are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
+def are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
     """Return whether a batch is a tensor of these rows, in their order, to the bit."""
     if not isinstance(batch, torch.Tensor) or batch.is_nested or batch.layout != torch.strided:
         return False

@@ -61,6 +61,8 @@ class PlaceCosts:
     """Milliseconds of the device for its part of one batch; None: not measured."""
     refusal: str | None = None
     """Why the device cannot do its part; None if it can."""
+    library: str = "Albumentations"
+    """Who makes the pixels in the workers."""
     redrawn: tuple[str, ...] = ()
     """Operations of which the device makes other pixels of the same distribution."""
 
@@ -99,7 +101,7 @@ def _without_weighing(costs: PlaceCosts) -> PlaceChoice | None:
         return PlaceChoice(
             place="workers",
             reason="there is no accelerator, and on a CPU torch takes many times as long for these "
-            "pixels as Albumentations",
+            f"pixels in batches as {costs.library} for samples in the workers",
         )
     if not costs.defers:
         return PlaceChoice(place="workers", reason="the pipeline leaves nothing to a device")

@@ -35,7 +35,7 @@ class StagePlan:
 
 
 class StageTransforms:
-    """What was registered for each stage; an Albumentations pipeline is always the first.
+    """What was registered for each stage; a pipeline is always the first.
 
     ``augment`` is a transform for training, or a dict with stages as keys, or None.
 
@@ -84,7 +84,8 @@ class StageTransforms:
         return suited
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
-        """Return whether anything of a stage runs on the device; ``pipeline``: Albumentations'."""
+        """Return whether anything of a stage runs on the device; ``pipeline``: what a device may
+        do of what starts in the workers."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
     def image_form(self, stage: Stage) -> BatchImages:
@@ -96,7 +97,7 @@ class StageTransforms:
 
         Raises:
             TransformError: The stage does not exist, the transform is of no known kind, or it
-                would be a second Albumentations pipeline or one that comes too late.
+                would be a second pipeline or one that comes too late.
         """
         if stage not in STAGES:
             raise TransformError(
@@ -107,7 +108,7 @@ class StageTransforms:
         registered = self._of[stage]
         if made.starts_in_worker and registered:
             raise TransformError(
-                f"The Albumentations pipeline {made.name} was registered for stage {stage!r} after "
+                f"The {made.library} pipeline {made.name} was registered for stage {stage!r} after "
                 f"{registered[0].name}. It starts in the workers and has to be the first and only "
                 "one: register it first, or join two pipelines in one Compose."
             )
@@ -151,7 +152,7 @@ class StageTransforms:
                 known, used = self._explained.get(stage, (None, made))
                 text = (used if known is made else made).explain()
                 if made.starts_in_worker and place == "workers":
-                    text = f"all of it in the workers, by Albumentations itself: {why}"
+                    text = f"all of it in the workers, by {made.library} itself: {why}"
                 elif made.starts_in_worker:
                     text = f"on the device: {why}\n{text}"
                 parts.append(f"augment, {stage}\n{text}")

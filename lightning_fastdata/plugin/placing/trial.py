@@ -54,7 +54,7 @@ AugmentOn: TypeAlias = Literal["auto", "gpu", "cpu"]
 _LOG = logging.getLogger(__name__)
 _ON_CPU: Final = (
     "the trainer has no accelerator, so that torch computes these pixels on the CPU in the "
-    "training process, which takes many times as long as Albumentations in the workers"
+    "training process, which takes many times as long as in the workers"
 )
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 16
@@ -102,6 +102,7 @@ def read_place_costs(
         batch_size=task.batch_size,
         workers=task.workers,
         cpus=task.cpus,
+        library=transform.library,
         redrawn=transform.redrawn(),
     )
     if not (accelerator and transform.defers and spec.options.probe) or spec.is_stream:

@@ -1,0 +1,113 @@
+"""What a transform of v2 does to a batch: by torchvision's own code, on samples of equal parameters.
+
+Every transform has this general form. It is right by construction: the transform itself is called,
+with the parameters that it drew, on the samples that share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torchvision import tv_tensors
+
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.torchvision.pipeline import Leaf, leaves_of
+from lightning_fastdata.augment.torchvision.plan import POLICY_METHOD, kind_of
+
+if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import Arrays, Values
+
+Call: TypeAlias = Callable[..., torch.Tensor]
+"""What carries out an operation on a tensor: ``call(tensor, *given, **named)``."""
+
+TYPES: Final[Mapping[str, type[torch.Tensor]]] = {
+    "Tensor": torch.Tensor,
+    "Image": tv_tensors.Image,
+    "Mask": tv_tensors.Mask,
+}
+"""Types of tensors whose pixels may be left to a device."""
+_TENSOR: Final = "tensor"
+
+
+def general_name(leaf: Leaf) -> str:
+    """Return the name of the operation that is a transform itself."""
+    return f"{leaf.index} {type(leaf.transform).__name__}"
+
+
+def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:
+    """Return the operations that a pipeline may note, by name."""
+    ops: dict[str, DeviceOp] = {}
+    for leaf in leaves_of(pipeline):
+        call = own_call(leaf.transform)
+        if call is not None:
+            writes = bool(getattr(leaf.transform, "inplace", False))
+            name, run = general_name(leaf), partial(_run, call, writes)
+            ops[name] = DeviceOp(name=name, encode=_never, image=run, mask=run)
+    return ops
+
+
+def own_call(transform: Any) -> Call | None:
+    """Return what a transform does to a tensor with what it drew; None: it is not to be noted."""
+    kind = kind_of(transform)
+    if kind == "noted":
+        call: Call = transform.transform
+        return call
+    return getattr(transform, POLICY_METHOD) if kind == "policy" else None
+
+
+def general(type_name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Encoded:
+    """Return a call of a transform, as it is packed for a batch."""
+    static = ("type", type_name), ("given", frozen(given)), ("named", frozen(dict(named)))
+    return Encoded(static, {})
+
+
+def as_type(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Return a tensor as one of the types by name."""
+    return tensor.as_subclass(TYPES[type_name])
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as torch's own."""
+    return tensor.as_subclass(torch.Tensor)
+
+
+def frozen(value: Any) -> Any:
+    """Return parameters as something hashable, equal where they are."""
+    if isinstance(value, torch.Tensor):
+        array = np.ascontiguousarray(value.numpy())
+        return _TENSOR, array.dtype.str, array.shape, array.tobytes()
+    if isinstance(value, Mapping):
+        return dict, tuple((key, frozen(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(frozen, value))
+    return value
+
+
+def thawed(value: Any) -> Any:
+    """Return what was :func:`frozen`; tensors lie on the CPU."""
+    if not isinstance(value, tuple) or not value:
+        return value
+    if value[0] is dict:
+        return {key: thawed(each) for key, each in value[1]}
+    if value[0] is list or value[0] is tuple:
+        return value[0](map(thawed, value[1]))
+    if value[0] == _TENSOR:
+        _, dtype, shape, data = value
+        return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy())
+    return value
+
+
+def _run(
+    call: Call, writes: bool, batch: torch.Tensor, static: Values, arrays: Arrays
+) -> torch.Tensor:
+    batch = batch.clone() if writes else batch
+    given, named = thawed(static["given"]), {**thawed(static["named"]), **arrays}
+    return plain(call(as_type(batch, static["type"]), *given, **named))
+
+
+def _never(*_: Any) -> None:
+    return None

@@ -1,0 +1,95 @@
+"""What a torchvision v2 pipeline is, and the transforms that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+from torchvision.transforms import v2
+
+_MIXES: Final = (v2.CutMix, v2.MixUp)
+"""Transforms of whole batches."""
+_V1: Final = "torchvision.transforms."
+_V2: Final = "torchvision.transforms.v2"
+
+
+class Leaf(NamedTuple):
+    """One transform of a pipeline, that is no container."""
+
+    index: int
+    """Its number in the order in which they are written."""
+    transform: Any
+    """A ``v2.Transform``, or any callable."""
+    conditional: bool
+    """Whether some samples may go without it, or take it in another order."""
+
+    @property
+    def name(self) -> str:
+        """What messages and reports call it."""
+        named = getattr(self.transform, "__name__", None)
+        return named if isinstance(named, str) else type(self.transform).__name__
+
+
+def is_v2(transform: object) -> bool:
+    """Return whether this is a torchvision v2 pipeline, or a single transform of v2.
+
+    An ``nn.Sequential`` is one if all that it holds is. What mixes the samples of a batch is none.
+    """
+    if type(transform) is nn.Sequential:
+        return len(transform) > 0 and all(map(is_v2, transform))
+    return isinstance(transform, v2.Transform) and not isinstance(transform, _MIXES)
+
+
+def is_v1(transform: object) -> bool:
+    """Return whether this is a pipeline or a transform of torchvision's first interface."""
+    if type(transform) is nn.Sequential:
+        return len(transform) > 0 and all(map(is_v1, transform))
+    module = type(transform).__module__
+    return module.startswith(_V1) and not module.startswith(_V2)
+
+
+def is_own(transform: object) -> bool:
+    """Return whether a transform is torchvision's v2 itself, and not of a class derived from it."""
+    return type(transform).__module__.startswith(f"{_V2}.")
+
+
+def children_of(transform: Any) -> Sequence[Any] | None:
+    """Return what a container of torchvision or torch holds; None: it is no container."""
+    kind = type(transform)
+    if kind in {v2.Compose, v2.RandomApply, v2.RandomChoice, v2.RandomOrder}:
+        held: Sequence[Any] = transform.transforms
+        return list(held)
+    if kind in {nn.Sequential, nn.ModuleList}:
+        return list(transform)
+    return None
+
+
+def with_children(transform: Any, children: Sequence[Any]) -> Any:
+    """Return a container like another one that holds something else."""
+    kind = type(transform)
+    if kind in {nn.Sequential, nn.ModuleList}:
+        return kind(*children) if kind is nn.Sequential else kind(children)
+    twin = kind(children)
+    if hasattr(transform, "p"):
+        twin.p = transform.p
+    return twin
+
+
+def leaves_of(transform: Any) -> list[Leaf]:
+    """Return the transforms of a pipeline in the order in which they are written.
+
+    One that stands in several places is listed for each.
+    """
+    found = _walk(transform, conditional=False)
+    return [Leaf(index, node, conditional) for index, (node, conditional) in enumerate(found)]
+
+
+def _walk(transform: Any, *, conditional: bool) -> Iterator[tuple[Any, bool]]:
+    inside = children_of(transform)
+    if inside is None:
+        yield transform, conditional or getattr(transform, "p", 1) != 1
+        return
+    always = type(transform) in {v2.Compose, nn.Sequential}
+    for child in inside:
+        yield from _walk(child, conditional=conditional or not always)

@@ -1,0 +1,133 @@
+"""What a pipeline is given of a sample, and what would stay behind an image that it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import PIL.Image
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torchvision import tv_tensors
+
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Location,
+    describe,
+    get_field,
+    has_field,
+    put_fields,
+)
+from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
+from lightning_fastdata.augment.torchvision.pipeline import is_own
+from lightning_fastdata.augment.torchvision.plan import MOVES, NEED_BOXES
+from lightning_fastdata.errors import BatchError
+from lightning_fastdata.tree import children
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lightning_fastdata.augment.torchvision.pipeline import Leaf
+    from lightning_fastdata.types import Batch
+
+_CONVERTERS: Final = frozenset({"Lambda", "ToImage", "ToTensor"})
+
+
+def typed(sample: Batch, fields: Fields) -> Batch:
+    """Return a sample whose named fields say by their types what they are.
+
+    Raises:
+        BatchError: a named field does not exist.
+    """
+    values: dict[Location, Any] = {}
+    named = (("image", fields.image, tv_tensors.Image), ("mask", fields.mask, tv_tensors.Mask))
+    for name, place, kind in named:
+        if place is None:
+            continue
+        if not has_field(sample, place):
+            raise BatchError(
+                f"There is no field {place!r} (given as {name}=) in {describe(sample)}. "
+                "Name a key or an index that exists."
+            )
+        value = get_field(sample, place)
+        if isinstance(value, torch.Tensor) and not isinstance(value, tv_tensors.TVTensor):
+            values[place] = kind(value)
+    return put_fields(sample, values) if values else sample
+
+
+def only_image(sample: Batch) -> tuple[Any, Callable[[Any], Batch]] | None:
+    """Return the image of a sample, if v2 would transform nothing else, and what puts it back."""
+    leaves, spec = tree_flatten(sample)
+    own = [at for at, leaf in enumerate(leaves) if _has_role(leaf)]
+    own = own or [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)][:1]
+    if len(own) != 1 or len(leaves) == 1:
+        return None
+    at = own[0]
+    return leaves[at], lambda made: tree_unflatten([*leaves[:at], made, *leaves[at + 1 :]], spec)
+
+
+def mover_of(leaves: Iterable[Leaf]) -> Mover | None:
+    """Return what moves pixels in a pipeline; None if nothing of torchvision's does."""
+    names = [type(leaf.transform).__name__ for leaf in leaves]
+    moving = next((name for name in names if name in MOVES), None)
+    boxes = any(name in NEED_BOXES for name in names)
+    return None if moving is None else Mover(moving, boxes, "torchvision")
+
+
+def check_roles(sample: Batch, fields: Fields, mover: Mover | None) -> None:
+    """Raise BatchError if a field as large as the image would stay where it is."""
+    parts = children(sample)
+    if mover is None or parts is None:
+        return
+    held = {place: tree_flatten(part)[0] for place, part in parts}
+    roles = {place for place, values in held.items() if any(map(_has_role, values))}
+    values = [value for place in held for value in held[place]]
+    image = next(filter(_is_image, values), None)
+    if image is None:
+        image = next((value for value in values if isinstance(value, torch.Tensor)), None)
+        roles |= {place for place in held if any(value is image for value in held[place])}
+    if image is None:
+        return
+    size = image.size[::-1] if isinstance(image, PIL.Image.Image) else image.shape[-2:]
+    boxes = mover.takes_boxes or any(isinstance(each, tv_tensors.BoundingBoxes) for each in values)
+    known = {*roles, *fields.stays}
+    check_beside(sample, known, tuple(size), mover._replace(takes_boxes=boxes))
+
+
+def check_convertible(sample: Batch, leaves: Sequence[Leaf]) -> None:
+    """Raise BatchError if v2 would pass a sample through, as it does with arrays."""
+    values = tree_flatten(sample)[0]
+    if any(isinstance(value, torch.Tensor | PIL.Image.Image) for value in values):
+        return
+    own = all(is_own(leaf.transform) for leaf in leaves)
+    converts = any(type(leaf.transform).__name__ in _CONVERTERS for leaf in leaves)
+    arrays = [value for value in values if isinstance(value, np.ndarray) and value.ndim in {2, 3}]
+    if arrays and own and not converts:
+        raise BatchError(
+            f"The image of the first sample is {describe(arrays[0])}, and torchvision passes arrays "
+            "through as they are. Begin the pipeline with v2.ToImage(), or return a tensor "
+            "[C, H, W]."
+        )
+
+
+def _has_role(value: object) -> bool:
+    return isinstance(value, tv_tensors.TVTensor | PIL.Image.Image)
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, tv_tensors.Image | tv_tensors.Video | PIL.Image.Image)
+
+
+def field_at(item: Batch, path: tuple[Any, ...]) -> Any:
+    """Return what lies under keys and positions in a sample or batch; None: nothing does."""
+    for key in path:
+        if isinstance(item, Mapping):
+            if key not in item:
+                return None
+            item = item[key]
+        elif isinstance(item, list | tuple) and isinstance(key, int) and key < len(item):
+            item = item[key]
+        else:
+            return getattr(item, key, None) if isinstance(key, str) else None
+    return item
