@@ -37,7 +37,7 @@ from lightning_fastdata.randomness.seeds import seed_global_generators
 
 Place = Literal["workers", "device"]
 BATCH: Final = 8
-SIZES: Final = ((224, 224), (180, 240), (256, 192), (144, 208), (320, 240))
+SIZES: Final = ((224, 224), (180, 240), (256, 192), (144, 208), (288, 216))
 """Height and width of the photographs of a batch, in pixels; those of the last batch differ."""
 SEED: Final = 7
 _NEAR: Final = {torch.uint8: 1 / 255, torch.float32: 1e-5}
@@ -188,10 +188,10 @@ def our_batches(
     if place == "workers":
         options = LoaderOptions(num_workers=0)
         module = FastDataModule.from_datasets(
-            data, batch_size=BATCH, augment=pipeline, options=options, seed=seed,
+            data, batch_size=BATCH, augment=pipeline, options=options, seed=seed, shuffle=False,
             collate_fn=collate,
         )  # fmt: skip
-        yield from module.train_dataloader(shuffle=False)
+        yield from module.train_dataloader()
         return
     transform: Any = as_batch_transform(pipeline)
     loader = FastDataLoader(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FRONT_ENDS: Final = (
     ("albumentations", "lightning_fastdata.augment.transform"),
     ("torchvision.transforms", "lightning_fastdata.augment.torchvision"),
+    ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
 )
 """What a pipeline of a library has been imported from, and the module of its front end."""
 
