@@ -2,11 +2,11 @@
 
     python benchmarks/parity_v2.py [--only NAME] [--write docs/parity.md]
 
-Each pipeline of ``v2_pipelines.py`` runs on 48 photographs of several sizes, uint8 and float32, with
-masks, boxes or points where it is of that kind: by torchvision, sample by sample under the key of
-the sample, and through ``FastDataModule`` and ``FastDataLoader``, where all of it runs in the
-workers, and where the device computes what it can (here the CPU takes its place). It prints a table,
-or writes it into the page.
+Each pipeline of ``v2_pipelines.py`` runs on 48 photographs of several sizes, uint8 and float32,
+with masks, boxes or points where it is of that kind: by torchvision, sample by sample under the key
+of the sample, and through ``FastDataModule`` and ``FastDataLoader``, where all of it runs in the
+workers, and where the device computes what it can (here the CPU takes its place). It prints a
+table, or writes it into the page.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ _COLLATION: Final = -1
 """As samplers have no such index, these draws are independent of those of any sample."""
 
 
-def key_of_batch(first: SampleKey) -> tuple[int, int, tuple[int, int]]:
-    """Return seed, epoch and index of a batch whose first sample has this key.
+def key_of_batch(first: SampleKey) -> SampleKey:
+    """Return the key of a batch whose first sample has this key.
 
-    It is what a ``collate_fn`` that draws is keyed by, too.
+    It is that of what a ``collate_fn`` draws, too.
     """
-    return first.seed, first.epoch, (_COLLATION, first.index)
+    return first._replace(index=(_COLLATION, first.index))
 
 
 class BatchDraws(Draws):

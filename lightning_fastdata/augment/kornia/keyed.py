@@ -63,7 +63,7 @@ def draw_together(module: Any, first: SampleKey, shape: Sequence[int]) -> Params
 
     ``first`` is the key of its first sample.
     """
-    with keyed_draws(SampleKey(*key_of_batch(first)), _GENERATORS):  # type: ignore[arg-type]
+    with keyed_draws(key_of_batch(first), _GENERATORS):
         return module.forward_parameters(Size(shape))
 
 
@@ -110,9 +110,9 @@ def _as_one(leaf: _Leaf) -> Size:
 
 def _put_together(together: Tensor, ones: Sequence[Tensor], what: str) -> Tensor:
     """Return the rows of samples as a batch has them, or what the batch drew if it has no rows."""
-    if all(one.shape == (1, *together.shape[1:]) for one in ones) and together.ndim:
-        if len(together) == len(ones):
-            return torch.cat(list(ones))
+    row = (1, *together.shape[1:])
+    if together.shape[:1] == (len(ones),) and all(one.shape == row for one in ones):
+        return torch.cat(list(ones))
     if all(one.shape == together.shape for one in ones):
         return together
     raise TransformError(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -36,10 +34,12 @@ from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
     StageTransform,
     WorkerTransform,
+    follow,
     plain_tensors,
     table,
 )
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.device.backend import device_draws
+from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.search import loaded_classes
 from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.types import SampleKey
@@ -51,16 +51,55 @@ if TYPE_CHECKING:
 _IMAGES: Final = frozenset({"INPUT", "IMAGE"})
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "MASK": ("mask", "masks"),
-    "BBOX": ("bbox", "bboxes", "boxes"),
     "BBOX_XYXY": ("bbox_xyxy", "boxes", "bboxes", "bbox"),
     "BBOX_XYWH": ("bbox_xywh", "boxes", "bboxes", "bbox"),
+    "BBOX": ("bbox", "bboxes", "boxes"),
     "KEYPOINTS": ("keypoints",),
     "CLASS": ("class", "label", "labels"),
     "LABEL": ("label", "labels", "class"),
 }
 """Names of fields that one of Kornia's data keys may stand for, the likeliest first."""
-_BY_LENGTH: Final = ("BBOX_XYXY", "BBOX_XYWH", "KEYPOINTS", "BBOX", "MASK")
-_GENERATORS: Final = ("random", "numpy", "torch")
+
+
+_HOME: Final = "kornia.augmentation"
+_KINDS: Final = ("AugmentationBase2D", "MixAugmentationBaseV2", "ImageSequential")
+"""What one module is, and sequences, of which AugmentationSequential is one."""
+_UNKEYED: Final = (
+    *("PatchSequential", "VideoSequential"),
+    *("ManyToManyAugmentationDispather", "ManyToOneAugmentationDispather"),
+)
+
+
+def stage_transform(
+    transform: object,
+    fields: Fields,
+    *,
+    same_pixels: bool,  # noqa: ARG001 - they always are
+) -> KorniaTransform | None:
+    """Return the transform of batches that a module of Kornia is; None: it is none.
+
+    An ``nn.Sequential`` that begins with one is taken for a sequence of Kornia.
+
+    Raises:
+        TransformError: it is or holds a container whose draws cannot be told apart by sample.
+    """
+    unkeyed = loaded_classes(_HOME, *_UNKEYED)
+    kinds = loaded_classes(_HOME, *_KINDS) + loaded_classes(f"{_HOME}.auto", "PolicyAugmentBase")
+    module: Any = transform
+    if type(module) is torch.nn.Sequential and len(module) and isinstance(module[0], kinds):
+        [sequence] = loaded_classes(_HOME, "ImageSequential")
+        module = sequence(*module)
+    if not isinstance(module, kinds + unkeyed):
+        return None
+    for part in module.modules():
+        if isinstance(part, unkeyed):
+            raise TransformError(
+                f"{type(part).__name__} of Kornia draws for the patches or frames of a whole "
+                "batch, which cannot be drawn for each sample by its key. Give augment= a function "
+                "that calls it, lambda batch: ...: it then draws for the batch, as the batch's "
+                "number says."
+            )
+    return KorniaTransform(module, fields)
 
 
 class _Drawn(NamedTuple):
@@ -91,7 +130,7 @@ class KorniaTransform(StageTransform):
         return (self._module,)
 
     def behind(self) -> StageTransform:
-        """Return it as what runs behind another transform, and draws for whole batches."""
+        """Return the module as what draws for whole batches, by their numbers."""
         return CallableTransform(self._module, self._fields)
 
     def check_sample(self, sample: Batch) -> None:
@@ -137,16 +176,12 @@ class KorniaWorker(WorkerTransform):
     needs_batches = True
 
     def __init__(self, module: Any, fields: Fields, *, on_device: bool) -> None:
-        self._module = module
+        self._module = copy.deepcopy(module).cpu()
+        for part in self._module.modules():
+            if hasattr(part, "set_rng_device_and_dtype"):  # which a container does not pass on
+                part.set_rng_device_and_dtype(torch.device("cpu"), torch.get_default_dtype())
         self._fields = fields
         self._on_device = on_device
-        self._local = threading.local()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_local"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _local=threading.local())
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, _Drawn]:
         """Return the sample with its image ``[C, H, W]``, and what the batch draws with."""
@@ -166,7 +201,7 @@ class KorniaWorker(WorkerTransform):
         keys, shapes = zip(*drawn, strict=True)
         params = None
         if shapes[0] is not None and len(set(shapes)) == 1:
-            params = as_arrays(draw(self._own(), keys, shapes[0]))
+            params = as_arrays(draw(self._module, keys, shapes[0]))
         return BatchDraws(len(keys), (params, keys))
 
     def stacks(
@@ -188,18 +223,7 @@ class KorniaWorker(WorkerTransform):
     def finish(self, batch: Batch, drawn: Sequence[_Drawn]) -> Batch:
         """Return a batch that was collated here, computed; for where no device takes part."""
         keys = [one.key for one in drawn]
-        return _computed(self._own(), self._fields, batch, None, keys)
-
-    def _own(self) -> Any:
-        """Return this thread's module, on the CPU: it keeps what it drew last."""
-        own = vars(self._local)
-        if "module" not in own:
-            own["module"] = copy.deepcopy(self._module).cpu()
-            for module in own["module"].modules():
-                if hasattr(module, "set_rng_device_and_dtype"):
-                    cpu = torch.device("cpu")
-                    module.set_rng_device_and_dtype(cpu, torch.get_default_dtype())
-        return own["module"]
+        return _computed(self._module, self._fields, batch, None, keys)
 
 
 def _computed(
@@ -221,19 +245,15 @@ def _computed(
         targets = _targets(module, fields, batch, place)
         given = [images if where == place else get_field(batch, where) for _, where in targets]
         told = {"data_keys": [key for key, _ in targets]} if hasattr(module, "data_keys") else {}
-        _follow(module, images.device)
+        follow(module, images.device)
         # What a module draws while it computes belongs to the batch.
-        with keyed_draws(SampleKey(*key_of_batch(keys[0])), _GENERATORS):  # type: ignore[arg-type]
+        with keyed_draws(key_of_batch(keys[0])), device_draws(images.device):
             # Not its __call__, which may copy the images back to the CPU.
             made = module.forward(*given, params=params, **told)
         made = [made] if isinstance(made, Tensor) else list(made)
-        return put_fields(batch, {where: one for (_, where), one in zip(targets, made, strict=True)})
-
-
-def _follow(module: Any, device: torch.device) -> None:
-    own = next(itertools.chain(module.parameters(), module.buffers()), None)
-    if own is not None and own.device != device:
-        module.to(device)
+        return put_fields(
+            batch, {where: one for (_, where), one in zip(targets, made, strict=True)}
+        )
 
 
 def _as_kornia_takes(images: Batch) -> Tensor:
@@ -251,7 +271,7 @@ def _as_kornia_takes(images: Batch) -> Tensor:
 
 
 def _moves_pixels(module: Any) -> bool:
-    kinds = loaded_classes("kornia.augmentation", "GeometricAugmentationBase2D")
+    kinds = loaded_classes(_HOME, "GeometricAugmentationBase2D")
     return any(isinstance(one, kinds) for one in module.modules())
 
 
@@ -264,15 +284,12 @@ def _targets(
         BatchError: there is no such field.
     """
     keys = getattr(module, "data_keys", ["INPUT"])
-    if keys is None:  # it goes by the names of fields
-        found = {
-            name: next((key for key in _BY_LENGTH if name.upper().startswith(key)), None)
-            for name in (item if isinstance(item, Mapping) else ())
-            if isinstance(name, str) and name != image
-        }
-        return [("INPUT", image), *((key, name) for name, key in found.items() if key is not None)]
+    if keys is None and isinstance(item, Mapping):  # it goes by the names of fields
+        names = [name for name in item if isinstance(name, str) and name != image]
+        known = ((name, [key for key in _NAMES if name.upper().startswith(key)]) for name in names)
+        return [("INPUT", image), *((keys[0], name) for name, keys in known if keys)]
     targets: list[tuple[str, Location]] = []
-    for key in (getattr(key, "name", key).upper() for key in keys):
+    for key in (getattr(key, "name", key).upper() for key in keys or ["INPUT"]):
         last = targets[-1][1] if targets else image
         place = image if key in _IMAGES else _place_of(key, fields, item, last)
         if place is None and image is not None:

@@ -16,7 +16,7 @@ from lightning_fastdata.augment.torchvision.operations import device_ops
 from lightning_fastdata.augment.torchvision.pipeline import is_v1, is_v2
 from lightning_fastdata.augment.torchvision.plan import make_plan
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
-from lightning_fastdata.augment.torchvision.samples import check_convertible, field_at
+from lightning_fastdata.augment.torchvision.samples import check_convertible
 from lightning_fastdata.augment.torchvision.worker import PipelineWorker
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.fingerprint import fingerprint

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lightning_fastdata.augment.pipeline.fields import Fields
@@ -78,9 +79,11 @@ class PipelineWorker(WorkerTransform):
             return made, tape
         return _put_back(alone[1], made, tape)
 
-    def collate(self, tapes: Sequence[Tape | None]) -> Draws:
-        """Return the tapes of a batch, packed in the order of its samples."""
-        return compile_tapes([tape or {} for tape in tapes])
+    def collate(
+        self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
+    ) -> Draws:
+        """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
+        return compile_tapes([tape or {} for tape in tapes], beside=beside)
 
     def stacks(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None
