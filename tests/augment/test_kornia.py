@@ -1,0 +1,233 @@
+"""Kornia computes, and what it draws for a sample follows from the sample's key."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from augment import kornia_stand_in
+from augment.parity import photographs
+from misses import each
+from torch.utils.data import DataLoader, Dataset
+from trainers import Keeps, quiet_trainer
+
+from lightning_fastdata import (
+    BatchError,
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+    SampleKey,
+    prefetch,
+)
+from lightning_fastdata.augment.transform import as_batch_transform
+from lightning_fastdata.errors import TransformError
+from lightning_fastdata.randomness.seeds import torch_seed
+
+torch.set_num_threads(1)
+
+PHOTOS = [*photographs(24, 32), *(255 - one for one in photographs(24, 32))]
+IMAGES = torch.from_numpy(np.stack([*PHOTOS, *PHOTOS])).permute(0, 3, 1, 2) / 255
+COUNT = len(IMAGES)
+SEED = 5
+
+
+@pytest.fixture(params=["kornia", "stand-in"])
+def K(request, monkeypatch):
+    if request.param == "kornia":
+        return pytest.importorskip("kornia.augmentation", reason="Kornia is not installed")
+    monkeypatch.setitem(sys.modules, "kornia.augmentation", kornia_stand_in)
+    return kornia_stand_in
+
+
+class Pictures(Dataset):
+    """Images ``[3, H, W]`` in [0, 1] and their numbers, in one form or another."""
+
+    def __init__(self, form="tuple", same=False):
+        self.form, self.same = form, same
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        image = IMAGES[0 if self.same else index]
+        if self.form == "dict":
+            return {"image": image, "mask": image[:1], "label": index}
+        if self.form == "bytes":
+            return PHOTOS[index % len(PHOTOS)], index
+        return image, index
+
+
+def batches(module, data=None, *, size=4, place="device", epoch=0, executor="auto", workers=0):
+    data = Pictures() if data is None else data
+    loader = loader_of(module, data, size=size, place=place, executor=executor, workers=workers)
+    given = prefetch(loader, "cpu", seed=SEED) if place == "device" else loader
+    given.set_epoch(epoch)
+    return list(given)
+
+
+def loader_of(module, data, *, size=4, place="device", executor="auto", workers=0):
+    return FastDataLoader(
+        data,
+        size,
+        num_workers=workers,
+        executor=executor,
+        seed=SEED,
+        transform=as_batch_transform(module),
+        on_device=place == "device",
+        staged="train" if place == "device" else None,
+    )
+
+
+def images(given):
+    return torch.cat([batch[0] for batch in given])
+
+
+def usual(K, **options):
+    last = {"brightness": 0.0} if K is kornia_stand_in else {}
+    bright = K.RandomBrightness(p=0.8, **({} if last else {"brightness": (0.5, 1.5)}))
+    return K.AugmentationSequential(
+        K.RandomHorizontalFlip(p=0.5), bright, data_keys=["input"], **options
+    )
+
+
+def jitter(K, **options):
+    if K is kornia_stand_in:
+        return K.ColorJitter(p=1.0, **options)
+    return K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=1.0, **options)
+
+
+def test_a_batch_of_one_is_what_the_module_gives_under_the_key_of_the_sample(K):
+    for epoch in (0, 1):
+        made = images(batches(usual(K), size=1, epoch=epoch))
+        for index in range(4):
+            torch.manual_seed(torch_seed(SampleKey(SEED, epoch, index)))
+            assert torch.equal(made[index], usual(K)(IMAGES[index][None])[0])
+
+
+def test_a_sample_draws_for_itself_in_any_batch(K):
+    alone = images(batches(usual(K), size=1))
+    assert len({one.numpy().tobytes() for one in alone}) == COUNT
+    for size in (3, 4, COUNT):
+        assert torch.equal(images(batches(usual(K), size=size)), alone)
+    other = images(batches(usual(K), epoch=1))
+    assert not torch.equal(other, alone)
+
+
+WAYS = {
+    "in the workers": {"place": "workers", "workers": 2},
+    "drawn in the workers": {"workers": 2},
+    "torch's workers": {"workers": 1, "executor": "torch"},
+    "threads": {"workers": 2, "executor": "threads", "place": "workers"},
+}
+
+
+@each("way", WAYS)
+def test_workers_and_places_change_nothing(K, way):
+    module = K.AugmentationSequential(*usual(K), jitter(K), data_keys=["input"])
+    assert torch.equal(images(batches(module, **WAYS[way])), images(batches(module)))
+
+
+def test_an_epoch_that_is_resumed_goes_on_with_the_same_draws(K):
+    module = K.ImageSequential(jitter(K), K.RandomMixUpV2(p=1.0), random_apply=2)
+    whole = batches(module)
+    loader = loader_of(module, Pictures())
+    stopped = iter(prefetch(loader, "cpu", seed=SEED))
+    list(islice(stopped, 2))
+    again = loader_of(module, Pictures())
+    again.load_state_dict({**loader.state_dict()})
+    rest = list(prefetch(again, "cpu", seed=SEED))
+    assert rest
+    assert torch.equal(images(rest), images(whole)[-sum(len(one[0]) for one in rest) :])
+
+
+def test_what_is_the_same_on_a_batch_is_so_and_the_rest_is_not(K):
+    alike = Pictures(same=True)
+    same = batches(jitter(K, same_on_batch=True), alike, size=COUNT // 2)
+    for batch in same:
+        assert torch.equal(batch[0], batch[0][:1].expand_as(batch[0]))
+    assert not torch.equal(same[0][0], same[1][0])
+    both = K.ImageSequential(jitter(K, same_on_batch=True), K.RandomHorizontalFlip(p=0.5))
+    for batch in batches(both, alike, size=COUNT // 2):
+        assert len({one.numpy().tobytes() for one in batch[0]}) == 2
+
+
+def test_what_mixes_has_its_partners_in_the_batch(K):
+    made = batches(K.RandomMixUpV2(p=1.0), size=4)
+    for number, batch in enumerate(made):
+        own = IMAGES[4 * number : 4 * number + 4]
+        for one, image in zip(batch[0], own, strict=True):
+            # The share of each partner is the same for all pixels.
+            shares = [((one - image) / (other - image + 1e-9)).flatten() for other in own]
+            assert torch.equal(one, image) or any(
+                (share[share.abs() < 1e3].std() < 1e-2).item() for share in shares
+            )
+
+
+@each("keys", [["input", "mask"], None])
+def test_the_mask_moves_with_its_image(K, keys):
+    module = K.AugmentationSequential(K.RandomHorizontalFlip(p=0.5), data_keys=keys)
+    flipped = set()
+    for batch in batches(module, Pictures("dict")):
+        assert torch.equal(batch["mask"], batch["image"][:, :1])
+        for image, label in zip(batch["image"], batch["label"].tolist(), strict=True):
+            flipped.add(torch.equal(image, IMAGES[label].flip(-1)))
+            assert torch.equal(image, IMAGES[label].flip(-1) if list(flipped)[-1:] == [True] and
+                               torch.equal(image, IMAGES[label].flip(-1)) else IMAGES[label])
+    assert flipped == {True, False}
+
+
+def test_a_field_of_the_images_size_does_not_stay_behind(K):
+    transform = as_batch_transform(usual(K))
+    with pytest.raises(BatchError, match="mask"):
+        transform.check_sample(Pictures("dict")[0])
+    still = as_batch_transform(K.ImageSequential(jitter(K)))
+    still.check_sample(Pictures("dict")[0])
+
+
+def test_bytes_become_floats_with_the_channels_first(K):
+    made = images(batches(usual(K), Pictures("bytes")))
+    assert made.dtype == torch.float32
+    assert torch.allclose(made, images(batches(usual(K))), atol=1e-6)
+
+
+def test_what_cannot_be_drawn_by_sample_is_refused_by_its_name(K):
+    rain = {} if K is kornia_stand_in else {"drop_height": (2, 4), "drop_width": (-1, 1)}
+    with pytest.raises(TransformError, match="RandomRain: coordinates_factor"):
+        batches(K.ImageSequential(K.RandomRain(p=1.0, **rain)))
+    patches = {} if K is kornia_stand_in else {"patchwise_apply": False}
+    with pytest.raises(TransformError, match="PatchSequential of Kornia"):
+        as_batch_transform(K.PatchSequential(K.RandomHorizontalFlip(), **patches))
+
+
+def test_a_training_gets_what_the_workers_would_make(K, tmp_path):
+    def seen(place):
+        model = Keeps()
+        options = LoaderOptions(num_workers=0)
+        data = FastDataModule.from_datasets(
+            Pictures(), batch_size=4, augment=usual(K), augment_on=place, options=options,
+            shuffle=False, seed=SEED,
+        )  # fmt: skip
+        assert "each sample draws" in str(data.explain()) or place == "cpu"
+        quiet_trainer(tmp_path).fit(model, datamodule=data)
+        return images(model.seen)
+
+    assert torch.equal(seen("gpu"), images(batches(usual(K))))
+    assert torch.equal(seen("cpu"), images(batches(usual(K))))
+
+
+def test_batches_of_other_loaders_draw_by_their_number(K, tmp_path):
+    def seen():
+        model = Keeps()
+        watch = DataThroughputCallback(usual(K), report=False, summary=False)
+        trainer = quiet_trainer(tmp_path, callbacks=[watch])
+        trainer.fit(model, DataLoader(Pictures(), batch_size=4))
+        return images(model.seen)
+
+    once = seen()
+    torch.rand(7)
+    assert torch.equal(once, seen())
+    assert not torch.equal(once, IMAGES)
