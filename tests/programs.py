@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import io
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -20,11 +22,13 @@ import tempfile
 import threading
 import types
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
+
+import pytest
 
 import lightning_fastdata
 
@@ -151,3 +155,13 @@ def _run(
             runpy.run_path(arguments[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """Have a command of ours, called within this block, end with code 2 and this on stderr."""
+    written = io.StringIO()
+    with pytest.raises(SystemExit) as ended, redirect_stderr(written):
+        yield
+    assert ended.value.code == 2
+    assert re.search(said, written.getvalue()), written.getvalue()

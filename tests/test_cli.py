@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from misses import each
-from programs import run_program
+from programs import refused, run_program
 
 from lightning_fastdata import __version__
 from lightning_fastdata.cli import main
@@ -92,7 +92,7 @@ def test_gpus_and_a_container_s_share_of_the_memory_are_shown():
 
 
 def test_an_error_of_ours_ends_in_one_sentence(tmp_path):
-    with pytest.raises(SystemExit, match=r"^fastdata: .* has no report\.json"):
+    with refused(r"^fastdata: .* has no report\.json"):
         main(["report", str(tmp_path)])
 
 

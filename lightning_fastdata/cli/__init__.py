@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,10 +36,14 @@ _COMMANDS: Final[dict[Callable[..., None], Callable[[ArgumentParser], None]]] = 
     replay: takes_replay,
 }
 """Each command, and what tells its parser what it takes."""
+_UNUSABLE: Final = 2
+"""As argparse ends; 1 is what `prove` and `compare` say of what they have found."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
+
+    Exit codes: that of the command; 2 where its arguments, or what they name, cannot be used.
 
     Args:
         arguments: What follows the program's name; None takes it from the shell.
@@ -58,4 +63,5 @@ def main(arguments: list[str] | None = None) -> None:
         given.pop("call")(**given)
     except FastDataError as error:
         # The message says what to do; our stack would not help.
-        raise SystemExit(f"fastdata: {error}") from error
+        sys.stderr.write(f"fastdata: {error}\n")
+        raise SystemExit(_UNUSABLE) from error

@@ -12,7 +12,7 @@ from json import dumps as dump_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_fastdata.errors import FastDataError, OptionsError, printable
+from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.host import clock
 from lightning_fastdata.zero_code import VARIABLE, RunSettings
 
@@ -173,7 +173,7 @@ def run(command: Sequence[str], *, module: bool = False, report: str | None = No
     This process becomes that of the script: signals, exit code and output are its own.
     """
     check_found_by_lightning()
-    program = program_of(command, module=module)
+    program = program_of(command, "run", module=module)
     settings = RunSettings(report=None if report is None else str(Path(report).resolve()))
     sys.stderr.write(
         f"fastdata: each Trainer of {command[0]} gets a DataThroughputCallback. A loop without "
@@ -191,14 +191,21 @@ def check_found_by_lightning() -> None:
         )
 
 
-def program_of(command: Sequence[str], *, module: bool) -> list[str]:
+def program_of(command: Sequence[str], asked: str, *, module: bool) -> list[str]:
     """Return the program and its arguments that a command stands for.
+
+    Args:
+        command: What the user wrote behind the options.
+        asked: The command of ours that was asked for.
+        module: It is a module, as of ``python -m``.
 
     Raises:
         OptionsError: There is no such file or program.
     """
     if not command:
-        raise OptionsError("There is nothing to run. Write: fastdata run train.py [arguments].")
+        raise OptionsError(
+            f"There is nothing to run. Write: fastdata {asked} train.py [arguments]."
+        )
     first, *rest = command
     if module:
         return [sys.executable, "-m", first, *rest]
@@ -298,12 +305,7 @@ def compare(a: str, b: str, fail_if: Sequence[str] = (), json: bool = False) -> 
     """
     from lightning_fastdata.insight.report.compare import compare_files
 
-    try:
-        comparison = compare_files(report_file(Path(a)), report_file(Path(b)), fail_if)
-    except FastDataError as error:
-        # 1 says that the comparison was made.
-        sys.stderr.write(f"fastdata: {error}\n")
-        raise SystemExit(2) from error
+    comparison = compare_files(report_file(Path(a)), report_file(Path(b)), fail_if)
     if json:
         sys.stdout.write(f"{dump_json(comparison.as_dict(), indent=2)}\n")
     else:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json as json_lines
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,10 @@ _GRACE_S: Final = 20.0
 """A script that was told to stop has so long to do it."""
 _OVER_S: Final = 300.0
 """So long behind its budget a script is stopped: a step, or a validation, may take long."""
+_BEFORE_S: Final = 30.0
+_NOT_YET: Final = (
+    f"fastdata: no training has begun within {_BEFORE_S:.0f} s. It is waited for; Ctrl-C ends it.\n"
+)
 _SHOWN_LINES: Final = 15
 _INTERRUPTED: Final = 130
 
@@ -40,22 +45,25 @@ def prove(
 ) -> None:
     """Try on a script's own training, as a trial, which change of the loader makes it faster.
 
-    Exit codes: 0 if nothing is to be changed, 1 if a change is recommended, 2 if it is not known,
-    130 if it was interrupted.
+    Exit codes: 0 if nothing is to be changed, 1 if a change is recommended, 2 if it is not known
+    or the arguments cannot be used, 130 if it was interrupted.
     """
     check_found_by_lightning()
     budget_s = seconds_of(budget)
-    program = program_of(command, module=module)
+    program = program_of(command, "prove", module=module)
+    if json is not None:
+        _check_writable(Path(json))
     script = " ".join(command)
-    with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fastdata-prove-") as folder, _ended_as_by_ctrl_c():
         settings = ProveSettings(
             script=script,
             file=str(Path(folder, "trial.json")),
             budget_s=budget_s,
         )
         sys.stderr.write(
-            f"fastdata: {script} is run as a trial of up to {budget}, and goes no further. It logs "
-            "nowhere and saves nothing; what it prints is kept from the terminal.\n"
+            f"fastdata: {script} is run as a trial, which ends at most {budget} after its training "
+            "has begun. It logs nowhere and saves nothing; what it prints is kept from the "
+            "terminal.\n"
         )
         code, interrupted = _run(program, _environment(settings, folder), folder, settings)
         trial = _read(Path(settings.file), script)
@@ -78,11 +86,7 @@ def prove(
         sys.stderr.write("\nThe script printed at last:\n")
         sys.stderr.writelines(f"  {line}\n" for line in printed[-_SHOWN_LINES:])
     if json is not None:
-        text = json_lines.dumps(found.as_dict(), indent=1)
-        try:
-            Path(json).write_text(f"{text}\n", "utf-8")
-        except OSError as error:
-            raise OptionsError(f"{json} cannot be written: {error.strerror or error}.") from error
+        Path(json).write_text(f"{json_lines.dumps(found.as_dict(), indent=1)}\n", "utf-8")
     if interrupted or found.exit_code:
         raise SystemExit(_INTERRUPTED if interrupted else found.exit_code)
 
@@ -100,6 +104,36 @@ def seconds_of(text: str) -> float:
     if seconds < _LEAST_S:
         raise OptionsError(f"budget is {text!r}; below {_LEAST_S:.0f} s nothing can be compared.")
     return seconds
+
+
+def _check_writable(file: Path) -> None:
+    """Raise OptionsError where a file cannot be written, before minutes went into what it gets."""
+    was_there = file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise OptionsError(f"{file} cannot be written: {error.strerror or error}.") from error
+    if not was_there:
+        file.unlink()
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Have the ways in which a shell or a scheduler ends a program do what Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # What is ignored, as under nohup, stays so.
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _environment(settings: ProveSettings, folder: str) -> dict[str, str]:
@@ -121,14 +155,19 @@ def _run(
     with Path(folder, "script.log").open("wb") as log:
         child = subprocess.Popen(program, env=environ, stdout=log, stderr=subprocess.STDOUT)
         interrupted, said = False, ""
-        began_s: float | None = None
+        started_s, began_s = clock.monotonic(), math.inf
+        told = False
         try:
             file = Path(settings.file)
             while child.poll() is None:
+                now_s = clock.monotonic()
                 if file.exists():
-                    began_s = clock.monotonic() if began_s is None else began_s
-                    if clock.monotonic() > began_s + settings.budget_s + _OVER_S:
+                    began_s = min(began_s, now_s)
+                    if now_s > began_s + settings.budget_s + _OVER_S:
                         _stop(child)
+                elif not told and now_s > started_s + _BEFORE_S:
+                    told = True
+                    sys.stderr.write(_NOT_YET)
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(_LOOK_EVERY_S)
                 said = _say(settings.file, said)
@@ -186,7 +225,7 @@ def takes_prove(parser: ArgumentParser) -> None:
         default="10m",
         help="How long it may take, from when the training begins: 90s, 10m, 1h, or seconds. "
         "Exit codes: 0 if nothing is to be changed, 1 if a change is recommended, 2 if it is not "
-        "known.",
+        "known or the arguments cannot be used, 130 if it was interrupted.",
     )
     parser.add_argument("--json", help="File for what is found.")
     parser.add_argument(

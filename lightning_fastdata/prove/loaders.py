@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.prove.remedies import CallSeen, Change, Reader
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import leaves, replace_leaves
-from lightning_fastdata.types import Batch
+from lightning_fastdata.types import STAGE_WORDS, Batch, Stage
 
 _OF_WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory")
 
@@ -171,8 +171,22 @@ def is_shuffled(loader: DataLoader[Any]) -> bool:
     return source is loader.dataset and sampler.num_samples == len(sampler.data_source)
 
 
-def call_of(loader: DataLoader[Any], stage: str) -> CallSeen:
-    """Return how a loader was made, in words of Python, as far as it can be told."""
+def calls_of(loaders: Sequence[tuple[Stage, DataLoader[Any]]]) -> list[CallSeen]:
+    """Return how loaders were made, in words of Python, as far as it can be told.
+
+    Where they have several datasets, these are named by their stages.
+    """
+    datasets: dict[int, str] = {}
+    for stage, loader in loaders:
+        alike = sum(name.startswith(stage) for name in datasets.values())
+        name = f"{stage}_dataset{f'_{alike + 1}' if alike else ''}"
+        datasets.setdefault(id(loader.dataset), name)
+    if len(datasets) == 1:
+        datasets = dict.fromkeys(datasets, "dataset")
+    return [_call_of(loader, stage, datasets[id(loader.dataset)]) for stage, loader in loaders]
+
+
+def _call_of(loader: DataLoader[Any], stage: Stage, dataset_name: str) -> CallSeen:
     given: dict[str, str] = {}
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler and loader.batch_size is None:
@@ -200,8 +214,13 @@ def call_of(loader: DataLoader[Any], stage: str) -> CallSeen:
     if loader.pin_memory:
         given["pin_memory"] = "True"
     kind = "FastDataLoader" if isinstance(loader, FastDataLoader) else "DataLoader"
-    dataset = type(loader.dataset).__name__
-    return CallSeen(stage=stage, kind=kind, dataset=dataset, arguments=given)
+    return CallSeen(
+        stage=STAGE_WORDS[stage],
+        kind=kind,
+        dataset=type(loader.dataset).__name__,
+        dataset_name=dataset_name,
+        arguments=given,
+    )
 
 
 def copied(batch: Batch) -> Batch:

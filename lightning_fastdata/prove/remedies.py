@@ -284,6 +284,8 @@ class CallSeen:
     """Its class."""
     dataset: str
     """The class of its dataset."""
+    dataset_name: str = "dataset"
+    """What the lines to paste call it; other datasets have other names."""
     arguments: Mapping[str, str]
     """Name -> as it is written in Python; those that differ from the defaults."""
 
@@ -313,8 +315,10 @@ def code_of(
     new = change.fast and any(call.kind == "DataLoader" for call in calls)
     names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * new
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
-    dataset = f'CachedDataset(dataset, "{change.cache}")' if change.cache else "dataset"
     for call in calls:
+        dataset = call.dataset_name
+        if change.cache:
+            dataset = f'CachedDataset({dataset}, "{change.cache}")'
         arguments = dict(call.arguments)
         if change.fast:
             for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"):

@@ -36,7 +36,7 @@ from lightning_fastdata.prove.trials import (
     turns,
 )
 from lightning_fastdata.randomness.search import find_composes
-from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ class TrialLoader:
 class Place:
     """A loader of the script, and what takes its place."""
 
-    def __init__(self, stage: str, own: Any, limit: int | None) -> None:
+    def __init__(self, stage: Stage, own: Any, limit: int | None) -> None:
         self.stage, self.own = stage, own
         length = made.batches_in(own)
         known = [number for number in (length, limit) if number is not None]
@@ -182,7 +182,7 @@ class Session:
         self.epochs = math.inf
         """Of the training."""
         self.block_s = min(max(budget_s / _BLOCKS, _BLOCK_S[0]), _BLOCK_S[1])
-        self._places: dict[str, list[Place]] = {"train": [], "val": []}
+        self._places: dict[Stage, list[Place]] = {"train": [], "val": []}
         self._turns = turns(trial, self.left_s, self._name_remedies)
         self._turn: Turn | None = None
         self._repeats = 1
@@ -216,7 +216,7 @@ class Session:
         """Return what is left of the budget."""
         return self._until_s - clock.monotonic()
 
-    def loader(self, stage: str, own: Any, limit: int | None = None) -> TrialLoader:
+    def loader(self, stage: Stage, own: Any, limit: int | None = None) -> TrialLoader:
         """Return what takes the place of a loader of the script."""
         place = Place(stage, own, limit)
         self._places[stage].append(place)
@@ -512,16 +512,16 @@ class Session:
         remedies, refused = named(facts)
         self.trial.remedies.update({remedy.name: remedy for remedy in remedies})
         self.trial.refused.extend(refused)
-        places = [p for stage in ("train", "val") for p in self._places[stage]]
-        words = {"train": "training", "val": "validation"}
+        seen = [
+            (place.stage, place.own)
+            for places in self._places.values()
+            for place in places
+            if made.reader_of(place.own) in ("torch", "fast")
+        ]
         self.trial.facts |= {
             "changes": facts.changes,
             "used_cpus": facts.used_cpus,
-            "calls": [
-                asdict(made.call_of(place.own, words[place.stage]))
-                for place in places
-                if made.reader_of(place.own) in ("torch", "fast")
-            ],
+            "calls": [asdict(call) for call in made.calls_of(seen)],
             "may_persist": facts.epochs > 1 and facts.changes in ("nothing", "unknown"),
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import textwrap
 from dataclasses import asdict, dataclass
@@ -36,6 +35,8 @@ EXIT_CODES: Final[dict[Outcome, int]] = {
 _WIDTH: Final = 88
 _OTHERS_CPUS: Final = 0.3
 """CPUs of other programs from which on they are told of."""
+_KNOWN: Final = 99.0
+"""The upper end of an interval above which the interval says nothing."""
 _UNSURE: Final = 1.1
 """An upper end above which it is said that one cannot be sure of nothing."""
 
@@ -127,7 +128,8 @@ class Conclusion:
                 f"other programs used {others:.1f} CPUs meanwhile; without them the gain may differ"
             )
             lines += _wrapped(said, "note  ")
-        lines += [line for note in self.trial.notes for line in _wrapped(note, "note  ")]
+        if self.trial.blocks:  # the notes speak of the figures
+            lines += [line for note in self.trial.notes for line in _wrapped(note, "note  ")]
         return "\n".join(lines)
 
 
@@ -173,10 +175,11 @@ def conclude(trial: Trial) -> Conclusion:
     if trial.ended and untried:
         verdict = f"Not decided: {free}, and the time did not do for {', '.join(untried)}."
         return Conclusion(trial=trial, outcome="not known", verdict=verdict)
+    if trial.ended and not trial.remedies:
+        verdict = f"Nothing tried: {free}, and there is no change to try on this loader."
+        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
     if trial.ended:
         verdict = f"Nothing found: {free}, and no change that was tried brings 3 %."
-        if not trial.remedies:
-            verdict = f"Nothing to try: {free}, and there is no change to try on this loader."
         return Conclusion(trial=trial, outcome="nothing found", verdict=verdict)
     verdict = f"Not decided: {free}, and no change has been confirmed yet."
     return Conclusion(trial=trial, outcome="not known", verdict=verdict)
@@ -207,8 +210,13 @@ def _table(trial: Trial, chosen: str | None) -> list[str]:
     return lines
 
 
+def _is_known(gain: Gain) -> bool:
+    """Return whether there were enough pairs for an interval that says something."""
+    return gain.high <= _KNOWN
+
+
 def _interval(gain: Gain) -> str:
-    if math.isinf(gain.high) or gain.high > 99:
+    if not _is_known(gain):
         return "not known"
     return f"{gain.low:.2f} to {gain.high:.2f}"
 
@@ -228,8 +236,8 @@ def _mean(trial: Trial, name: str, what: str) -> float | None:
 def _gain_dict(gain: Gain | None) -> dict[str, float | int | None] | None:
     if gain is None:
         return None
-    high = None if math.isinf(gain.high) else gain.high
-    return {"factor": gain.factor, "low": gain.low, "high": high, "pairs": gain.pairs}
+    low, high = (gain.low, gain.high) if _is_known(gain) else (None, None)
+    return {"factor": gain.factor, "low": low, "high": high, "pairs": gain.pairs}
 
 
 def _wrapped(text: str, head: str) -> list[str]:

@@ -61,7 +61,7 @@ def said(call, *args, **kwargs):
     except lightning_fastdata.FastDataError as error:
         return str(error)
     except SystemExit as error:
-        return str(error.code)
+        return str(error.__cause__)
     except Exception:
         return None
 

@@ -13,7 +13,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from programs import run_program
+from programs import refused, run_program
 from torch.utils.data import DataLoader, Dataset
 from virtual_time import PatientClock, virtual_time
 
@@ -123,6 +123,7 @@ def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, t
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "trial"}
     assert [path.read_text() for path in (tmp_path / "ckpt").iterdir()] == ["mine"]
     assert "ModelCheckpoint" in found.text()
+    assert any("(train_dataset," in line for line in found.code) or "from_loaders" in found.text()
 
 
 @pytest.mark.parametrize("package", [lightning, pytorch_lightning], ids=lambda p: p.__name__)
@@ -141,7 +142,8 @@ def test_a_training_whose_steps_change_what_is_read_keeps_its_workers(tried, pac
     refused = found.as_dict()["not_tried"]
     assert {each["name"] for each in refused} >= {"num_workers=2", "a cache in memory"}
     assert all("steps change what is read" in each["why"] for each in refused)
-    assert found.outcome == "nothing found"
+    assert found.outcome == "not known"
+    assert "no change to try" in found.verdict
     own = import_module(found.trial.facts["home"]).FastDataModule
     assert issubclass(own, package.LightningDataModule)
 
@@ -215,7 +217,8 @@ def test_an_error_of_the_script_is_shown(tmp_path):
     assert "wrong config" in done.stderr
 
 
-def test_ctrl_c_prints_what_is_known(tmp_path):
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_who_ends_it_gets_what_is_known_and_nothing_is_left(tmp_path, how, monkeypatch):
     script = """
     import os, signal, time
     import torch
@@ -226,11 +229,14 @@ def test_ctrl_c_prints_what_is_known(tmp_path):
     for batch in StepTimer("cpu").batches(DataLoader(TensorDataset(torch.zeros(640, 4)), 4)):
         steps += 1
         if steps == 1000:
-            os.kill(os.getppid(), signal.SIGINT)
-    """
+            os.kill(os.getppid(), signal.HOW)
+    """.replace("HOW", how)
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     done = prove(tmp_path, "--json", "found.json", "train.py", code=130)
     assert "interrupted" in done.stdout
+    assert not list((tmp_path / "temporary").glob("fastdata-prove-*"))
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["stopped"] == "it was interrupted"
 
@@ -264,6 +270,16 @@ def test_what_another_training_writes_into_the_same_log_folder_stays(tmp_path):
 @pytest.mark.parametrize("budget", ["soon", "5s", "-1m", ""])
 def test_a_budget_that_is_none_is_refused(tmp_path, budget, capfd):
     (tmp_path / "train.py").write_text("print('it runs')")
-    with pytest.raises(SystemExit, match="budget is"):
+    with refused("budget is"):
         main(["prove", f"--budget={budget}", str(tmp_path / "train.py")])
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_trial(tmp_path):
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    file = tmp_path / "missing" / "found.json"
+    with refused(f"{file} cannot be written"):
+        main(["prove", "--json", str(file), str(tmp_path / "train.py")])
+    with refused("fastdata prove train.py"):
+        main(["prove"])
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

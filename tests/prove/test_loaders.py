@@ -10,6 +10,7 @@ from lightning_fastdata import FastDataLoader
 from lightning_fastdata.prove.loaders import (
     Cut,
     Pieces,
+    calls_of,
     can_be_cut,
     is_shuffled,
     reader_of,
@@ -54,6 +55,20 @@ CHANGES = {
     "ours": Change(fast=True),
     "cache": Change(cache="ram"),
 }
+
+
+def test_what_is_pasted_tells_datasets_apart():
+    one, other = Numbers(), Numbers()
+
+    def names(*datasets):
+        made = [(stage, DataLoader(data)) for stage, data in datasets]
+        return [call.dataset_name for call in calls_of(made)]
+
+    assert names(("train", one)) == names(("val", one)) == ["dataset"]
+    assert names(("train", one), ("val", one)) == ["dataset", "dataset"]
+    assert names(("train", one), ("val", other)) == ["train_dataset", "val_dataset"]
+    several = names(("train", one), ("val", other), ("val", Numbers()), ("val", one))
+    assert several == ["train_dataset", "val_dataset", "val_dataset_2", "train_dataset"]
 
 
 def rows(loader):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conformance.forked_ranks import launched
 from lightning.pytorch import LightningModule
+from programs import refused
 from torch.utils.data import Dataset, IterableDataset
 from trainers import quiet_trainer
 
@@ -293,7 +294,7 @@ def test_a_data_module_of_other_batches_than_the_checkpoints_is_refused(
     else:
         (folder / "train.py").write_text(SCRIPT + "\ndef other(): return Folder(2)\n")
     name = "Folder" if change == "removed" else "other"
-    with pytest.raises(SystemExit, match=said):
+    with refused(said):
         main(["replay", "trained.ckpt", "--datamodule", f"train.py:{name}", "--step", "1"])
 
 
@@ -314,7 +315,7 @@ def test_a_data_module_of_other_batches_than_the_checkpoints_is_refused(
 def test_what_says_no_batch_and_what_is_no_checkpoint_is_refused(folder, arguments, said) -> None:
     torch.save({"state_dict": {}}, "other.ckpt")
     torch.save("no checkpoint", "text.ckpt")
-    with pytest.raises(SystemExit, match=said):
+    with refused(said):
         main(["replay", *arguments])
 
 
@@ -328,5 +329,5 @@ def test_what_says_no_batch_and_what_is_no_checkpoint_is_refused(folder, argumen
     ],
 )
 def test_what_names_no_data_module_is_refused(folder, named, said) -> None:
-    with pytest.raises(SystemExit, match=said):
+    with refused(said):
         main(["replay", named, "--epoch", "0", "--batch", "0"])

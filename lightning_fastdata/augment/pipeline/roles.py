@@ -146,7 +146,9 @@ def _role_of(path: Path, mover: Mover) -> str:
             "tv_tensors.Image."
         )
     if len(path) > 1:
-        return "If it is a mask or an image, return it beside the image: {'image': ..., 'mask': ...}."
+        return (
+            "If it is a mask or an image, return it beside the image: {'image': ..., 'mask': ...}."
+        )
     return (
         f"If it is the mask, say mask={place!r} (to FastDataModule, DataThroughputCallback, "
         "as_batch_transform or mixed). If it is another image or mask, say A.Compose(..., "

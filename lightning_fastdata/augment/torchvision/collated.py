@@ -56,7 +56,9 @@ def run_collated(
         TransformError: the pipeline needs boxes or keypoints, or makes images of several forms.
     """
     leaves = leaves_of(pipeline)
-    boxes = next((leaf.name for leaf in leaves if type(leaf.transform).__name__ in NEED_BOXES), None)
+    boxes = next(
+        (leaf.name for leaf in leaves if type(leaf.transform).__name__ in NEED_BOXES), None
+    )
     if boxes is not None:
         raise TransformError(
             f"The pipeline transforms boxes or keypoints, too ({boxes}), and those cannot be told "

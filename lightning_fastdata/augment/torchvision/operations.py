@@ -35,12 +35,14 @@ _TENSOR: Final = "tensor"
 
 def general_name(leaf: Leaf) -> str:
     """Return the name of the operation that is a transform itself."""
-    return f"{leaf.index} {type(leaf.transform).__name__}"
+    return f"{leaf.number} {type(leaf.transform).__name__}"
 
 
 def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:
     """Return the operations that a pipeline may note, by name."""
-    ops: dict[str, DeviceOp] = {}
+    from lightning_fastdata.augment.torchvision.forms import FORMS
+
+    ops = dict(FORMS)
     for leaf in leaves_of(pipeline):
         call = own_call(leaf.transform)
         if call is not None:
@@ -106,7 +108,8 @@ def _run(
 ) -> torch.Tensor:
     batch = batch.clone() if writes else batch
     given, named = thawed(static["given"]), {**thawed(static["named"]), **arrays}
-    return plain(call(as_type(batch, static["type"]), *given, **named))
+    made = plain(call(as_type(batch, static["type"]), *given, **named))
+    return made.contiguous()  # of gray images all channels are one memory
 
 
 def _never(*_: Any) -> None:

@@ -17,8 +17,8 @@ _V2: Final = "torchvision.transforms.v2"
 class Leaf(NamedTuple):
     """One transform of a pipeline, that is no container."""
 
-    index: int
-    """Its number in the order in which they are written."""
+    number: int
+    """Its place in the order in which they are written."""
     transform: Any
     """A ``v2.Transform``, or any callable."""
     conditional: bool
@@ -82,7 +82,7 @@ def leaves_of(transform: Any) -> list[Leaf]:
     One that stands in several places is listed for each.
     """
     found = _walk(transform, conditional=False)
-    return [Leaf(index, node, conditional) for index, (node, conditional) in enumerate(found)]
+    return [Leaf(number, node, conditional) for number, (node, conditional) in enumerate(found)]
 
 
 def _walk(transform: Any, *, conditional: bool) -> Iterator[tuple[Any, bool]]:

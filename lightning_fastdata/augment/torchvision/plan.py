@@ -167,6 +167,10 @@ def _place(leaf: Leaf, why: str | None, behind: Leaf | None) -> Placement:
 
 def how_on_batch(transform: Any) -> str:
     """Return how a transform is carried out on a batch, and what that costs."""
+    from lightning_fastdata.augment.torchvision.forms import has_form
+
+    if has_form(transform):
+        return "one call for all samples"
     if type(transform).__name__ in _POLICIES:
         return "for each operation, a call for all samples or for each group of equal parameters"
     if draws_parameters(transform):
@@ -186,9 +190,9 @@ def draws_parameters(transform: Any) -> bool:
 
 
 def _why_in_worker(leaf: Leaf, boundary: int, leaves: Sequence[Leaf]) -> str | None:
-    if leaf.index == boundary:
+    if leaf.number == boundary:
         return "makes the images one size"
-    if leaf.index < boundary:
+    if leaf.number < boundary:
         return f"before {leaves[boundary].name}, which makes the images one size"
     kind = kind_of(leaf.transform)
     if kind == "pixels":
@@ -239,7 +243,7 @@ def _boundary(leaves: Sequence[Leaf]) -> int:
         after = one_size and not _varies(leaf)
         if not leaf.conditional and _fixes_size(leaf.transform):
             after = True
-        boundary = leaf.index if after and not one_size else boundary
+        boundary = leaf.number if after and not one_size else boundary
         one_size = after
     return boundary
 

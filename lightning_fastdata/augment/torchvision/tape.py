@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lightning_fastdata.augment.ops.operation import Tape, TapeOp, Track
+from lightning_fastdata.augment.torchvision.forms import encode
 from lightning_fastdata.augment.torchvision.operations import (
     TYPES,
     Call,
@@ -148,7 +149,7 @@ class Recorder:
         inside = children_of(node)
         if inside is None:
             leaf = next(leaves)
-            return node if leaf.index <= boundary else self._hook(leaf)
+            return node if leaf.number <= boundary else self._hook(leaf)
         return with_children(node, [self._hooked(child, leaves, boundary) for child in inside])
 
     def _hook(self, leaf: Leaf) -> Any:
@@ -194,8 +195,10 @@ class Recorder:
         after = self._form_after(leaf, form, given, before)
         if leaf.conditional and after != form:
             return call(target.flush(), *given, **named)
-        encoded = general(form.type_name, given, named)
-        target.noted.append(TapeOp(leaf.index, general_name(leaf), encoded))
+        noted = encode(leaf.transform, (*given, *named.values()), form)
+        if noted is None:
+            noted = [(general_name(leaf), general(form.type_name, given, named))]
+        target.noted += [TapeOp(leaf.number, name, encoded) for name, encoded in noted]
         target.calls.append(before)
         return self._show(target, after)
 
@@ -207,7 +210,7 @@ class Recorder:
         What torchvision refuses it refuses here, too.
         """
         chosen = given[0] if kind_of(leaf.transform) == "policy" else None
-        key = leaf.index, chosen, form
+        key = leaf.number, chosen, form
         if key not in self._forms:
             made = call(torch.zeros(form.shape, dtype=form.dtype))
             self._forms[key] = Form(form.type_name, tuple(made.shape), made.dtype)

@@ -156,5 +156,3 @@ def refusal() -> str | None:
 
 def _state_of(pipeline: Any) -> Fingerprint | None:
     return fingerprint(pipeline, with_globals=False)
-
-

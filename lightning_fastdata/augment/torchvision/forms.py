@@ -1,0 +1,297 @@
+"""Which operations on batches a transform of v2 comes down to, with what it drew.
+
+A transform, or a set of parameters, that is not known here has the general form of
+:mod:`~lightning_fastdata.augment.torchvision.operations`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torchvision.transforms import InterpolationMode
+
+from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.torchvision import kernels
+from lightning_fastdata.augment.torchvision.operations import TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning_fastdata.augment.ops.operation import Run
+    from lightning_fastdata.augment.torchvision.tape import Form
+
+Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
+"""Operations by name, in the order in which they run."""
+_COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
+
+
+class UnknownFormError(Exception):
+    """The parameters have no form for batches; never seen by users."""
+
+
+def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str, Encoded]] | None:
+    """Return the operations that a transform comes down to; None: it has its general form.
+
+    Args:
+        transform: of torchvision's v2 itself.
+        given: what it was called with besides the tensor: parameters, or those of a policy.
+        form: of the image or mask.
+    """
+    name = type(transform).__name__
+    known = _OF_TRANSFORMS.get(name)
+    try:
+        if known is not None:
+            return list(known(transform, given[0], form))
+        return list(_policy(transform, given, form)) if isinstance(given[0], str) else None
+    except UnknownFormError:
+        return None
+
+
+def has_form(transform: Any) -> bool:
+    """Return whether samples that take a transform share a call, whatever each of them drew."""
+    return type(transform).__name__ in _OF_TRANSFORMS
+
+
+def _number(name: str, **values: Any) -> tuple[str, Encoded]:
+    return name, Encoded((), {key: np.asarray(value) for key, value in values.items()})
+
+
+def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) -> Noted:
+    _need_colours(form)
+    for name in order:
+        factor = factors[f"{name}_factor"]
+        if factor is not None:
+            yield _number(name, factor=np.float64(factor))
+
+
+def _need_colours(form: Form) -> None:
+    """Leave to torchvision what it refuses, and masks, which it leaves as they are."""
+    if form.type_name == "Mask" or form.shape[0] not in {1, 3}:
+        raise UnknownFormError
+
+
+def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    return _of_colours(params, [_COLOURS[at] for at in params["fn_idx"].tolist()], form)
+
+
+def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    before = ["contrast"] if params["contrast_before"] else []
+    behind = [] if params["contrast_before"] else ["contrast"]
+    yield from _of_colours(params, ["brightness", *before, "saturation", "hue", *behind], form)
+    order = params["channel_permutation"]
+    if order is not None:
+        yield _number("permute", order=order.numpy())
+
+
+def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    if form.type_name == "Mask":
+        raise UnknownFormError
+    yield _number("permute", order=params["permutation"].numpy())
+
+
+def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    if form.type_name == "Mask":
+        raise UnknownFormError
+    static = (("size", tuple(transform.kernel_size)),)
+    yield "blur", Encoded(static, {"sigma": np.array(params["sigma"], np.float64)})
+
+
+def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    value = params["v"]
+    if form.type_name == "Mask" or (value is not None and value.shape[1:] != (1, 1)):
+        raise UnknownFormError
+    if value is not None:
+        colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
+        box = [params[name] for name in ("i", "j", "h", "w")]
+        yield _number("erase", box=np.array(box, np.int64), value=colour)
+
+
+def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    padding = tuple(params["padding"]) if params["needs_pad"] else None
+    static = (
+        ("size", (params["height"], params["width"])),
+        ("padding", padding),
+        ("fill", fill_for(transform.fill, form)),
+        ("mode", transform.padding_mode),
+        ("type", form.type_name),
+    )
+    yield "crop", Encoded(static, {"corner": np.array([params["top"], params["left"]], np.int64)})
+
+
+def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    how = transform.interpolation, transform.fill, form
+    return _rotation(params["angle"], transform.center, *how)
+
+
+def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    how = transform.interpolation, transform.fill, form
+    return _affine(**params, center=transform.center, how=how)
+
+
+def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    static = _reading(transform.interpolation, transform.fill, form)
+    numbers = np.array(params["coefficients"], np.float32)
+    yield "perspective", Encoded(static, {"coefficients": numbers})
+
+
+_OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
+    "ColorJitter": _jitter,
+    "GaussianBlur": _blurred,
+    "RandomAffine": _moved,
+    "RandomChannelPermutation": _permuted,
+    "RandomCrop": _cropped,
+    "RandomErasing": _erased,
+    "RandomPerspective": _projected,
+    "RandomPhotometricDistort": _distort,
+    "RandomRotation": _rotated,
+}
+
+
+# -- warps -----------------------------------------------------------------------------------------
+
+
+def fill_for(fill: Any, form: Form) -> Any:
+    """Return what torchvision fills an image or mask with: None, a number, or a tuple of some."""
+    if isinstance(fill, Mapping):
+        kind = TYPES[form.type_name]
+        fill = fill[kind] if kind in fill else fill.get("others")
+    return fill if fill is None or isinstance(fill, int | float) else tuple(map(float, fill))
+
+
+def _reading(interpolation: Any, fill: Any, form: Form) -> tuple[tuple[str, Any], ...]:
+    mode = getattr(interpolation, "value", interpolation)
+    mode = "nearest" if form.type_name == "Mask" else mode
+    fill = fill_for(fill, form)
+    channels = form.shape[0] if len(form.shape) == 3 else 1
+    fits = not isinstance(fill, tuple) or len(fill) in {1, channels}
+    if mode not in {InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value} or not fits:
+        raise UnknownFormError
+    return ("mode", mode), ("fill", fill)
+
+
+def _rotation(angle: float, center: Any, interpolation: Any, fill: Any, form: Form) -> Noted:
+    angle %= 360
+    if center is None and angle % 90 == 0:  # torchvision turns the pixels themselves
+        raise UnknownFormError
+    how = interpolation, fill, form
+    return _affine(-angle, (0, 0), 1.0, (0.0, 0.0), center=center, how=how)
+
+
+def _affine(
+    angle: float,
+    translate: Sequence[float],
+    scale: float,
+    shear: Sequence[float],
+    *,
+    center: Sequence[float] | None,
+    how: tuple[Any, Any, Form],
+) -> Noted:
+    height, width = how[2].shape[-2:]
+    middle = [0.0, 0.0]
+    if center is not None:
+        middle = [place - size * 0.5 for place, size in zip(center, (width, height), strict=True)]
+    matrix = _inverse(angle, [float(by) for by in translate], scale, shear, middle)
+    array = torch.tensor(matrix, dtype=torch.float32).view(2, 3).numpy()
+    yield "affine", Encoded(_reading(*how), {"matrix": array})
+
+
+def _inverse(
+    angle: float,
+    translate: Sequence[float],
+    scale: float,
+    shear: Sequence[float],
+    middle: Sequence[float],
+) -> list[float]:
+    """Return the matrix that reads an image turned, sheared, scaled and moved about its middle."""
+    turn, along, down = map(math.radians, (angle, *shear))
+    (x, y), (right, below) = middle, translate
+    a = math.cos(turn - down) / math.cos(down)
+    b = -(a * math.tan(along) + math.sin(turn))
+    c = math.sin(turn - down) / math.cos(down)
+    d = math.cos(turn) - c * math.tan(along)
+    matrix = [d / scale, -b / scale, 0.0, -c / scale, a / scale, 0.0]
+    matrix[2] += x - matrix[0] * (x + right) - matrix[1] * (y + below)
+    matrix[5] += y - matrix[3] * (x + right) - matrix[4] * (y + below)
+    return matrix
+
+
+# -- policies --------------------------------------------------------------------------------------
+
+
+class _Chosen(NamedTuple):
+    """An operation that a policy chose for a sample, as it carries it out."""
+
+    name: str
+    magnitude: float
+    interpolation: Any
+    fill: Any
+    form: Form
+
+    @property
+    def how(self) -> tuple[Any, Any, Form]:
+        return self.interpolation, self.fill, self.form
+
+    def sheared(self, along: float, down: float) -> Noted:
+        """Shear about the upper left corner."""
+        degrees = (math.degrees(math.atan(along)), math.degrees(math.atan(down)))
+        return _affine(0.0, (0, 0), 1.0, degrees, center=(0, 0), how=self.how)
+
+    def moved(self, right: float, down: float) -> Noted:
+        """Move by whole pixels."""
+        by = int(right), int(down)
+        return _affine(0.0, by, 1.0, (0.0, 0.0), center=None, how=self.how)
+
+
+def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noqa: ARG001
+    name, magnitude = given[:2]
+    chosen = _Chosen(name, magnitude, given[2], given[3], form)
+    _need_colours(form)
+    if name in _POLICY_FACTORS:
+        yield _number(_POLICY_FACTORS[name], factor=np.float64(1.0 + magnitude))
+    elif name == "Posterize":
+        yield _number("posterize", bits=np.int64(int(magnitude)))
+    elif name == "Solarize":
+        bound = 1.0 if form.dtype.is_floating_point else 255
+        yield _number("solarize", threshold=np.float64(bound * magnitude))
+    elif name in _POLICY_WARPS:
+        yield from _POLICY_WARPS[name](chosen)
+    else:
+        raise UnknownFormError
+
+
+_POLICY_FACTORS: Final = {
+    "Brightness": "brightness",
+    "Color": "saturation",
+    "Contrast": "contrast",
+    "Sharpness": "sharpness",
+}
+_POLICY_WARPS: Final[Mapping[str, Callable[[_Chosen], Noted]]] = {
+    "Rotate": lambda one: _rotation(one.magnitude, None, *one.how),
+    "ShearX": lambda one: one.sheared(one.magnitude, 0.0),
+    "ShearY": lambda one: one.sheared(0.0, one.magnitude),
+    "TranslateX": lambda one: one.moved(one.magnitude, 0),
+    "TranslateY": lambda one: one.moved(0, one.magnitude),
+}
+
+
+def _never(*_: Any) -> None:
+    return None
+
+
+def _op(name: str, run: Run) -> DeviceOp:
+    return DeviceOp(name=name, encode=_never, image=run, mask=run)
+
+
+FORMS: Final[Mapping[str, DeviceOp]] = {
+    name: _op(name, getattr(kernels, name))
+    for name in (
+        *_COLOURS,
+        *("affine", "blur", "crop", "erase", "permute", "perspective", "posterize", "sharpness"),
+        "solarize",
+    )
+}
+"""Operations with parameters of each sample's own, by name."""

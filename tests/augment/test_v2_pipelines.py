@@ -1,0 +1,165 @@
+"""A v2 pipeline as ``augment=`` draws and makes for each sample what v2 itself does under its key."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from augment.v2_pipelines import assert_same, copied, eager, images, keys, sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from lightning_fastdata import as_batch_transform
+from lightning_fastdata.augment.pipeline.fields import Fields
+from lightning_fastdata.augment.torchvision.collated import run_collated
+from lightning_fastdata.batches.collate import collate_samples
+
+COUNT = 6
+
+
+def numbers(low, high):
+    return st.floats(low, high)
+
+
+COLOURS = st.one_of(
+    st.builds(v2.ColorJitter, numbers(0, 1), numbers(0, 1), numbers(0, 1), numbers(0, 0.5)),
+    st.builds(v2.RandomPhotometricDistort, p=numbers(0, 1)),
+    st.builds(v2.RandomGrayscale, numbers(0, 1)),
+    st.builds(v2.RandomInvert),
+    st.builds(v2.RandomPosterize, st.integers(0, 8)),
+    st.builds(v2.RandomAutocontrast),
+    st.builds(v2.RandomEqualize),
+    st.builds(v2.RandomAdjustSharpness, numbers(0, 3)),
+    st.builds(v2.RandomSolarize, numbers(0, 1)),
+    st.builds(v2.RandomChannelPermutation),
+    st.builds(v2.GaussianBlur, st.sampled_from([3, 5, (3, 7)]), st.just((0.1, 2.0))),
+)
+MODES = st.sampled_from([v2.InterpolationMode.NEAREST, v2.InterpolationMode.BILINEAR])
+FILLS = st.sampled_from([0, 0.5, {tv_tensors.Image: (0.1, 0.2, 0.3), "others": 1}])
+MOVES = st.one_of(
+    st.builds(v2.RandomHorizontalFlip),
+    st.builds(v2.RandomVerticalFlip),
+    st.builds(v2.RandomRotation, numbers(0, 90), MODES, fill=FILLS),
+    st.builds(
+        v2.RandomAffine,
+        numbers(0, 30),
+        translate=st.sampled_from([None, (0.1, 0.2)]),
+        scale=st.sampled_from([None, (0.7, 1.3)]),
+        shear=st.sampled_from([None, 10, (-5, 5, -9, 9)]),
+        interpolation=MODES,
+        fill=FILLS,
+    ),
+    st.builds(v2.RandomPerspective, numbers(0, 0.6), interpolation=MODES, fill=FILLS),
+    st.builds(v2.ElasticTransform, st.just(20.0), st.just(1.5)),
+)
+SIZES = st.one_of(
+    st.builds(v2.RandomResizedCrop, st.sampled_from([24, (20, 28)]), antialias=st.booleans()),
+    st.builds(
+        v2.RandomCrop, st.just(24), padding=st.sampled_from([None, 3]), pad_if_needed=st.just(True)
+    ),
+    st.builds(v2.Resize, st.sampled_from([(24, 28), (50, 60)]), antialias=st.booleans()),
+    st.builds(v2.CenterCrop, st.sampled_from([24, 60])),
+)
+ENDS = st.one_of(
+    st.just([]),
+    st.just([v2.ToDtype(torch.float32, scale=True)]),
+    st.just([v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.4] * 3, [0.2] * 3)]),
+    st.just(
+        [
+            v2.ToDtype(
+                {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None},
+                scale=True,
+            )
+        ]
+    ),
+)
+
+
+def pipelines(*steps):
+    """Return pipelines of some steps, nested as people nest them."""
+    one = st.one_of(*steps)
+    some = st.lists(one, min_size=1, max_size=3)
+    nested = st.one_of(
+        one,
+        st.builds(v2.RandomApply, some, p=numbers(0, 1)),
+        st.builds(v2.RandomChoice, some),
+        st.builds(v2.RandomOrder, some),
+        st.builds(lambda inside: nn.Sequential(*inside), some),
+        st.builds(v2.Compose, some),
+    )
+    return st.builds(
+        lambda before, size, behind, end: v2.Compose([*before, size, *behind, *end]),
+        st.lists(nested, max_size=2),
+        SIZES,
+        st.lists(nested, max_size=4),
+        ENDS,
+    )
+
+
+def carried_out(pipeline, samples, own_keys):
+    """Return the batch that a device makes of samples, drawn in a worker; or the samples."""
+    transform = as_batch_transform(pipeline)
+    worker = transform.in_worker(on_device=True)
+    made, tapes = zip(
+        *(worker(copied(one), key) for one, key in zip(samples, own_keys, strict=True)), strict=True
+    )
+    if not worker.stacks(made, tapes):
+        return None, worker.finish_each(made, tapes)[0]
+    batch = collate_samples(made)
+    assert worker.stacks(made, tapes, batch)
+    return transform.apply(batch, worker.collate(tapes)), None
+
+
+def check(pipeline, samples):
+    """The worker alone, the device behind a worker, and batches of others: all are v2's own."""
+    own_keys = keys(len(samples))
+    wanted = eager(pipeline, samples, own_keys)
+    whole = as_batch_transform(pipeline).in_worker(on_device=False)
+    before = torch.get_rng_state()
+    for one, key, want in zip(samples, own_keys, wanted, strict=True):
+        made, tape = whole(copied(one), key)
+        assert tape is None
+        assert_same(made, want)
+    batch, each = carried_out(pipeline, samples, own_keys)
+    assert torch.equal(before, torch.get_rng_state())
+    if each is None:
+        assert_same(batch, collate_samples(wanted))
+    else:
+        assert_same(list(each), wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pipelines(COLOURS, MOVES),
+    st.sampled_from([torch.uint8, torch.float32]),
+    st.sampled_from(["tuple", "tensor", "masks"]),
+    st.booleans(),
+)
+def test_random_pipelines_are_v2s_own(pipeline, dtype, form, several):
+    samples = [
+        sample(image, number, form) for number, image in enumerate(images(COUNT, 40, 44, dtype))
+    ]
+    if several:
+        samples[1::2] = [
+            sample(image, number, form)
+            for number, image in enumerate(images(COUNT // 2, 52, 36, dtype))
+        ]
+    check(pipeline, samples)
+
+
+@pytest.mark.parametrize(
+    "policy", [v2.RandAugment, v2.TrivialAugmentWide, v2.AutoAugment, v2.AugMix]
+)
+@pytest.mark.parametrize("form", ["tuple", "tensor"])
+def test_policies_are_v2s_own(policy, form):
+    pipeline = v2.Compose(
+        [policy(), v2.RandomHorizontalFlip(), policy(), v2.ToDtype(torch.float32, scale=True)]
+    )
+    check(
+        pipeline,
+        [sample(image, number, form) for number, image in enumerate(images(COUNT, 40, 44))],
+    )

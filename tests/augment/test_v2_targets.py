@@ -1,0 +1,189 @@
+"""Masks, boxes, keypoints and labels go with their image, as v2 does it, in any structure."""
+
+from __future__ import annotations
+
+import PIL.Image
+import pytest
+import torch
+from augment.test_v2_pipelines import carried_out, check
+from augment.v2_pipelines import assert_same, copied, eager, images, keys, sample
+from torchvision import tv_tensors
+from torchvision.datasets import VOCDetection, wrap_dataset_for_transforms_v2
+from torchvision.transforms import v2
+
+from lightning_fastdata import BatchError, as_batch_transform
+
+DETECTION = {
+    "hflip": [
+        v2.ToImage(),
+        v2.RandomHorizontalFlip(p=0.5),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.SanitizeBoundingBoxes(),
+        v2.ToPureTensor(),
+    ],
+    "lsj": [
+        v2.ToImage(),
+        v2.ScaleJitter(target_size=(48, 48), antialias=True),
+        v2.RandomCrop(
+            40, pad_if_needed=True, fill={tv_tensors.Image: (123, 117, 104), "others": 0}
+        ),
+        v2.RandomHorizontalFlip(p=0.5),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.ClampBoundingBoxes(),
+        v2.SanitizeBoundingBoxes(),
+    ],
+    "ssd": [
+        v2.RandomPhotometricDistort(),
+        v2.RandomZoomOut(fill={tv_tensors.Image: (123, 117, 104), "others": 0}),
+        v2.RandomIoUCrop(),
+        v2.RandomHorizontalFlip(p=0.5),
+        v2.SanitizeBoundingBoxes(),
+        v2.ToDtype(torch.float32, scale=True),
+    ],
+    "moved": [
+        v2.RandomAffine(20, (0.1, 0.1), (0.8, 1.2)),
+        v2.RandomPerspective(0.3),
+        v2.ConvertBoundingBoxFormat("CXCYWH"),
+        v2.RandomRotation(20, expand=True),
+        v2.Resize((32, 36)),
+        v2.RandomVerticalFlip(),
+        v2.SanitizeBoundingBoxes(),
+    ],
+}
+
+
+def check_each(pipeline, samples):
+    """Check samples that make no tensors of a batch; return them."""
+    own_keys = keys(len(samples))
+    wanted = eager(pipeline, samples, own_keys)
+    transform = as_batch_transform(pipeline)
+    for on_device in (False, True):
+        worker = transform.in_worker(on_device=on_device)
+        pairs = [worker(copied(one), key) for one, key in zip(samples, own_keys, strict=True)]
+        made, tapes = map(list, zip(*pairs, strict=True))
+        done = worker.finish_each(made, tapes)[0] if on_device else made
+        assert_same(done, wanted)
+    return done
+
+
+@pytest.mark.parametrize("name", DETECTION)
+def test_detection_as_torchvisions_references_write_it(name):
+    samples = [sample(image, n, "boxes") for n, image in enumerate(images(8, 40, 44))]
+    # Labels of boxes that were removed are removed with them.
+    for _, target in check_each(v2.Compose(DETECTION[name]), samples):
+        assert len(target["labels"]) == len(target["boxes"])
+
+
+@pytest.mark.parametrize("form", ["XYXY", "XYWH", "CXCYWH"])
+def test_boxes_of_all_formats_ride_beside_deferred_images(form):
+    samples = [sample(image, n, "boxes") for n, image in enumerate(images(4, 40, 44))]
+    for _, target in samples:
+        target["boxes"] = v2.functional.convert_bounding_box_format(
+            target["boxes"], new_format=form
+        )
+        del target["masks"]
+    pipeline = v2.Compose([v2.Resize((40, 44)), v2.RandomHorizontalFlip(), v2.RandomRotation(9)])
+    check(pipeline, samples)
+
+
+def test_several_images_share_their_draws():
+    one, two = images(4, 40, 44), images(4, 40, 44)
+    samples = [
+        {"near": a, "far": v2.functional.invert(b), "truth": tv_tensors.Mask(a[0].clone())}
+        for a, b in zip(one, two, strict=True)
+    ]
+    pipeline = v2.Compose(
+        [v2.CenterCrop(36), v2.RandomHorizontalFlip(), v2.RandomAffine(30), v2.ColorJitter(0.5)]
+    )
+    check(pipeline, samples)
+
+
+VOC = """<annotation><size><width>44</width><height>40</height><depth>3</depth></size>
+<object><name>dog</name><bndbox><xmin>4</xmin><ymin>5</ymin><xmax>30</xmax><ymax>33</ymax></bndbox>
+</object><object><name>cat</name><bndbox><xmin>0</xmin><ymin>0</ymin><xmax>2</xmax><ymax>2</ymax>
+</bndbox></object></annotation>"""
+
+
+def test_a_wrapped_dataset_of_torchvision_is_taken_as_it_is(tmp_path):
+    folder = tmp_path / "VOCdevkit" / "VOC2012"
+    for name in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (folder / name).mkdir(parents=True)
+    names = [f"photo{number}" for number in range(3)]
+    (folder / "ImageSets/Main/train.txt").write_text("\n".join(names))
+    for name, image in zip(names, images(3, 40, 44), strict=True):
+        (folder / f"Annotations/{name}.xml").write_text(VOC)
+        v2.functional.to_pil_image(image).save(folder / f"JPEGImages/{name}.jpg")
+    dataset = wrap_dataset_for_transforms_v2(VOCDetection(tmp_path, image_set="train"))
+    samples = [dataset[index] for index in range(3)]
+    assert type(samples[0][1]["boxes"]) is tv_tensors.BoundingBoxes
+    check_each(v2.Compose([*DETECTION["ssd"][1:5], v2.ToImage(), *DETECTION["lsj"][1:]]), samples)
+
+
+def test_a_segmentation_of_pil_images_is_moved():
+    class Pairs(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            image = images(4, 40, 44)[index]
+            mask = PIL.Image.fromarray(image[0].numpy() // 64)
+            return v2.functional.to_pil_image(image), tv_tensors.Mask(mask)
+
+    pipeline = v2.Compose(
+        [
+            v2.RandomResize(30, 50),
+            v2.RandomHorizontalFlip(0.5),
+            v2.ToImage(),
+            v2.RandomCrop(28, pad_if_needed=True, fill={tv_tensors.Mask: 255, "others": 0}),
+            v2.ToDtype(
+                {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None},
+                scale=True,
+            ),
+            v2.Normalize([0.5] * 3, [0.2] * 3),
+        ]
+    )
+    samples = [Pairs()[index] for index in range(4)]
+    check(pipeline, samples)
+
+
+def test_labels_that_are_tensors_are_passed_through():
+    samples = [(torch.tensor([n, 7]), image) for n, image in enumerate(images(4, 30, 30))]
+    check(v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()]), samples)
+
+
+def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
+    pipeline = v2.Compose(
+        [
+            v2.CenterCrop(24),
+            v2.RandomHorizontalFlip(),
+            lambda image: image / 255,
+            v2.RandomErasing(),
+        ]
+    )
+    samples = [sample(image, number) for number, image in enumerate(images(4, 30, 30))]
+    own_keys = keys(4)
+    alone = eager(pipeline, [image for image, _ in samples], own_keys)
+    batch, _ = carried_out(pipeline, samples, own_keys)
+    assert_same(batch[0], torch.stack(alone), types=False)
+    assert batch[1].tolist() == [0, 1, 2, 3]
+
+
+def test_a_field_of_the_images_size_without_a_role_is_an_error():
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)])
+    image = images(1, 30, 30)[0]
+    depth = torch.zeros(30, 30)
+    for field, named in ({"image": image, "depth": depth}, "depth"), ((image, depth), 1):
+        worker = as_batch_transform(pipeline).in_worker(on_device=True)
+        with pytest.raises(BatchError, match=r"tv_tensors\.Mask.*stays="):
+            worker(field, keys(1)[0])
+        stays = as_batch_transform(pipeline, stays=named).in_worker(on_device=False)
+        stays(field, keys(1)[0])
+        masked = as_batch_transform(pipeline, mask=named).in_worker(on_device=False)
+        made, _ = masked(field, keys(1)[0])
+        assert type(made[named]) is tv_tensors.Mask
+
+
+def test_arrays_that_v2_would_pass_through_are_refused():
+    transform = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip()]))
+    with pytest.raises(BatchError, match=r"Begin the pipeline with v2\.ToImage"):
+        transform.check_sample((images(1, 9, 9)[0].permute(1, 2, 0).numpy(), 3))
