@@ -26,7 +26,7 @@ class AugmentationBase2D(nn.Module):
         rows = 1 if self.same_on_batch else batch_shape[0]
         prob = (torch.rand(rows) < self.p).float().expand(batch_shape[0])
         prob = prob * (torch.rand(1) < self.p_batch) if self.p_batch < 1 else prob
-        drawn = {name: value for name, value in self.draw(batch_shape, rows).items()}
+        drawn = self.draw(batch_shape, rows)
         shape = torch.tensor(list(batch_shape))
         return {**drawn, "batch_prob": prob, "forward_input_shape": shape}
 
@@ -135,20 +135,16 @@ class AugmentationSequential(ImageSequential):
         keys = [str(key).lower() for key in data_keys or self.data_keys]
         if params is None:
             params = self.forward_parameters(given[keys.index("input")].shape)
-        made = []
-        for one in given:
-            for name, data in params:
-                module = self.get_submodule(name)
-                if one is given[keys.index("input")] or isinstance(
-                    module, GeometricAugmentationBase2D
-                ):
-                    one = _moved(module, one, data)
-            made.append(one)
+        made = [self._made(*pair, params) for pair in zip(keys, given, strict=True)]
         return made[0] if len(made) == 1 else made
 
-
-def _moved(module, one, data):
-    return module(one) if data is None else module(one, params=data)
+    def _made(self, key, one, params):
+        for name, data in params:
+            module = self.get_submodule(name)
+            moves = isinstance(module, GeometricAugmentationBase2D)
+            if key == "input" or (moves and key != "label"):
+                one = module(one) if data is None else module(one, params=data)
+        return one
 
 
 class PatchSequential(ImageSequential):

@@ -33,8 +33,11 @@ class _Leaf(NamedTuple):
     """A module that draws, and what it has drawn for a batch."""
 
     module: Any
-    name: str
     drawn: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
 
 
 def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params:
@@ -89,13 +92,13 @@ def as_tensors(params: Params) -> Params:
     )  # fmt: skip
 
 
-def _leaves(module: Any, drawn: Params, name: str = "") -> Iterator[_Leaf]:
+def _leaves(module: Any, drawn: Params) -> Iterator[_Leaf]:
     """Yield the modules that have drawn, in the order in which they run."""
     if isinstance(drawn, dict):
-        yield _Leaf(module, name or type(module).__name__, drawn)
+        yield _Leaf(module, drawn)
     elif drawn is not None:
         for item in drawn:
-            yield from _leaves(module.get_submodule(item.name), item.data, item.name)
+            yield from _leaves(module.get_submodule(item.name), item.data)
 
 
 def _as_one(leaf: _Leaf) -> Size:

@@ -40,12 +40,16 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.device.backend import device_draws
 from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.randomness.search import loaded_classes
 from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
 
 _IMAGES: Final = frozenset({"INPUT", "IMAGE"})
@@ -124,10 +128,23 @@ class KorniaTransform(StageTransform):
         self.name = type(module).__name__
         self._module = module
         self._fields = fields
+        self._take_in(_state_of(module))
+
+    def _take_in(self, state: Fingerprint | None) -> None:
+        # A copy computes, as a module keeps what it drew last: it would seem to have changed.
+        self._state, self._copy = state, copy.deepcopy(self._module)
 
     def made_of(self) -> tuple[object, ...]:
         """Return the module."""
         return (self._module,)
+
+    def renewed(self) -> Self:
+        """Return the transform as the module is now: itself, if nothing of that has changed."""
+        state = _state_of(self._module)
+        if state is not None and state == self._state:
+            return self
+        self._take_in(state)
+        return copy.copy(self)
 
     def behind(self) -> StageTransform:
         """Return the module as what draws for whole batches, by their numbers."""
@@ -151,14 +168,14 @@ class KorniaTransform(StageTransform):
         """Return the batch as Kornia makes it of the parameters that were drawn."""
         if not isinstance(draws, BatchDraws):
             return batch
-        return _computed(self._module, self._fields, batch, *draws.values)
+        return _computed(self._copy, self._fields, batch, *draws.values)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw for a batch of another loader as Kornia does, for all of it at once, and compute.
 
         It draws by the key of the first sample: to draw for each one takes as long as the step.
         """
-        return _computed(self._module, self._fields, batch, None, [key])
+        return _computed(self._copy, self._fields, batch, None, [key])
 
     def explain(self) -> str:
         """Return a line for each module that draws."""
@@ -224,6 +241,10 @@ class KorniaWorker(WorkerTransform):
         """Return a batch that was collated here, computed; for where no device takes part."""
         keys = [one.key for one in drawn]
         return _computed(self._module, self._fields, batch, None, keys)
+
+
+def _state_of(module: Any) -> Fingerprint | None:
+    return fingerprint(module, with_globals=False)
 
 
 def _computed(
