@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -175,9 +176,19 @@ def _in_unit_range(pixels: np.ndarray) -> bool:
 
 def _names(transforms: Iterable[object]) -> set[str]:
     """Return which operations of pipelines make floats of all images."""
-    composes = find_composes(list(transforms))
-    leaves = [leaf for compose in composes for leaf in list_leaves(compose)]
-    return {type(leaf.transform).__name__ for leaf in leaves} & {"Normalize", "ToFloat"}
+    transforms = list(transforms)
+    leaves = [leaf for compose in find_composes(transforms) for leaf in list_leaves(compose)]
+    names = {type(leaf.transform).__name__ for leaf in leaves} & {"Normalize", "ToFloat"}
+    kinds = loaded_classes("torchvision.transforms.v2", "Normalize", "ToDtype", "ConvertImageDtype")
+    own = find_instances(transforms, kinds)
+    return names | {type(one).__name__ for one in own if _makes_floats(one)}
+
+
+def _makes_floats(transform: Any) -> bool:
+    """Return whether a transform of torchvision makes images floating point, or normalises them."""
+    dtypes = getattr(transform, "dtype", torch.float32)
+    given = dtypes.values() if isinstance(dtypes, Mapping) else [dtypes]
+    return any(isinstance(one, torch.dtype) and one.is_floating_point for one in given)
 
 
 def _way(mean: object, std: object) -> Normalized:

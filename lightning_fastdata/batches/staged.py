@@ -190,7 +190,7 @@ def batch_samples(batch: Batch) -> int:
     """
     first = batch[0] if type(batch) in (list, tuple) and len(batch) else batch
     if type(first) is torch.Tensor and first.ndim:  # asked for in each step, mostly of such
-        return len(first)
+        return first.shape[0]
     for leaf in leaves(batch):
         if isinstance(leaf, Sized) and getattr(leaf, "ndim", False):
             return len(leaf)

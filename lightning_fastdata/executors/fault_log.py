@@ -133,7 +133,7 @@ class FaultLog:
         warnings.warn(
             f"Sample {_named(fault)} is bad and was {done}: {fault.error}: {fault.text} Further "
             f"samples with {fault.error} ({fault.stage}) are counted, and not warned of.{where} "
-            f"More than {self.allowed} bad samples are an error (bad_sample_budget).",
+            f"More than {self.allowed} bad samples are an error (BadSamples.budget_share).",
             FastDataWarning,
             stacklevel=2,
         )
@@ -144,8 +144,8 @@ class FaultLog:
         lines = [*listed[:_MOST_LISTED], *([f"and {more} more"] if more > 0 else [])]
         return DatasetError(
             f"{len(listed)} samples of the dataset are bad, and {self.allowed} may be. Repair them "
-            "or leave them out, or allow a larger share (LoaderOptions(bad_sample_budget=...)). "
-            "These are bad:\n" + "\n".join(lines)
+            "or leave them out, or allow a larger share "
+            "(on_bad_sample=BadSamples(..., budget_share=...)). These are bad:\n" + "\n".join(lines)
         )
 
     def _write(self, fault: Fault) -> None:

@@ -76,11 +76,8 @@ class FetchPlan:
     """Each side process seeds its generators from this and its number when it starts."""
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each side process with its number."""
-    timeout_s: float = 0
-    """Seconds to wait for one batch; 0 waits as long as there is progress."""
-    stall_timeout_s: float | None = None
-    """Seconds without progress until a side process is stuck, where ``timeout_s`` is 0; 0: never;
-    None: as the tasks show."""
+    timeout_s: float | None = None
+    """Seconds without progress until a side process is stuck; 0: never; None: as the tasks show."""
     in_order: bool = True
     """Deliver in the plan's order; False: as they are ready."""
     compared: tuple[object, ...] = ()

@@ -22,13 +22,11 @@ from lightning_fastdata.executors.pool.crew import Crew
 from lightning_fastdata.executors.pool.faults import (
     doing_in_streams,
     stream_broken,
-    timed_out,
 )
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import PendingBatch, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
 from lightning_fastdata.executors.stream_position import StreamHistory, StreamPosition
-from lightning_fastdata.host import clock
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 
 if TYPE_CHECKING:
@@ -109,7 +107,7 @@ class StreamExecutor:
         self._generation = 0
         self._epoch = 0
         self._count = 0
-        self._stall = StallWatch(plan.stall_timeout_s)
+        self._stall = StallWatch(plan.timeout_s)
         self._turn = 0
         self._lanes: list[_Lane] = []
         self._wait = WaitWatch()
@@ -193,7 +191,7 @@ class StreamExecutor:
         if self._history is None:
             return None
         while any(not (lane.start_known or lane.closed) for lane in self._lanes):
-            self._receive(None)
+            self._receive()
         return self._history.position(delivered)
 
     @property
@@ -215,9 +213,6 @@ class StreamExecutor:
         return self
 
     def __next__(self) -> Batch:
-        until = clock.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
-        if self._history is not None and self._history.skipping:
-            until = None  # what is read again first takes as long as it takes
         self._wait.requested(recorded=self._records is not None)
         if self._pin_thread is not None:  # what has come since goes there before it is its turn
             self._handle(self._crew.wait(0.0))
@@ -239,7 +234,7 @@ class StreamExecutor:
                 ahead = sum(batch.is_ready for lane in self._lanes for batch in lane.batches)
             if lane.broken:
                 raise lane.error()
-            self._receive(until)
+            self._receive()
 
     def ready(self) -> bool:
         """Return whether the next batch, an error or the end can be had without waiting."""
@@ -314,14 +309,11 @@ class StreamExecutor:
 
     # What comes back
 
-    def _receive(self, until: float | None) -> None:
-        look_s = self._stall.next_look_s if until is None else None
-        events = self._crew.wait(look_s or until)
-        children = list(self.children.values())
-        if events is None and look_s is None:
-            raise timed_out(self.plan.timeout_s, doing_in_streams(children))
+    def _receive(self) -> None:
+        events = self._crew.wait(self._stall.next_look_s)
         self._handle(events)
         if events is None:
+            children = list(self.children.values())
             self._stall.look(children, lambda: doing_in_streams(children))
 
     def _handle(self, events: Iterable[Answer | Loss] | None) -> None:

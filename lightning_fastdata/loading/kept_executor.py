@@ -113,7 +113,7 @@ class SourceSettings(NamedTuple):
     num_workers: int
     collate_fn: Callable[[list[Any]], Any]
     pin_memory: bool
-    timeout: float
+    timeout: float | Literal["auto"]
     worker_init_fn: Callable[[int], None] | None
     multiprocessing_context: Any
     generator: torch.Generator | None
@@ -127,7 +127,6 @@ class SourceSettings(NamedTuple):
     on_device: bool
     staged: Stage | None
     executor: ExecutorName
-    stall_timeout: float | Literal["auto"]
     faults: FaultLog
     actor_options: dict[str, Any] | None
     chosen: bool

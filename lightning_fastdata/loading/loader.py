@@ -129,7 +129,10 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         collate_fn: Samples to batch; default: ``default_collate``, extended to dataclasses.
         pin_memory: Copy batches into page-locked memory before they are returned.
         drop_last: Leave out the last batch if it is not full.
-        timeout: Seconds to wait for a batch from a worker; 0 waits as long as there is progress.
+        timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and the
+            sample read once more; an error if that gets nowhere, too. 0 waits for ever. "auto": 60,
+            or 20 times the 99th percentile of tasks if that is more. ``executor="torch"`` waits so
+            long for a batch, as torch does; "auto": for ever.
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of the workers.
         generator: Source of torch's own base seed.
@@ -157,10 +160,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             always by torch.
         ahead: Takes the iterator of each epoch and returns the one that is handed out: what sends
             batches to the device before they are asked for.
-        stall_timeout: Seconds after which a worker that gets nowhere with a sample is replaced, and
-            the sample read once more; an error if that gets nowhere, too. 0 waits for ever. "auto":
-            60, or 20 times the 99th percentile of tasks if that is more. A ``timeout`` takes its
-            place. Not of ``executor="torch"``.
         run: Who takes the batches, where that is not a plain loop: asked which epoch it is in and
             how many batches of it were taken, in place of ``epoch``.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"``, ``"replace"`` it
@@ -197,7 +196,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         collate_fn: Callable[[list[Any]], Batch_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
-        timeout: float = 0,
+        timeout: float | Literal["auto"] = "auto",
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         generator: Generator | None = None,
@@ -213,7 +212,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         staged: Stage | None = None,
         executor: ExecutorName | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
-        stall_timeout: float | Literal["auto"] = "auto",
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         split: bool | Literal["auto"] = "auto",
@@ -230,7 +228,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             executor=executor,
             actor_options=actor_options,
             transform=transform,
-            stall_timeout=stall_timeout,
+            timeout=timeout,
             tune="auto" if isinstance(tune, Tuner) else tune,
             needs_batches=staged is not None,
             whole={
@@ -273,7 +271,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
                 multiprocessing_context=multiprocessing_context,
-                on_bad_sample=BadSamples.of(on_bad_sample).policy,
+                on_bad_sample=on_bad_sample,
                 split=split,
                 executor=executor,
                 actor_options=actor_options,
@@ -309,7 +307,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             collate_fn,
             pin_memory,
             drop_last,
-            timeout,
+            0 if timeout == "auto" else timeout,
             worker_init_fn,
             multiprocessing_context,
             generator,
@@ -330,7 +328,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self.staged = staged
         self.ahead = ahead
         self.actor_options = actor_options
-        self.stall_timeout = stall_timeout
+        vars(self)["timeout"] = timeout  # torch takes numbers alone
         self.run = run
         self.tune = tune
         self._nothing_is_read_yet()

@@ -55,7 +55,7 @@ Loader: TypeAlias = "FastDataLoader[Any] | SourceSettings"
 _TORCH_PREFETCH: Final = 2
 """Torch's own default."""
 _PASSED_ON: Final = (
-    "num_workers", "pin_memory", "timeout", "multiprocessing_context", "generator",
+    "num_workers", "pin_memory", "multiprocessing_context", "generator",
     "prefetch_factor", "pin_memory_device", "in_order",
 )  # fmt: skip
 """Settings that torch's own loader takes as they are."""
@@ -125,6 +125,7 @@ def open_source(
         collate_fn=collate_fn,
         worker_init_fn=start,
         persistent_workers=settings.keeps is True,
+        timeout=0 if settings.timeout == "auto" else settings.timeout,
         **order,
         **{name: getattr(settings, name) for name in _PASSED_ON},
     )
@@ -188,8 +189,7 @@ def _open_executor(
         seed=None if streamed else settings.seed,
         own=None if streamed else OwnGenerators(settings.dataset),
         worker_init_fn=settings.worker_init_fn,
-        timeout_s=settings.timeout,
-        stall_timeout_s=None if settings.stall_timeout == "auto" else settings.stall_timeout,
+        timeout_s=None if settings.timeout == "auto" else settings.timeout,
         in_order=settings.in_order,
         context=settings.multiprocessing_context,
         look_ahead=ahead,
@@ -219,7 +219,7 @@ def _stands_by(settings: SourceSettings) -> bool:
 
     What only workers do, or are watched for, needs them.
     """
-    works = settings.worker_init_fn or settings.timeout or settings.stall_timeout != "auto"
+    works = settings.worker_init_fn or settings.timeout != "auto"
     sure = is_drawn_at_start(order_of(settings)) and settings.in_order
     return settings.standby and sure and not works and settings.transform is None
 

@@ -69,11 +69,9 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_seconds(name: str, value: object, *, auto: bool) -> None:
+def _check_seconds(name: str, value: object) -> None:
     seconds = isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf
-    also = ', or "auto"' if auto else ""
-    fine = seconds or (auto and value == "auto")
-    check(name, value, fine, f"seconds from 0 (no timeout){also}")
+    check(name, value, seconds or value == "auto", 'seconds from 0 (no timeout), or "auto"')
 
 
 def check_loader(
@@ -82,7 +80,7 @@ def check_loader(
     executor: Literal["auto"] | ExecutorName,
     actor_options: object,
     transform: object,
-    stall_timeout: object,
+    timeout: object,
     tune: object,
     needs_batches: bool,
     whole: Mapping[str, tuple[object, int]],
@@ -111,7 +109,7 @@ def check_loader(
     for name, order in orders.items():
         fine = order is None or isinstance(order, Iterable | _Indexed)
         check(name, order, fine, "None and what can be iterated")
-    _check_seconds("stall_timeout", stall_timeout, auto=True)
+    _check_seconds("timeout", timeout)
     if transform is not None and not isinstance(transform, StageTransform):
         raise TransformError(
             f"transform is {transform!r}; it has to be made by BatchTransform."
@@ -258,12 +256,10 @@ class LoaderOptions:
         persistent_workers: Keep the workers between epochs instead of starting new ones.
         prefetch_factor: Batches each worker is ahead, at least 1.
         multiprocessing_context: How workers are started.
-        timeout_s: Seconds to wait for a batch of the workers before it is an error; 0 waits for
-            ever.
-        stall_timeout_s: Seconds after which a worker that gets nowhere with a sample is replaced,
+        timeout: Seconds after which a worker that gets nowhere with a sample is replaced,
             and the sample read once more; if that gets nowhere, too, it is an error that shows what
             the worker does. 0 waits for ever. "auto": 60, or 20 times the 99th percentile of tasks
-            if that is more. Not of torch's own iterator.
+            if that is more. Torch's own iterator waits so long for a batch, "auto": for ever.
         in_order: Batches come as the sampler gives them; False hands over whichever is ready
             first.
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
@@ -271,11 +267,10 @@ class LoaderOptions:
             ``"ray"`` num_workers actors of a Ray cluster, which may be on other machines.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"`` an error that
             names it, ``"replace"`` it by another one, the same for any number of workers, or
-            ``"skip"`` it, which shortens its batch. Not of streams, which can only raise.
-        bad_sample_budget: Share of the dataset's samples that may be bad, replaced or skipped; 10
-            always may. More are an error that lists them.
-        quarantine_file: Where bad samples are listed, one JSON object a line. None:
-            ``bad_samples.jsonl`` in the trainer's log folder if they are replaced or skipped.
+            ``"skip"`` it, which shortens its batch. Or a :class:`BadSamples`, which also says how
+            many may be bad, and where they are listed; default: ``bad_samples.jsonl`` in the
+            trainer's log folder if they are replaced or skipped. Not of streams, which can only
+            raise.
         tune: ``"auto"`` changes the number of workers while the training runs, where the steps show
             that another one pays; order and content of the batches stay. ``"off"`` leaves it as it
             was planned, as does a ``num_workers`` of your own.
@@ -299,13 +294,10 @@ class LoaderOptions:
     persistent_workers: bool | Auto = "auto"
     prefetch_factor: int | Auto = "auto"
     multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
-    timeout_s: float = 0
-    stall_timeout_s: float | Auto = "auto"
+    timeout: float | Auto = "auto"
     in_order: bool = True
     executor: Literal["auto", ExecutorName] = "auto"
-    on_bad_sample: BadSamplePolicy = "raise"
-    bad_sample_budget: float = 0.001
-    quarantine_file: str | None = None
+    on_bad_sample: BadSamplePolicy | BadSamples = "raise"
     tune: Literal["auto", "off"] = "auto"
     probe: bool = True
     split: bool | Auto = "auto"
@@ -325,6 +317,5 @@ class LoaderOptions:
         check_among("executor", self.executor, _EXECUTORS)
         check_elsewhere(self.executor, self.actor_options)
         check_among("tune", self.tune, _TUNE)
-        BadSamples(self.on_bad_sample, self.bad_sample_budget, self.quarantine_file)
-        _check_seconds("timeout_s", self.timeout_s, auto=False)
-        _check_seconds("stall_timeout_s", self.stall_timeout_s, auto=True)
+        BadSamples.of(self.on_bad_sample)
+        _check_seconds("timeout", self.timeout)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import IterableDataset, TensorDataset
 
+from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.device.backend import default_type, reads_page_locked
@@ -193,7 +194,7 @@ class LoaderPlan:
     """The settings one loader runs with: those of ``LoaderOptions``, decided.
 
     None: ``split`` has no meaning for a dataset with an index; ``prefetch_factor`` and
-    ``stall_timeout_s`` follow the tasks; the start method stays as Python has it.
+    ``timeout`` follow the tasks; the start method stays as Python has it.
     """
 
     num_workers: int
@@ -201,13 +202,10 @@ class LoaderPlan:
     persistent_workers: bool | Literal["unchanged"]
     prefetch_factor: int | None
     multiprocessing_context: str | None
-    timeout_s: float
-    stall_timeout_s: float | None
+    timeout: float | None
     in_order: bool
     executor: ExecutorName
-    on_bad_sample: BadSamplePolicy
-    bad_sample_budget: float
-    quarantine_file: str | None
+    on_bad_sample: BadSamplePolicy | BadSamples
     tune: Literal["auto", "off"]
     probe: bool
     split: bool | None
@@ -245,7 +243,7 @@ class LoaderPlan:
         if self.num_workers > 0:
             names += ["persistent_workers", "prefetch_factor", "multiprocessing_context"]
         kwargs: dict[str, object] = {name: getattr(self, name) for name in names}
-        return kwargs | ({"timeout": self.timeout_s} if self.num_workers > 0 else {})
+        return kwargs | ({"timeout": self.timeout or 0} if self.num_workers > 0 else {})
 
 
 def plan_for(
@@ -349,7 +347,7 @@ def choose_executor(
         return ExecutorChoice(aside, "each process reads its own stream")
     if workers == 0:
         # Keys for draws that are not made would cost each step of the training some 20 us.
-        keyed |= spec.transformed or spec.options.on_bad_sample != "raise"
+        keyed |= spec.transformed or BadSamples.of(spec.options.on_bad_sample) != BadSamples()
         here: ExecutorName = "inline" if keyed else "torch"
         return ExecutorChoice(here, "num_workers=0 asks for the training process", alone=True)
     if facts.rows and workers == "auto" and spec.options.persistent_workers is not True:
@@ -485,16 +483,10 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
         "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
-        "timeout_s": (0, "wait for ever, as long as there is progress"),
-        "stall_timeout_s": (
-            None,
-            "60 s without progress, or 20 times as long as tasks take",
-        ),
+        "timeout": (None, "60 s without progress, or 20 times as long as tasks take"),
         "in_order": (True, "as the sampler gives them"),
         "executor": (chosen.executor, chosen.why),
         "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
-        "bad_sample_budget": (0.001, "share of the samples, where they are replaced or skipped"),
-        "quarantine_file": (None, "in the trainer's log folder, where they are"),
         "tune": _tuned(options, situation, executor, count),
         "probe": (True, "a few samples tell what suits them"),
         "split": _split(situation),

@@ -119,7 +119,7 @@ def remade(
     given: dict[str, Any] = {
         "worker_init_fn": loader.worker_init_fn,
         "generator": loader.generator,
-        "timeout": loader.timeout,
+        **({"timeout": loader.timeout} if loader.timeout else {}),
         "in_order": loader.in_order,
         "pin_memory": loader.pin_memory or change.pin_memory,
         **_order(loader, cut, keyed=change.fast),

@@ -1,24 +1,23 @@
-"""A v2 pipeline as ``augment=`` draws and makes for each sample what v2 itself does under its key."""
+"""A v2 pipeline as ``augment=`` makes of each sample what v2 itself makes of it under its key."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
 from augment.v2_pipelines import assert_same, copied, eager, images, keys, sample
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thoroughness import max_examples
 from torch import nn
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lightning_fastdata import as_batch_transform
-from lightning_fastdata.augment.pipeline.fields import Fields
-from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.batches.collate import collate_samples
 
 COUNT = 6
+FLOATS = 1e-4
+"""Sums of a batch are made in another order; sharpening and normalising make more of that."""
 
 
 def numbers(low, high):
@@ -127,12 +126,12 @@ def check(pipeline, samples):
     batch, each = carried_out(pipeline, samples, own_keys)
     assert torch.equal(before, torch.get_rng_state())
     if each is None:
-        assert_same(batch, collate_samples(wanted))
+        assert_same(batch, collate_samples(wanted), floats=FLOATS)
     else:
-        assert_same(list(each), wanted)
+        assert_same(list(each), wanted, floats=FLOATS)
 
 
-@settings(max_examples=60, deadline=None)
+@max_examples(100)
 @given(
     pipelines(COLOURS, MOVES),
     st.sampled_from([torch.uint8, torch.float32]),

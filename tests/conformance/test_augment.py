@@ -49,7 +49,7 @@ def fit(tmp_path, train, *, workers=0, model=None, trainer=None, callbacks=(), v
         train,
         val,
         batch_size=module.pop("batch_size", 4),
-        options=LoaderOptions(num_workers=workers, timeout_s=60 if workers else 0),
+        options=LoaderOptions(num_workers=workers, timeout=60 if workers else 0),
         **module,
     )
     arguments = {"max_epochs": 1, "num_sanity_val_steps": 0, **(trainer or {})}

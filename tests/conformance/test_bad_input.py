@@ -200,7 +200,7 @@ def test_a_misspelled_option_names_the_one_that_was_meant(make, misspelled, mean
         make(**{misspelled: 2})
 
 
-@each("name", ["executor", "timeout_s", "in_order", "on_bad_sample", "tune"])
+@each("name", ["executor", "timeout", "in_order", "on_bad_sample", "tune"])
 def test_an_option_of_loaders_is_answered_with_where_it_is_given(name):
     said = (
         rf"^FastDataModule has no option '{name}'. Give it as options=LoaderOptions\({name}=...\)."

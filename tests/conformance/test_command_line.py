@@ -213,7 +213,7 @@ def test_row_40_every_argument_has_a_help_text():
     options = printed("--data.options.help=lightning_fastdata.LoaderOptions")
     for name in LoaderOptions.__dataclass_fields__:
         assert f"--data.options.{name}" in options
-    for said in ("Processes that read samples", "Seconds to wait"):
+    for said in ("Processes that read samples", "Seconds after which"):
         assert said in options
 
 

@@ -35,7 +35,7 @@ def module_for(executor, *datasets, workers=2, **about):
         *datasets,
         batch_size=4,
         options=LoaderOptions(
-            num_workers=workers, timeout_s=60, executor=executor, probe="augment" in about
+            num_workers=workers, timeout=60, executor=executor, probe="augment" in about
         ),
         **about,
     )
@@ -55,7 +55,7 @@ def test_an_augmentation_makes_the_same_pixels_in_each_executor(tmp_path, place,
         model = Keeps()
         module = module_for(executor, Images(), augment=augment, augment_on=place)
         module.options = LoaderOptions(
-            num_workers=2, timeout_s=60, executor=executor, persistent_workers=persistent
+            num_workers=2, timeout=60, executor=executor, persistent_workers=persistent
         )
         make_trainer(tmp_path, max_epochs=2).fit(model, datamodule=module)
         seen.append(model.seen["train"])

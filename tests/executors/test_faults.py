@@ -11,21 +11,18 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from open_files import open_files
-from processes import hang, runs, until
+from processes import runs, until
 from thoroughness import LONG
 from torch.utils.data import Dataset, default_collate
-from virtual_time import LateClock
 
-from lightning_fastdata.errors import WorkerError
+from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool.protocol import DropSlot, TaskTaken
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.executors.pool.wire import Wire, wire_pair
-from lightning_fastdata.host import clock
 
 
 def listed(samples: list[Any]) -> Any:
@@ -92,37 +89,14 @@ def test_a_sample_that_kills_is_named_and_the_others_come(how: str, collate: Any
     executor.close()
 
 
-class Stuck(Dataset):
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            self.wait_for_a_server()
-        return index
-
-    def wait_for_a_server(self) -> None:
-        hang()
-
-
-def test_a_timeout_names_the_sample_and_shows_where_it_is_stuck() -> None:
-    executor = pool(Stuck(), processes=1, timeout_s=4)
-    executor.start_epoch([[0, 1], [4, 5]], 0)
-    next(executor)
-    (worker,) = executor.children.values()
-    until(lambda: executor.now().workers[0].index == 5)
-    until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_SLEEPING)
-    error = pytest.raises(WorkerError, match=r"(?s)timeout=4 s.*sample 5.*wait_for_a_server")
-    with error, clock.installed(LateClock()):
-        next(executor)
-    worker.process.kill()  # it would not leave by itself
-    executor.close()
-
-
 @pytest.mark.slow
-def test_a_timeout_tells_that_a_process_is_stopped() -> None:
-    executor = pool(Rows(), processes=1, timeout_s=4)
+def test_an_only_process_that_is_stopped_is_told_of() -> None:
+    executor = pool(Rows(), processes=1, timeout_s=1)
     executor.start_epoch([[i, i + 1] for i in range(0, 2000, 2)], 0)
     next(executor)
     os.kill(executor.children[0].process.pid, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT"):
+    late = pytest.raises(WorkerError, match=r"stopped, state T.*SIGCONT")
+    with late, pytest.warns(FastDataWarning, match="for 0.5 s"):
         list(executor)
     executor.close()
 

@@ -238,7 +238,7 @@ def test_what_reading_changes_is_read_aside_after_a_warning():
     [
         {"worker_init_fn": lambda _: None},
         {"timeout": 60},
-        {"stall_timeout": 60},
+        {"timeout": 60},
         {"in_order": False},
         {"sampler": [*range(LENGTH)]},
     ],

@@ -385,7 +385,7 @@ def test_workers_are_chosen_unless_they_are_to_be_kept() -> None:
     assert asked.train_dataloader().num_workers == 1
     stream = DataLoader(Halves(), 3, num_workers=2, timeout=9)
     asked = FastDataModule.from_loaders(
-        stream, num_workers=1, options=LoaderOptions(timeout_s=7)
+        stream, num_workers=1, options=LoaderOptions(timeout=7)
     ).train_dataloader()
     assert (asked.num_workers, asked.timeout) == (1, 7)
 

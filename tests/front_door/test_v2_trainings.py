@@ -1,10 +1,10 @@
-"""A training with a torchvision v2 pipeline as ``augment=``: each sample is v2's own, in each mode."""
+"""A training with a torchvision v2 pipeline as ``augment=``: each sample is v2's own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from augment.v2_pipelines import assert_same, eager, images, sample
+from augment.v2_pipelines import assert_same, copied, eager, images, sample
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 from trainers import Keeps, quiet_trainer
@@ -12,13 +12,15 @@ from trainers import Keeps, quiet_trainer
 from lightning_fastdata import (
     DataThroughputCallback,
     FastDataModule,
+    FastDataWarning,
     LoaderOptions,
     SampleKey,
     prefetch,
 )
 from lightning_fastdata.batches.collate import collate_samples
 
-SAMPLES = [sample(image, number) for number, image in enumerate(images(8, 36, 40))]
+ONE_SIZE = [sample(image, number) for number, image in enumerate(images(8, 36, 40))]
+SIZES = [sample(image, n) for n, image in enumerate([*images(4, 36, 40), *images(4, 44, 32)])]
 BATCH, SEED = 2, 11
 PIPELINE = v2.Compose(
     [
@@ -36,8 +38,8 @@ PIPELINE = v2.Compose(
 class Photos(Dataset):
     """Photographs of several sizes, or of one."""
 
-    def __init__(self, cut=False):
-        self.samples = [(s[0][:, :, :40].contiguous(), s[1]) for s in SAMPLES] if cut else SAMPLES
+    def __init__(self, one_size=False):
+        self.samples = ONE_SIZE if one_size else SIZES
 
     def __len__(self):
         return len(self.samples)
@@ -53,9 +55,9 @@ def wanted(dataset, epoch=0, indices=range(8)):
     return [collate_samples(made[at : at + BATCH]) for at in range(0, len(made), BATCH)]
 
 
-def module(workers, augment_on="auto", **arguments):
+def module(workers, augment_on="auto", one_size=False, **arguments):
     return FastDataModule.from_datasets(
-        Photos(),
+        Photos(one_size),
         batch_size=BATCH,
         seed=SEED,
         shuffle=False,
@@ -74,11 +76,14 @@ def fit(folder, data=None, loader=None, **options):
     return model.seen, trainer
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("augment_on", ["cpu", "gpu"])
-def test_batches_are_v2s_own_in_each_epoch(tmp_path, workers, augment_on):
-    seen, _ = fit(tmp_path, module(workers, augment_on), max_epochs=2)
-    assert_same(seen, [*wanted(Photos()), *wanted(Photos(), epoch=1)], types=False)
+@pytest.mark.parametrize("one_size", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "augment_on"), [(0, "cpu"), (0, "gpu"), (2, "cpu"), (2, "gpu")]
+)
+def test_batches_are_v2s_own_in_each_epoch(tmp_path, workers, augment_on, one_size):
+    seen, _ = fit(tmp_path, module(workers, augment_on, one_size), max_epochs=2)
+    photos = Photos(one_size)
+    assert_same(seen, [*wanted(photos), *wanted(photos, epoch=1)], types=False)
 
 
 def test_a_training_that_goes_on_draws_as_one_that_did_not_stop(tmp_path):
@@ -91,14 +96,14 @@ def test_a_training_that_goes_on_draws_as_one_that_did_not_stop(tmp_path):
 
 def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", str(SEED))  # the callback's
-    loader = DataLoader(Photos(cut=True), batch_size=BATCH)
+    loader = DataLoader(Photos(one_size=True), batch_size=BATCH)
     callback = DataThroughputCallback(PIPELINE, report=False, summary=False)
     by_callback, _ = fit(tmp_path, loader=loader, callbacks=[callback])
     prefetched = list(prefetch(loader, "cpu", PIPELINE, seed=SEED))
     by_module, _ = fit(
         tmp_path,
         FastDataModule.from_datasets(
-            Photos(cut=True),
+            Photos(one_size=True),
             batch_size=BATCH,
             seed=SEED,
             shuffle=False,
@@ -107,30 +112,85 @@ def test_all_modes_give_the_same_bytes(tmp_path, monkeypatch):
         ),
     )
     for seen in (by_callback, prefetched, by_module):
-        assert_same(seen, wanted(Photos(cut=True)), types=False)
+        assert_same(seen, wanted(Photos(one_size=True)), types=False)
+
+
+class Validates(Keeps):
+    """Remembers batches of the validation, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.validated = []
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch)
 
 
 def test_each_stage_has_its_own_pipeline(tmp_path):
     scaled = v2.Compose([v2.CenterCrop(24), v2.ToDtype(torch.float32, scale=True)])
-    data = FastDataModule.from_datasets(
-        Photos(),
-        Photos(),
-        batch_size=BATCH,
-        seed=SEED,
-        shuffle=False,
-        num_workers=0,
-        augment={"train": PIPELINE, "val": scaled},
-    )
-    seen = []
+    data = module(0)
+    data.val_dataset = Photos()
+    data.augment = {"train": PIPELINE, "val": scaled}
+    model = Validates()
+    with pytest.warns(FastDataWarning, match=r"training runs Normalize.*v2\.Normalize"):
+        quiet_trainer(tmp_path, num_sanity_val_steps=0).fit(model, datamodule=data)
+    made = [scaled(one) for one in SIZES]
+    whole = [collate_samples(made[at : at + BATCH]) for at in range(0, len(made), BATCH)]
+    assert_same(model.validated, whole, types=False)
+    assert_same(model.seen, wanted(Photos()), types=False)
+    assert "all of it in the workers, by torchvision itself" in data.explain()
 
-    class Both(Keeps):
-        def validation_step(self, batch, batch_idx):
-            seen.append(batch)
 
-    quiet_trainer(tmp_path, num_sanity_val_steps=0).fit(Both(), datamodule=data)
-    made = [scaled(one) for one in SAMPLES]
-    assert_same(
-        seen, [collate_samples(made[at : at + BATCH]) for at in range(0, 8, BATCH)], types=False
-    )
+def test_a_pipeline_in_the_dataset_stays_there_and_explain_says_where_it_could_be():
+    class Own(Photos):
+        def __init__(self):
+            super().__init__()
+            self.transform = PIPELINE
+
+        def __getitem__(self, index):
+            image, label = self.samples[index]
+            return self.transform(image), label
+
+    data = FastDataModule.from_datasets(Own(), batch_size=BATCH, seed=SEED, num_workers=0)
     text = data.explain()
-    assert "all of it in the workers, by torchvision itself" in text
+    assert "train_dataset().transform is a torchvision v2.Compose that runs in the workers" in text
+    assert "write augment=dataset.transform, and give the dataset transform=None" in text
+
+
+def test_detection_in_lists_is_finished_in_the_worker(tmp_path):
+    """Boxes of each image are as many as they are, so that no tensor is made of the images."""
+    steps = [v2.RandomZoomOut(), v2.RandomIoUCrop(), v2.Resize((24, 24)), v2.RandomHorizontalFlip()]
+    pipeline = v2.Compose([*steps, v2.SanitizeBoundingBoxes(), v2.RandomErasing()])
+    samples = [sample(image, n, "boxes") for n, (image, _) in enumerate(SIZES)]
+    for _, target in samples:
+        del target["masks"], target["points"]
+
+    class Boxes(Photos):
+        def __getitem__(self, index):
+            return copied(samples[index])
+
+    class Lists(Keeps):
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch)
+            return self.scale * batch[0][0].float().mean()
+
+    wanted_each = eager(pipeline, samples, [SampleKey(SEED, 0, index) for index in range(8)])
+    for augment_on in ("cpu", "gpu"):
+        model = Lists()
+        data = FastDataModule.from_datasets(
+            Boxes(),
+            batch_size=BATCH,
+            seed=SEED,
+            shuffle=False,
+            num_workers=0,
+            augment=pipeline,
+            augment_on=augment_on,
+            collate_fn=in_lists,
+        )
+        quiet_trainer(tmp_path).fit(model, datamodule=data)
+        made = [one for batch in model.seen for one in zip(*batch, strict=True)]
+        assert_same(made, wanted_each, types=False)
+
+
+def in_lists(samples):
+    return tuple(zip(*samples, strict=True))

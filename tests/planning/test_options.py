@@ -77,8 +77,7 @@ any_options = st.builds(
     persistent_workers=st.sampled_from(["auto", True, False]),
     prefetch_factor=st.just("auto") | st.integers(1, 16),
     multiprocessing_context=st.sampled_from(["auto", "fork", "spawn", "forkserver"]),
-    timeout_s=st.floats(0, 100),
-    stall_timeout_s=st.just("auto") | st.floats(0, 100),
+    timeout=st.just("auto") | st.floats(0, 100),
     in_order=st.booleans(),
     executor=st.sampled_from(["auto", "torch", "inline", "gather", "workers"]),
 )
@@ -117,7 +116,8 @@ def test_the_users_value_always_wins_and_each_option_is_chosen_once(
             assert (choice.by, choice.value) == ("you", asked)
         assert choice.why
         assert choice.option in made.explain()
-    assert (made.timeout_s, made.in_order) == (options.timeout_s, options.in_order)
+    assert made.in_order == options.in_order
+    assert made.timeout == (None if options.timeout == "auto" else options.timeout)
     assert all(limit in made.explain() for limit in made.limits)
 
 
@@ -240,12 +240,11 @@ def test_more_workers_than_cpus_are_kept_with_a_message() -> None:
         ("pin_memory", 1),
         ("persistent_workers", "yes"),
         ("multiprocessing_context", "thread"),
-        ("timeout_s", -1.0),
-        ("timeout_s", float("nan")),
-        ("timeout_s", float("inf")),
-        ("timeout_s", "5"),
-        ("stall_timeout_s", -1.0),
-        ("stall_timeout_s", "never"),
+        ("timeout", -1.0),
+        ("timeout", float("nan")),
+        ("timeout", float("inf")),
+        ("timeout", "5"),
+        ("timeout", "never"),
         ("in_order", "auto"),
     ],
 )
@@ -279,15 +278,15 @@ def test_options_come_from_a_command_line_and_from_yaml() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(LoaderOptions, "loader")
     parser.add_argument("--config", action="config")
-    yaml = "loader:\n  num_workers: 4\n  pin_memory: false\n  timeout_s: 2.5\n"
+    yaml = "loader:\n  num_workers: 4\n  pin_memory: false\n  timeout: 2.5\n"
     for parsed in (
         parser.parse_string(yaml),
         parser.parse_args(
-            ["--loader.num_workers=4", "--loader.pin_memory=false", "--loader.timeout_s=2.5"]
+            ["--loader.num_workers=4", "--loader.pin_memory=false", "--loader.timeout=2.5"]
         ),
     ):
         options = parser.instantiate_classes(parsed).loader
-        assert options == LoaderOptions(num_workers=4, pin_memory=False, timeout_s=2.5)
+        assert options == LoaderOptions(num_workers=4, pin_memory=False, timeout=2.5)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -304,9 +303,9 @@ def test_torch_takes_the_arguments_of_every_plan(
 @pytest.mark.parametrize(
     "options",
     [
-        LoaderOptions(num_workers=0, persistent_workers=True, prefetch_factor=3, timeout_s=5),
+        LoaderOptions(num_workers=0, persistent_workers=True, prefetch_factor=3, timeout=5),
         LoaderOptions(num_workers=0, multiprocessing_context="spawn", in_order=False),
-        LoaderOptions(num_workers=2, timeout_s=60),
+        LoaderOptions(num_workers=2, timeout=60),
         LoaderOptions(num_workers=1, multiprocessing_context="fork", prefetch_factor=1),
         LoaderOptions(),
     ],

@@ -106,7 +106,7 @@ def train(tmp_path, *, augment=None, place="auto", placing=None, workers=2, trai
         batch_size=4,
         augment=augment or pipeline(),
         augment_on=place,
-        options=LoaderOptions(num_workers=workers, timeout_s=60 if workers else 0, **how),
+        options=LoaderOptions(num_workers=workers, timeout=60 if workers else 0, **how),
         seed=3,
     )
     if placing is not None:

@@ -72,7 +72,7 @@ def noise(batch):
 
 
 def rows(way, executor="torch", workers=0, **about):
-    options = LoaderOptions(num_workers=workers, executor=executor, timeout_s=60, probe=False)
+    options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
     module = Data.from_datasets(
         Stacked(20), Stacked(8), Rows(8), Rows(6), 4, options=options, prefetch=way, **about
     )
@@ -82,7 +82,7 @@ def rows(way, executor="torch", workers=0, **about):
 
 def pictures(way, executor="torch", workers=0):
     augment = A.Compose([A.RandomCrop(8, 8), A.RandomBrightnessContrast(p=0.8), ToTensorV2()])
-    options = LoaderOptions(num_workers=workers, executor=executor, timeout_s=60, probe=False)
+    options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
     module = Data.from_datasets(
         Images(16),
         Images(8),
@@ -100,7 +100,7 @@ def pictures(way, executor="torch", workers=0):
 def several(way, executor="torch", workers=0):
     data = {"one": Rows(12), "other": Stacked(20)}
     # Workers that persist draw one seed from the generator of the dropout, others one each epoch.
-    options = LoaderOptions(num_workers=workers, executor=executor, timeout_s=60, probe=False)
+    options = LoaderOptions(num_workers=workers, executor=executor, timeout=60, probe=False)
     return Data.from_datasets(data, None, batch_size=4, prefetch=way, options=options)
 
 

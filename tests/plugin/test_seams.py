@@ -26,6 +26,7 @@ from lightning_fastdata.plugin.seams.loaders import (
     is_shared_evenly,
     silence_padding_warning,
 )
+from lightning_fastdata.plugin.seams.profiler_tee import attach
 from lightning_fastdata.plugin.seams.trainer import unseen_steps
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
@@ -237,6 +238,24 @@ def test_all_that_was_replaced_is_put_back_however_a_run_ends(tmp_path, data, en
         assert parts.are_as_before()
         selector = internals.hook_selector(trainer)
         assert "get_instance" not in vars(selector)
+
+
+@pytest.mark.parametrize("profiler", [None, "simple"])
+@pytest.mark.parametrize("end", ["begin", "end"])
+def test_what_a_listener_raises_is_told_and_the_training_goes_on(tmp_path, profiler, end):
+    def fail():
+        raise ZeroDivisionError("in measuring")
+
+    told = []
+    trainer = make_trainer(tmp_path, max_epochs=1, profiler=profiler)
+    calls = ((fail,), ()) if end == "begin" else ((), (fail,))
+    detach = attach(
+        trainer, lambda name: calls if name == "run_training_batch" else None, told.append
+    )
+    trainer.fit(Linear(), DataLoader(Rows(), batch_size=2))
+    detach()
+    assert [str(error) for error in told] == ["in measuring"] * trainer.global_step
+    assert trainer.global_step
 
 
 def test_the_attribute_of_before_comes_back(tmp_path):

@@ -166,7 +166,7 @@ def test_a_sample_that_kills_is_named() -> None:
 
 
 def test_a_sample_that_hangs_is_named() -> None:
-    how = {"shuffle": False, "num_workers": 2, "stall_timeout": 1.5}
+    how = {"shuffle": False, "num_workers": 2, "timeout": 1.5}
     loader = loader_of("ray", Rows(24, stuck=5), **how)
     told = pytest.warns(FastDataWarning, match=r"actor \d on \S+ has got nowhere for 1.5 s")
     with told, pytest.raises(WorkerError, match="Sample 5 of the dataset was read twice"):

@@ -100,7 +100,7 @@ class Module(FastDataModule):
     def __init__(self, loader, *, dataset=Images, length=SAMPLES, mode=None, sampler=None, **about):
         how = {"num_workers": loader.workers, "executor": loader.executor}
         # Nothing is left to be found out by a process of its own, which takes longer than a run.
-        options = LoaderOptions(**how, timeout_s=120, probe=False)
+        options = LoaderOptions(**how, timeout=120, probe=False)
         super().__init__(**{"batch_size": BATCH, **about}, options=options, seed=3, guard="off")
         self.dataset, self.length, self.mode, self.sampler = dataset, length, mode, sampler
 

@@ -350,7 +350,7 @@ def test_what_is_impossible_is_said_when_the_loader_is_made() -> None:
         FastDataLoader(Stream(), on_bad_sample="skip")
     with pytest.raises(OptionsError, match="on_bad_sample is 'ignore'"):
         FastDataLoader(Numbers(), on_bad_sample="ignore")  # type: ignore[arg-type]
-    with pytest.raises(OptionsError, match="bad_sample_budget is 2"):
+    with pytest.raises(OptionsError, match="budget_share is 2"):
         BadSamples("skip", 2)
 
 

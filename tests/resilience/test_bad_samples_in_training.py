@@ -24,7 +24,7 @@ from lightning_fastdata import (
     FastDataWarning,
     LoaderOptions,
 )
-from lightning_fastdata.batches.bad_samples import SampleGuard
+from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.plugin.data.module_loaders import bad_samples_of
 
@@ -218,10 +218,9 @@ def test_ranks_list_bad_samples_apart_and_none_may_skip(tmp_path) -> None:
     trainer: Any = SimpleNamespace(
         world_size=2, global_rank=1, default_root_dir=str(tmp_path), state=state
     )
-    plan: Any = SimpleNamespace(
-        on_bad_sample="replace", bad_sample_budget=0.1, quarantine_file=None
-    )
+    plan: Any = SimpleNamespace(on_bad_sample=BadSamples("replace", 0.1))
     rule = bad_samples_of(plan, trainer)
+    assert (rule.policy, rule.budget_share) == ("replace", 0.1)
     assert rule.quarantine_file == str(tmp_path / "bad_samples-rank1.jsonl")
     plan.on_bad_sample = "skip"
     with pytest.raises(OptionsError, match="wait for it for ever"):

@@ -59,7 +59,7 @@ class Stuck(Dataset):
 
 def loader_of(dataset: Dataset, executor: str, **how: Any) -> FastDataLoader:
     seed = torch.Generator().manual_seed(0)
-    how = {"num_workers": 2, "stall_timeout": 1, "generator": seed, **how}
+    how = {"num_workers": 2, "timeout": 1, "generator": seed, **how}
     return FastDataLoader(dataset, 8, executor=executor, **how)
 
 
@@ -106,7 +106,7 @@ def test_while_others_go_on_it_is_found_too():
 
 def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
     go_on = tmp_path / "go on"
-    loader = loader_of(Stuck(partial(until, go_on.exists), None), "workers", stall_timeout=0)
+    loader = loader_of(Stuck(partial(until, go_on.exists), None), "workers", timeout=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FastDataWarning)
         batches = iter(loader)

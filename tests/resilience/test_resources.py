@@ -68,7 +68,7 @@ FULL_DISK = """
     import lightning, torch
     from torch.utils.data import Dataset
     from lightning.pytorch.loggers import CSVLogger
-    from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+    from lightning_fastdata import BadSamples, DataThroughputCallback, FastDataModule, LoaderOptions
 
     class Rows(Dataset):
         def __len__(self):
@@ -96,8 +96,8 @@ FULL_DISK = """
 
     folder = sys.argv[1]
     data = Data(batch_size=8, options=LoaderOptions(
-        num_workers=2, executor="workers", on_bad_sample="replace",
-        quarantine_file=folder + "/bad.jsonl"))
+        num_workers=2, executor="workers",
+        on_bad_sample=BadSamples("replace", quarantine_file=folder + "/bad.jsonl")))
     trainer = lightning.Trainer(
         max_epochs=2, accelerator="cpu", logger=False, default_root_dir=folder,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

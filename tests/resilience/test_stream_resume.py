@@ -353,19 +353,6 @@ class Slow(Numbers):
             yield sample
 
 
-@SILENT
-@pytest.mark.realtime
-def test_a_timeout_is_that_of_a_batch_and_not_of_reading_again() -> None:
-    executor = opened(plan_of(Numbers(24)), 1)
-    executor.start_epoch([1], 0)
-    for _ in range(20):
-        next(executor)
-    position = saved(executor.position(20))
-    executor.close()
-    plan = plan_of(Slow(24), timeout_s=3, look_ahead=1)  # for 4 s nothing new is read
-    assert len(rest_after(position, plan, 1, 1)) == 4
-
-
 class Awkward(DrawingWithState):
     def __init__(self, *lengths: int, held: Any = None) -> None:
         super().__init__(*lengths)

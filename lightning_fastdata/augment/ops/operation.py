@@ -140,8 +140,9 @@ class Track(NamedTuple):
     """Of its pixels before any of them; None: unknown."""
 
 
-Tape: TypeAlias = Mapping[str, Track]
-"""One track per target name, e.g. ``{"image": ..., "mask": ...}``."""
+Tape: TypeAlias = Mapping[Any, Track]
+"""One track per target: by its name, e.g. ``{"image": ..., "mask": ...}``, or by its path in the
+sample."""
 
 
 def draw_params(

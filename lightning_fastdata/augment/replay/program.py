@@ -70,14 +70,14 @@ class Draws:
     def __init__(
         self,
         samples: int,
-        programs: Mapping[str, Program],
+        programs: Mapping[Any, Program],
         blob: torch.Tensor,
         beside: Mapping[str, ArrayAt] | None = None,
     ) -> None:
         self.samples = samples
         """Samples in the batch."""
         self.programs = programs
-        """One program per image or mask, by the name that the pipeline knows it by."""
+        """One program per image or mask, by what the tapes know it by."""
         self.blob = blob
         """uint8, one dimension: every array of every step."""
         self.beside = beside or {}

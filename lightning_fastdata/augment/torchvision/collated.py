@@ -105,8 +105,8 @@ def _run_each(
         sample = _sample({name: batch[row].clone() for name, batch in batches.items()})
         with keyed_draws(key._replace(index=key.index + row), names):
             made = _by_name(pipeline(sample))
-        for name in rows:
-            rows[name].append(plain(made[name]))
+        for name, each in rows.items():
+            each.append(plain(made[name]))
     for name, each in rows.items():
         if len(sizes := {tuple(one.shape) for one in each}) > 1:
             raise TransformError(

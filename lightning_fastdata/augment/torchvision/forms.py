@@ -17,6 +17,7 @@ from torchvision.transforms import InterpolationMode
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.torchvision import kernels
 from lightning_fastdata.augment.torchvision.operations import TYPES
+from lightning_fastdata.augment.torchvision.windows import resized_crop
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
 """Operations by name, in the order in which they run."""
+_AS_NEAREST: Final = tuple(
+    each
+    for mode in (InterpolationMode.NEAREST, InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+    for each in (mode, mode.value)
+)
+"""Ways of reading for which torchvision reads the nearest pixel of masks."""
+_MOST_CHANNELS: Final = 4
+"""Of images that torch resizes as bytes."""
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -69,8 +78,8 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
 
 
 def _need_colours(form: Form) -> None:
-    """Leave to torchvision what it refuses, and masks, which it leaves as they are."""
-    if form.type_name == "Mask" or form.shape[0] not in {1, 3}:
+    """Leave to torchvision what it refuses."""
+    if form.shape[0] not in {1, 3}:
         raise UnknownFormError
 
 
@@ -88,21 +97,17 @@ def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  #
 
 
 def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    if form.type_name == "Mask":
-        raise UnknownFormError
     yield _number("permute", order=params["permutation"].numpy())
 
 
-def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    if form.type_name == "Mask":
-        raise UnknownFormError
+def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     static = (("size", tuple(transform.kernel_size)),)
     yield "blur", Encoded(static, {"sigma": np.array(params["sigma"], np.float64)})
 
 
 def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     value = params["v"]
-    if form.type_name == "Mask" or (value is not None and value.shape[1:] != (1, 1)):
+    if value is not None and value.shape[1:] != (1, 1):
         raise UnknownFormError
     if value is not None:
         colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
@@ -120,6 +125,32 @@ def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
         ("type", form.type_name),
     )
     yield "crop", Encoded(static, {"corner": np.array([params["top"], params["left"]], np.int64)})
+
+
+def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    box = [params[name] for name in ("top", "left", "height", "width")]
+    return _window(transform, box, form)
+
+
+def _resized_whole(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    if transform.size is None or len(transform.size) != 2:
+        raise UnknownFormError
+    return _window(transform, [0, 0, *form.shape[-2:]], form)
+
+
+def _window(transform: Any, box: Sequence[int], form: Form) -> Noted:
+    """Resize a window as bytes are resized on CPUs, on any device."""
+    mode = getattr(transform.interpolation, "value", transform.interpolation)
+    smooth = "antialias" if transform.antialias else "bilinear"
+    mode = {"nearest": "nearest", "bilinear": smooth}.get(mode)
+    if form.type_name == "Mask":
+        mode = "nearest" if transform.interpolation in _AS_NEAREST else None
+    elif form.shape[0] > _MOST_CHANNELS:
+        mode = None
+    if mode is None:
+        raise UnknownFormError
+    static = ("size", tuple(transform.size)), ("mode", mode)
+    yield "resized_crop", Encoded(static, {"box": np.array(box, np.int64)})
 
 
 def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -147,7 +178,9 @@ _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
     "RandomErasing": _erased,
     "RandomPerspective": _projected,
     "RandomPhotometricDistort": _distort,
+    "RandomResizedCrop": _resized,
     "RandomRotation": _rotated,
+    "Resize": _resized_whole,
 }
 
 
@@ -287,6 +320,8 @@ def _op(name: str, run: Run) -> DeviceOp:
 
 
 FORMS: Final[Mapping[str, DeviceOp]] = {
+    "resized_crop": _op("resized_crop", resized_crop),
+} | {
     name: _op(name, getattr(kernels, name))
     for name in (
         *_COLOURS,

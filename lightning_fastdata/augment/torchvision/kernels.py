@@ -28,12 +28,11 @@ _RGB: Final = 3
 class _Unchecked(torch.Tensor):
     """Numbers for a kernel that checks the range of one number; they have passed that check."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def __le__(self, other: object) -> bool:  # type: ignore[override]
+    def __le__(self, other: object) -> Any:
         return True
 
-    __ge__ = __le__
+    def __ge__(self, other: object) -> Any:
+        return True
 
 
 def brightness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
@@ -57,7 +56,7 @@ def saturation(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noq
 def hue(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Turn the colours."""
     turns = arrays["factor"].float().view(-1, 1, 1).as_subclass(_Unchecked)
-    return functional.adjust_hue(images, turns)  # type: ignore[arg-type]
+    return plain(functional.adjust_hue(images, turns))
 
 
 def sharpness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001

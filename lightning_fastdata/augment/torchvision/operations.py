@@ -1,4 +1,4 @@
-"""What a transform of v2 does to a batch: by torchvision's own code, on samples of equal parameters.
+"""What a transform of v2 does to a batch: torchvision's own code, on samples of equal parameters.
 
 Every transform has this general form. It is right by construction: the transform itself is called,
 with the parameters that it drew, on the samples that share them.

@@ -73,6 +73,10 @@ MOVES: Final = frozenset(
 """Transforms that move the pixels of an image."""
 
 
+LEAVE_MASKS: Final = _KEEP_FORM - MOVES
+"""Transforms that pass masks through as they are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where one transform of a pipeline runs."""

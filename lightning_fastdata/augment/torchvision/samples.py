@@ -95,6 +95,16 @@ def check_roles(sample: Batch, fields: Fields, mover: Mover | None) -> None:
     check_beside(sample, known, tuple(size), mover._replace(takes_boxes=boxes))
 
 
+def image_size(sample: Batch) -> tuple[int, int] | None:
+    """Return height and width of the image of a sample as it is; None: none is seen."""
+    values = tree_flatten(sample)[0]
+    images = [*filter(_is_image, values), *(v for v in values if isinstance(v, torch.Tensor))]
+    image = next(iter(images), None)
+    if isinstance(image, PIL.Image.Image):
+        return image.size[::-1]
+    return None if image is None or image.ndim < 2 else tuple(image.shape[-2:])
+
+
 def check_convertible(sample: Batch, leaves: Sequence[Leaf]) -> None:
     """Raise BatchError if v2 would pass a sample through, as it does with arrays."""
     values = tree_flatten(sample)[0]
@@ -105,8 +115,8 @@ def check_convertible(sample: Batch, leaves: Sequence[Leaf]) -> None:
     arrays = [value for value in values if isinstance(value, np.ndarray) and value.ndim in {2, 3}]
     if arrays and own and not converts:
         raise BatchError(
-            f"The image of the first sample is {describe(arrays[0])}, and torchvision passes arrays "
-            "through as they are. Begin the pipeline with v2.ToImage(), or return a tensor "
+            f"The image of the first sample is {describe(arrays[0])}, and torchvision passes "
+            "arrays through as they are. Begin the pipeline with v2.ToImage(), or return a tensor "
             "[C, H, W]."
         )
 

@@ -7,8 +7,8 @@ and labels are therefore torchvision's own. What needs pixels gets them: torchvi
 noted so far, for that sample only. Reading the pixels of a phantom is an error of torch.
 
 Replaced on the transforms of the copy are ``transform`` and ``forward``, which are public, and of
-policies (``RandAugment``, ...) the method that carries out an operation; where a version has no such
-method, policies run in the worker.
+policies (``RandAugment``, ...) the method that carries out an operation; where a version has no
+such method, policies run in the worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from lightning_fastdata.augment.torchvision.operations import (
     as_type,
     general,
     general_name,
-    own_call,
     plain,
 )
 from lightning_fastdata.augment.torchvision.pipeline import (
@@ -38,7 +37,7 @@ from lightning_fastdata.augment.torchvision.pipeline import (
     children_of,
     with_children,
 )
-from lightning_fastdata.augment.torchvision.plan import POLICY_METHOD, kind_of
+from lightning_fastdata.augment.torchvision.plan import LEAVE_MASKS, POLICY_METHOD, Kind, kind_of
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
@@ -139,7 +138,9 @@ class Recorder:
     def _begin(self, sample: Batch, sources: Mapping[int, Callable[[], torch.Tensor]]) -> None:
         def take(_: Path, value: Any) -> Any:
             if id(value) in sources:
-                self._add(Target(sources[id(value)], _form_of(value), value))
+                form = _form_of(value)
+                assert form is not None
+                self._add(Target(sources[id(value)], form, value))
             return value
 
         replace_leaves(sample, take, depth=-1)
@@ -155,19 +156,13 @@ class Recorder:
     def _hook(self, leaf: Leaf) -> Any:
         node, kind = leaf.transform, kind_of(leaf.transform)
         if not isinstance(node, torch.nn.Module):
-            return partial(self._whole, node)
+            return partial(self._whole, leaf, node)
         # One transform may stand in several places. An attribute of the copy shadows the class's.
         node = copy.copy(node)
-        if kind == "noted":
-            node.transform = partial(self._note, leaf, own_call(node))
-        elif kind == "policy":
-            setattr(node, POLICY_METHOD, partial(self._note, leaf, own_call(node)))
-        elif kind == "types":
-            node.transform = partial(self._retype, node.transform)
-        elif kind == "masks":
-            node.forward = partial(self._masks_only, node.forward)
-        elif kind == "pixels":
-            node.forward = partial(self._whole, node.forward)
+        name, hook = _HOOKS[kind]
+        if name is not None:
+            own = getattr(node, name)
+            setattr(node, name, partial(getattr(self, hook), leaf, own))
         return node
 
     def _add(self, target: Target) -> Target:
@@ -188,17 +183,18 @@ class Recorder:
         target = self._target(value)
         if target is None:
             return call(value, *given, **named)
-        if given and given[0] == "Identity":
-            return value
         form = target.form
+        name = type(leaf.transform).__name__
+        if (given and given[0] == "Identity") or (form.type_name == "Mask" and name in LEAVE_MASKS):
+            return target.shown
         before = partial(_called, call, form.type_name, given, named)
         after = self._form_after(leaf, form, given, before)
         if leaf.conditional and after != form:
             return call(target.flush(), *given, **named)
-        noted = encode(leaf.transform, (*given, *named.values()), form)
-        if noted is None:
-            noted = [(general_name(leaf), general(form.type_name, given, named))]
-        target.noted += [TapeOp(leaf.number, name, encoded) for name, encoded in noted]
+        steps = encode(leaf.transform, (*given, *named.values()), form)
+        if steps is None:
+            steps = [(general_name(leaf), general(form.type_name, given, named))]
+        target.noted += [TapeOp(leaf.number, step, encoded) for step, encoded in steps]
         target.calls.append(before)
         return self._show(target, after)
 
@@ -222,7 +218,7 @@ class Recorder:
             self._add(target)
         return target.shown
 
-    def _retype(self, transform: Call, value: Any, params: Mapping[str, Any]) -> Any:
+    def _retype(self, _: Leaf, transform: Call, value: Any, params: Mapping[str, Any]) -> Any:
         target = self._targets.get(id(value))
         if target is None or target.shown is not value:
             return transform(value, params)
@@ -237,11 +233,22 @@ class Recorder:
             return value
         return target.flush()
 
-    def _whole(self, function: Callable[..., Any], /, *inputs: Any) -> Any:
+    def _whole(self, _: Leaf, function: Callable[..., Any], /, *inputs: Any) -> Any:
         return function(*tree_map(self._real, inputs))
 
-    def _masks_only(self, function: Callable[..., Any], /, *inputs: Any) -> Any:
+    def _masks_only(self, _: Leaf, function: Callable[..., Any], /, *inputs: Any) -> Any:
         return function(*tree_map(partial(self._real, kinds=("Mask",)), inputs))
+
+
+_HOOKS: Final[Mapping[Kind, tuple[str | None, str]]] = {
+    "noted": ("transform", "_note"),
+    "policy": (POLICY_METHOD, "_note"),
+    "types": ("transform", "_retype"),
+    "targets": (None, ""),
+    "masks": ("forward", "_masks_only"),
+    "pixels": ("forward", "_whole"),
+}
+"""What is replaced of a transform, and by what."""
 
 
 def _called(

@@ -16,13 +16,14 @@ from lightning_fastdata.augment.torchvision.operations import device_ops
 from lightning_fastdata.augment.torchvision.pipeline import is_v1, is_v2
 from lightning_fastdata.augment.torchvision.plan import make_plan
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
-from lightning_fastdata.augment.torchvision.samples import check_convertible
+from lightning_fastdata.augment.torchvision.samples import check_convertible, image_size
 from lightning_fastdata.augment.torchvision.worker import PipelineWorker
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Self
 
     from lightning_fastdata.augment.pipeline.fields import Fields
@@ -69,12 +70,14 @@ class TorchvisionTransform(StageTransform):
         self.name = type(pipeline).__name__
         self.pipeline = pipeline
         self._fields = fields
+        self._one_size = False
+        """Whether all images that were seen have one size."""
         self._take_in(_state_of(pipeline))
 
     def _take_in(self, state: Fingerprint | None) -> None:
         """Plan for the pipeline as it is now."""
         self._state = state
-        self.plan = make_plan(self.pipeline, refusal=refusal())
+        self.plan = make_plan(self.pipeline, one_size=self._one_size, refusal=refusal())
 
     @property
     def defers(self) -> bool:
@@ -93,6 +96,19 @@ class TorchvisionTransform(StageTransform):
         twin = copy.copy(self)
         twin._take_in(state)
         return twin
+
+    def for_samples(self, samples: Iterable[Batch]) -> Self:
+        """Return the transform for a dataset, of which these are samples from all over it.
+
+        Where they have one size, nothing has to be done to them before they make a batch.
+        """
+        sizes = [image_size(sample) for sample in samples]
+        if len(sizes) < 2 or None in sizes or len(set(sizes)) > 1:
+            return self
+        fitted = copy.copy(self)
+        fitted._one_size = True
+        fitted._take_in(self._state)
+        return fitted
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if v2 would leave a sample as it is."""

@@ -153,4 +153,5 @@ def _put_back(put: Any, made: Any, tape: Tape | None) -> tuple[Batch, Tape | Non
         return value
 
     replace_leaves(sample, seen, depth=-1)
-    return sample, {paths[id(field_at(made, path))]: track for path, track in tape.items()}
+    by_path = {paths[id(field_at(made, path))]: track for path, track in tape.items()}
+    return sample, by_path

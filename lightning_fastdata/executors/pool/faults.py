@@ -50,8 +50,8 @@ def kill_hung(
     child.hang = hang._replace(doing=what)
     warnings.warn(
         f"A side process has got nowhere for {hang.seconds:g} s with a sample, and is replaced; "
-        "the sample is read once more. If it only takes long, raise stall_timeout (LoaderOptions: "
-        f"stall_timeout_s); 0 waits for ever. It was {what}",
+        "the sample is read once more. If it only takes long, raise timeout; "
+        f"0 waits for ever. It was {what}",
         FastDataWarning,
         stacklevel=2,
     )
@@ -117,13 +117,6 @@ def stream_broken(number: int, code: int | None, delivered: int, *, answered: bo
     )
 
 
-def timed_out(timeout_s: float, doing: Iterable[str]) -> WorkerError:
-    """Return the error for a batch that is late, with what each side process is doing."""
-    late = f"No batch within timeout={timeout_s:g} s."
-    head = f"{late} Reading may be slow (raise the timeout) or stuck:"
-    return WorkerError("\n".join([head, *doing]))
-
-
 def doing_in_streams(children: Iterable[ChildProcess]) -> list[str]:
     """Return what the side processes that read a stream are doing."""
     return [_doing(child, "its stream") for child in children if child.tasks]
@@ -175,7 +168,7 @@ def _hung_sample(index: object, hang: Hang) -> WorkerError:
         f"with it for {hang.seconds:g} s each. Where the stack shows a lock, another thread of the "
         f"training process{_threads()} may have held it when the workers were forked: open files "
         'and clients in the workers, or use multiprocessing_context="forkserver". If the sample '
-        "only takes long, raise stall_timeout (LoaderOptions: stall_timeout_s); 0 waits for ever. "
+        "only takes long, raise timeout; 0 waits for ever. "
         f"The process was {hang.doing}"
     )
 

@@ -23,7 +23,7 @@ from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.crew import Crew
-from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample, timed_out
+from lightning_fastdata.executors.pool.faults import Blame, doing, kill_hung, lost_sample
 from lightning_fastdata.executors.pool.process import Answer, Loss
 from lightning_fastdata.executors.pool.splitter import EpochRun, PendingBatch, Splitter, Task
 from lightning_fastdata.executors.pool.stalls import ExecutorNow, StallWatch, executor_now
@@ -65,7 +65,7 @@ class PoolExecutor:
         self._first, self._count = True, 0
         self._batches: deque[PendingBatch] = deque()
         self._todo: deque[Task] = deque()
-        self._stall, self._blame = StallWatch(plan.stall_timeout_s), Blame()
+        self._stall, self._blame = StallWatch(plan.timeout_s), Blame()
 
     def _start_crew(self, processes: int) -> Crew | RayCrew:
         return Crew(self.plan, self._slots, processes=processes)
@@ -97,10 +97,9 @@ class PoolExecutor:
         return self
 
     def __next__(self) -> Batch:
-        until = clock.monotonic() + self.plan.timeout_s if self.plan.timeout_s else None
         self._wait.requested(recorded=self._records is not None)
         if self._pin_thread is not None:  # what has come since goes there before it is its turn
-            self._receive(None, waiting=False)
+            self._receive(waiting=False)
         ahead = -1
         while True:
             self._fill()
@@ -128,12 +127,12 @@ class PoolExecutor:
                 ahead = sum(other.is_ready for other in self._batches)
             if self._has_ended():
                 raise StopIteration
-            self._receive(until)
+            self._receive()
 
     def ready(self) -> bool:
         """Return whether the next batch, or the end, can be had without waiting."""
         self._fill()
-        self._receive(None, waiting=False)
+        self._receive(waiting=False)
         batch = self._first_ready()
         return self._has_ended() or (batch is not None and batch.comes_at_once)
 
@@ -170,7 +169,7 @@ class PoolExecutor:
         if any(child.state is None and not child.asked for child in self.children.values()):
             self.ask_states(within_s)
         while any(child.asked for child in self.children.values()):
-            self._receive(None)
+            self._receive()
         told = [child.state for child in self.children.values()]
         return all(state is not None and (state.same or state.digest == digest) for state in told)
 
@@ -211,9 +210,9 @@ class PoolExecutor:
 
     # What comes back
 
-    def _receive(self, until: float | None, *, waiting: bool = True) -> None:
-        look_s = self._stall.next_look_s if waiting and until is None else None
-        events = self._crew.wait((look_s or until) if waiting else 0.0)
+    def _receive(self, *, waiting: bool = True) -> None:
+        look_s = self._stall.next_look_s
+        events = self._crew.wait(look_s if waiting else 0.0)
         for event in events or ():
             if isinstance(event, Loss):
                 self._redo(event)
@@ -226,8 +225,6 @@ class PoolExecutor:
             return
         children = list(self._crew.children.values())
         tell = partial(doing, self.plan, self._batches, children)
-        if look_s is None:
-            raise timed_out(self.plan.timeout_s, tell())
         for child, hang in self._stall.look(children, tell, self._crew.owing):
             kill_hung(child, hang, self.plan, self._batches)
 

@@ -167,7 +167,7 @@ def _stalled(seconds: float) -> str:
     return (
         f"No sample was read and no batch was made for {seconds:g} s while the training waited for "
         "one. The workers are stuck, or one sample takes very long (to build an index, to reach a "
-        "server). If it only takes long, raise stall_timeout (LoaderOptions: stall_timeout_s); 0 "
+        "server). If it only takes long, raise timeout; 0 "
         "waits for ever. The side processes:"
     )
 

@@ -296,7 +296,7 @@ class RayCrew:
 
     def _kill_hung(self) -> Iterator[Loss]:
         """Kill actors that get nowhere with what they do."""
-        given, now_s = self._plan.stall_timeout_s, clock.monotonic()
+        given, now_s = self._plan.timeout_s, clock.monotonic()
         limit_s = max(_HANG_S, _HANG_TASKS * self._longest_s) if given is None else given
         for reader in [each for each in self._actors.ready if each.calls and limit_s]:
             if now_s - reader.since_s > limit_s:
@@ -306,7 +306,7 @@ class RayCrew:
                 warnings.warn(
                     f"An {reader} has got nowhere for {limit_s:g} s with samples {what}, and is "
                     "replaced; they are read once more. If they only take long, raise "
-                    "stall_timeout (LoaderOptions: stall_timeout_s); 0 waits for ever.",
+                    "timeout; 0 waits for ever.",
                     FastDataWarning,
                     stacklevel=2,
                 )
@@ -335,7 +335,7 @@ class RayExecutor(PoolExecutor):
         self._whole, self._options = plan, options
         # Memory of this machine can only be written here: samples travel as whole batches. Actors
         # that get nowhere are the crew's to find.
-        plan = replace(plan, default_collation=False, stall_timeout_s=0)
+        plan = replace(plan, default_collation=False, timeout_s=0)
         super().__init__(plan, processes=actors, pin_thread=pin_thread, trial=trial)
 
     def _start_crew(self, processes: int) -> RayCrew:

@@ -102,12 +102,12 @@ class WallClock:
     the run counts, which :meth:`turn_to` changes at any time.
     """
 
-    __slots__ = ("_began_s", "_blocks", "_clock_s", "_now", "_since_s", "_spent_s", "_state")
+    __slots__ = ("_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns", "_state")
 
-    def __init__(self, clock_s: Callable[[], float] = clock.monotonic) -> None:
-        self._clock_s = clock_s
-        self._began_s = self._since_s = clock_s()
-        self._spent_s: defaultdict[Activity, float] = defaultdict(float)
+    def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._began_ns = self._since_ns = clock_ns()
+        self._spent_ns: defaultdict[Activity, int] = defaultdict(int)
         self._state = self._now = Activity("setup")
         self._blocks: list[Activity] = []
 
@@ -129,40 +129,43 @@ class WallClock:
 
     def enter(self, activity: Activity) -> None:
         """Begin a block; one within a block of the same part goes on with that."""
-        self._blocks.append(self._now)
-        if activity.part != self._now.part or len(self._blocks) == 1:
+        now, blocks = self._now, self._blocks
+        blocks.append(now)
+        if activity is not now and (activity.part != now.part or len(blocks) == 1):
             self._change(activity)
 
     def leave(self) -> None:
         """End the innermost block; without effect if there is none."""
-        if self._blocks:
-            outer = self._blocks.pop()
-            self._change(outer if self._blocks else self._state)
+        blocks = self._blocks
+        if blocks:
+            outer = blocks.pop()
+            self._change(outer if blocks else self._state)
 
     def forget(self) -> None:
         """Call everything so far setup: it belonged to what was tried before the run began."""
         self._change(self._now)
-        self._spent_s.clear()
-        self._spent_s[Activity("setup")] = self._since_s - self._began_s
+        self._spent_ns.clear()
+        self._spent_ns[Activity("setup")] = self._since_ns - self._began_ns
 
     def read(self, *, steps: int = 0, samples: int = 0) -> WallTime:
         """Return what was counted until now, in which there were so many training steps."""
         self._change(self._now)
         parts: dict[str, float] = dict.fromkeys(PART_NAMES, 0.0)
-        for activity, seconds in self._spent_s.items():
+        spent_s = {activity: ns / 1e9 for activity, ns in self._spent_ns.items()}
+        for activity, seconds in spent_s.items():
             parts[activity.part] += seconds
         return WallTime(
-            total_s=self._since_s - self._began_s,
+            total_s=(self._since_ns - self._began_ns) / 1e9,
             parts_s={part: seconds for part, seconds in parts.items() if seconds},
-            named_s={each: seconds for each, seconds in self._spent_s.items() if each.name},
+            named_s={each: seconds for each, seconds in spent_s.items() if each.name},
             steps=steps,
             samples=samples,
         )
 
     def _change(self, activity: Activity) -> None:
-        now_s = self._clock_s()
-        self._spent_s[self._now] += now_s - self._since_s
-        self._since_s = now_s
+        now_ns = self._clock_ns()
+        self._spent_ns[self._now] += now_ns - self._since_ns
+        self._since_ns = now_ns
         self._now = activity
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import Dataset, Subset
 
-from lightning_fastdata.batches.bad_samples import SampleGuard
+from lightning_fastdata.batches.bad_samples import BadSamples, SampleGuard
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import reads_together
 from lightning_fastdata.errors import DatasetError
@@ -115,7 +115,7 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
     work = partial(try_apart, _answer, spec, questions)
     findings = work(start_method=method)
     raised = findings.failure is not None and findings.failure.error is not None
-    if raised and spec.options.on_bad_sample != "raise":
+    if raised and BadSamples.of(spec.options.on_bad_sample).policy != "raise":
         work = partial(try_apart, _answer, reading_on(spec), questions)
         findings = work(start_method=method)
     facts, failure = facts_of(findings), findings.failure

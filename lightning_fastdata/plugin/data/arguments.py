@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=type)
 LOADER_ARGUMENTS: Final = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 """Arguments of torch's DataLoader that are options of the same name."""
-OPTION_OF: Final = {"timeout": "timeout_s", "stall_timeout": "stall_timeout_s"}
-"""Arguments of a loader that are options of another name."""
 # Looked up when a loader is made; what other arguments say has gone into objects by then.
 _TAKEN_OVER: Final = ("batch_size", "drop_last", "seed")
 _OPTIONS: Final = frozenset(field.name for field in fields(LoaderOptions))
@@ -232,10 +230,9 @@ def options_from(
     """
     asked, others = {}, {}
     for name, value in overrides.items():
-        option = OPTION_OF.get(name, name)
-        context = option == "multiprocessing_context" and not isinstance(value, str | None)
-        if option not in _OPTIONS or context:
+        context = name == "multiprocessing_context" and not isinstance(value, str | None)
+        if name not in _OPTIONS or context:
             others[name] = value
         elif value is not None:
-            asked[option] = value
+            asked[name] = value
     return replace(options, **asked), others

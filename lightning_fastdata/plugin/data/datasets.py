@@ -25,7 +25,6 @@ from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.arguments import (
     LOADER_ARGUMENTS,
-    OPTION_OF,
     checked_shuffle,
     joined_options,
     take_batch_size,
@@ -124,13 +123,18 @@ def refuse_loaders(datasets: object, name: str, stage: Stage) -> None:
 
 
 def held_pipelines(dataset: object) -> Iterator[tuple[str, object]]:
-    """Yield the Albumentations pipelines that a dataset holds, and where, as ``.transform``.
+    """Yield the pipelines that a dataset holds, and where, as ``.transform``.
+
+    They are of Albumentations, or of torchvision's v2.
 
     What counts are plain attributes, or items of lists and dicts there, of the dataset and of
     datasets that it holds so, as ``Subset`` and ``ConcatDataset`` do. No code of theirs is run or
     read. A pipeline in several places is yielded at the first.
     """
-    kinds = loaded_classes("albumentations", "BaseCompose", "BasicTransform")
+    kinds = (
+        *loaded_classes("albumentations", "BaseCompose", "BasicTransform"),
+        *loaded_classes("torchvision.transforms.v2", "Transform"),
+    )
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [("", dataset)]
     while waiting:
@@ -158,9 +162,10 @@ def move_line(place: str, pipeline: object, name: str, stage: Stage, *, has_one:
     """Return what to write so that a device may compute a pipeline that a dataset holds.
 
     ``place`` is where the dataset holds it, ``name`` how the user knows the dataset. ``has_one``:
-    the stage has an Albumentations pipeline already.
+    the stage has a pipeline already.
     """
-    kind = type(pipeline)
+    package, kind = type(pipeline).__module__.partition(".")[0], type(pipeline).__name__
+    named = {"torchvision": f"a torchvision v2.{kind}"}.get(package, f"an {package}.{kind}")
     own, held = f"dataset{place}", place.rpartition(".")[2]
     given = f"augment={own}" if stage == "train" else f"augment={{{stage!r}: {own}}}"
     line = f"write {given}"
@@ -168,9 +173,8 @@ def move_line(place: str, pipeline: object, name: str, stage: Stage, *, has_one:
         line = f"put the transforms of {own} before those of augment="
     instead = "None in its place" if "[" in held else f"{held}=None"
     return (
-        f"{name}{place} is an {kind.__module__.partition('.')[0]}.{kind.__name__} that runs in the "
-        f"workers. To have it computed on the device, move it: {line}, and give the dataset "
-        f"{instead}."
+        f"{name}{place} is {named} that runs in the workers. To have it computed on the device, "
+        f"move it: {line}, and give the dataset {instead}."
     )
 
 
@@ -224,7 +228,7 @@ def taken_apart(
         default = LoaderOptions()
         names = [field.name for field in fields(options)]
         chosen = {n for n in names if getattr(options, n) != getattr(default, n)}
-        known = {n: v for n, v in known.items() if OPTION_OF.get(n, n) not in chosen}
+        known = {n: v for n, v in known.items() if n not in chosen}
     return item.dataset, known
 
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -413,8 +414,8 @@ def build_loader(
     arguments = {**settings, **plan.dataloader_kwargs(), "executor": plan.executor}
     arguments["on_bad_sample"] = bad_samples_of(plan, trainer)
     arguments["actor_options"] = plan.actor_options
-    if plan.stall_timeout_s is not None:
-        arguments["stall_timeout"] = plan.stall_timeout_s
+    if plan.timeout is None:
+        arguments["timeout"] = "auto"
     overrides = dict(overrides)
     if not any(overrides.get(name) is not None for name in ("sampler", "batch_sampler")):
         shuffle = overrides.pop("shuffle", shuffle)
@@ -501,20 +502,21 @@ def bad_samples_of(plan: LoaderPlan, trainer: Trainer | None) -> BadSamples:
     Raises:
         OptionsError: Several ranks are to skip samples.
     """
-    if plan.on_bad_sample == "skip" and trainer is not None and trainer.world_size > 1:
+    rule = BadSamples.of(plan.on_bad_sample)
+    if rule.policy == "skip" and trainer is not None and trainer.world_size > 1:
         raise OptionsError(
             f"on_bad_sample='skip' with {trainer.world_size} ranks: one that leaves out a whole "
             "batch comes to fewer of them, and the others would wait for it for ever. Use "
             "'replace', or evaluate on one device."
         )
-    file = plan.quarantine_file
-    if file is None and plan.on_bad_sample != "raise" and trainer is not None:
+    if rule.quarantine_file is None and rule.policy != "raise" and trainer is not None:
         # All ranks are asked for a trainer's log folder together, as they are in its methods.
         runs = running_stage(trainer) is not None
         folder = (trainer.log_dir if runs else None) or trainer.default_root_dir
         rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
         file = os.path.join(folder, f"bad_samples{rank}.jsonl")  # noqa: PTH118 - may be a URL
-    return BadSamples(plan.on_bad_sample, plan.bad_sample_budget, file)
+        return replace(rule, quarantine_file=file)
+    return rule
 
 
 def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

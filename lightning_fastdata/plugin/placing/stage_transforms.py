@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment import BatchImages, as_batch_transform, left_undone
 from lightning_fastdata.batches.staged import StagedBatch
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.planning.plan_for import LoaderSpec
     from lightning_fastdata.types import Batch, PixelPlace
+
+
+_ALSO_NORMALISED: Final[Mapping[str, str]] = {
+    "Albumentations": "A.Compose([A.Normalize(), A.ToTensorV2()])",
+    "torchvision": "v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])",
+}
+"""A pipeline that only makes floats of images and normalises them, by whose it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +91,7 @@ class StageTransforms:
         return suited
 
     def run_on_device(self, stage: Stage, *, pipeline: bool) -> bool:
-        """Return whether anything of a stage runs on the device; ``pipeline``: what a device may
-        do of what starts in the workers."""
+        """Return whether anything of a stage runs on the device; ``pipeline``: of a pipeline."""
         return any(pipeline or not made.starts_in_worker for made in self._of[stage])
 
     def image_form(self, stage: Stage) -> BatchImages:
@@ -133,11 +139,12 @@ class StageTransforms:
         undone = left_undone(self._of["train"], self._of[stage], sample, self._image)
         if undone is not None:
             self._told = True
+            part = self.worker_part("train")
+            example = _ALSO_NORMALISED["Albumentations" if part is None else part.library]
             warnings.warn(
                 f"{name}: training runs {undone}. Nothing in augment= does the same for stage "
                 f"{stage!r}, so that the model gets other numbers there than it learns on. Give "
-                f"each stage its pipeline: augment={{'train': compose, {stage!r}: A.Compose(["
-                "A.Normalize(), A.ToTensorV2()])}.",
+                f"each stage its pipeline: augment={{'train': compose, {stage!r}: {example}}}.",
                 FastDataWarning,
                 stacklevel=3,
             )

@@ -333,11 +333,12 @@ class MeasuredRun:
 
     def verdict_is_due(self, batches: int) -> bool:
         """Return whether to judge the run within an epoch, after so many steps."""
-        heard = self.logs or self._ours.report_path is not False
-        if batches == FIRST_WORD_STEPS:
-            return self.trainer.is_global_zero and (heard or self._ours.summary)
-        if clock.monotonic() - self._judged_s < _JUDGED_EVERY_S:
+        early = batches == FIRST_WORD_STEPS
+        if not early and clock.monotonic() - self._judged_s < _JUDGED_EVERY_S:
             return False
+        heard = self.logs or self._ours.report_path is not False
+        if early:
+            return self.trainer.is_global_zero and (heard or self._ours.summary)
         return self.trainer.is_global_zero and heard and self.judge.affordable
 
     def judged(self) -> Verdict | None:

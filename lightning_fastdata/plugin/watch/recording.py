@@ -114,13 +114,13 @@ class WallWatch:
         clock = self.clock
         owner, _, last = action.rpartition(".")
         if action == "run_training_epoch":
-            return _nothing, partial(self._next_epoch, LATER_EPOCHS)
+            return (), (partial(self._next_epoch, LATER_EPOCHS),)
         if last == self._fetches:
-            return self._wait_began, self._wait_ended
+            return (self._wait_began,), (self._wait_ended,)
         if last == "val_next":
             return self._entering(_WAIT_OF_VALIDATION)
         if last in self._of_steps:
-            return partial(self._step_part, self._of_steps[last]), clock.leave
+            return (partial(self._step_part, self._of_steps[last]),), (clock.leave,)
         if action == "save_checkpoint":
             return self._entering(Activity("checkpoints"))
         if owner.startswith("[Callback]"):
@@ -139,7 +139,7 @@ class WallWatch:
             self.clock.leave()
 
     def _entering(self, activity: Activity) -> Listener:
-        return partial(self.clock.enter, activity), self.clock.leave
+        return (partial(self.clock.enter, activity),), (self.clock.leave,)
 
     def _of_callback(self, key: str, hook: str) -> Activity | None:
         callbacks = attributes_of(self._trainer).callbacks
@@ -154,7 +154,7 @@ class WallWatch:
 
     def _of_module(self, hook: str) -> Listener | None:
         if hook == "on_validation_model_zero_grad":
-            return _nothing, self.validation_began
+            return (), (self.validation_began,)
         if hook not in self._hooks:
             return None
         module = self._trainer.lightning_module
@@ -163,7 +163,8 @@ class WallWatch:
         if hook != self._batch_ends:
             return (enter, leave) if written else None
         # What follows it reduces and logs the metrics of the step.
-        return (enter, _both(leave, self._step_ended)) if written else (_nothing, self._step_ended)
+        then = (self._step_ended,)
+        return (enter, (*leave, *then)) if written else ((), then)
 
     def _step_ended(self) -> None:
         if self.clock.state is not _OTHER:
@@ -187,18 +188,6 @@ class WallWatch:
     def _step_part(self, activity: Activity) -> None:
         # The batches of a validation pass the same hooks.
         self.clock.enter(_VALIDATION if self.clock.state is _VALIDATION else activity)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
 
 
 class Recording:
@@ -310,17 +299,17 @@ class Recording:
         outer = self.wall.listener(action)
         if inner is None or outer is None:
             return inner or outer
-        return _both(outer[0], inner[0]), _both(inner[1], outer[1])
+        return (*outer[0], *inner[0]), (*inner[1], *outer[1])
 
     @cached_property
     def _of_steps(self) -> Mapping[str, Listener]:
         step = "run_training_batch" if self.fits else f"{_HOOKS_OF[self.method]}_step"
         return {
-            "train_dataloader_next": (self._fetch_began, self._fetch_ended),
-            step: (self._work_began, self._work_ended),
-            f"{self.evaluated.stage}_next": (self._evaluation_fetch_began, self._fetch_ended),
-            "batch_to_device": (self._transfer_began, self._transfer_ended),
-            "on_after_batch_transfer": (self._augment_began, self._augment_ended),
+            "train_dataloader_next": ((self._fetch_began,), (self._fetch_ended,)),
+            step: ((self._work_began,), (self._work_ended,)),
+            f"{self.evaluated.stage}_next": ((self._evaluation_fetch_began,), (self._fetch_ended,)),
+            "batch_to_device": ((self._transfer_began,), (self._transfer_ended,)),
+            "on_after_batch_transfer": ((self._augment_began,), (self._augment_ended,)),
         }
 
     def _fetch_began(self) -> None:

@@ -27,7 +27,7 @@ from lightning_fastdata.plugin.loggers.pictures import PictureSettings, pictures
 from lightning_fastdata.plugin.loggers.report_files import Misfortunes, harmless, print_report
 from lightning_fastdata.plugin.seams.hooks import augment_foreign_batches
 from lightning_fastdata.plugin.seams.loaders import watch_sources
-from lightning_fastdata.plugin.seams.profiler_tee import Listener, attach
+from lightning_fastdata.plugin.seams.profiler_tee import attach
 from lightning_fastdata.plugin.seams.trainer import (
     augmenting_stages,
     check_hooks_run,
@@ -149,18 +149,13 @@ class ThroughputHooks(NeedsConstruction):
         self._run = MeasuredRun(trainer, recording, undo, self)
         if stage == "fit" and self.augment is not None:
             undo.append(self._register(trainer, pl_module, recording))
-        guard = self.misfortunes.survived_by
-        watch = guard("A loader is not measured", recording.watch)
+        watch = self.misfortunes.survived_by("A loader is not measured", recording.watch)
         undo.append(watch_sources(trainer, recording.stages, watch))
         recording.augments = augmenting_stages(trainer, pl_module)
 
-        def find(action: str) -> Listener | None:
-            listener = recording.listener(action)
-            if listener is None:
-                return None
-            return guard(_NOT_MEASURED, listener[0]), guard(_NOT_MEASURED, listener[1])
-
-        undo.append(attach(trainer, find))
+        undo.append(
+            attach(trainer, recording.listener, partial(self.misfortunes.tell, _NOT_MEASURED))
+        )
 
     def _register(
         self, trainer: Trainer, pl_module: LightningModule, recording: Recording

@@ -1,0 +1,120 @@
+"""Operations on whole batches, with parameters of each sample's own, are torchvision's kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from augment.v2_pipelines import assert_same, eager, images, keys, sample
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode, v2
+
+from lightning_fastdata import as_batch_transform
+from lightning_fastdata.augment.torchvision.forms import FORMS
+from lightning_fastdata.augment.torchvision.windows import resized_crop
+from lightning_fastdata.batches.collate import collate_samples
+
+NEAREST, BILINEAR = InterpolationMode.NEAREST, InterpolationMode.BILINEAR
+COLOUR = {tv_tensors.Image: [1, 2, 3], "others": 5}
+SHEAR = (-9, 9, -5, 5)
+OPERATIONS = {
+    "brightness, contrast": v2.ColorJitter(0.9, 0.9),
+    "saturation, hue": v2.ColorJitter(saturation=(0, 3), hue=0.5),
+    "distort": v2.RandomPhotometricDistort(p=0.8),
+    "channels": v2.RandomChannelPermutation(),
+    "blur": v2.GaussianBlur((5, 9), (0.1, 3)),
+    "erase": v2.RandomErasing(0.9, value=(0.2, 0.5, 0.7)),
+    "crop": v2.RandomCrop((30, 20)),
+    "crop, padded": v2.RandomCrop(60, padding=(4, 9), pad_if_needed=True, fill=7),
+    "crop, mirrored": v2.RandomCrop(44, padding=6, padding_mode="reflect"),
+    "resized crop": v2.RandomResizedCrop((32, 20)),
+    "resized crop, enlarged": v2.RandomResizedCrop(70, antialias=False),
+    "resized crop, nearest": v2.RandomResizedCrop(24, interpolation=NEAREST),
+    "resize": v2.Resize((24, 60)),
+    "rotation": v2.RandomRotation(180, fill=0.5),
+    "rotation, between": v2.RandomRotation(45, BILINEAR, center=(3, 8)),
+    "affine": v2.RandomAffine(30, (0.2, 0.1), (0.5, 1.5), 10),
+    "affine, between": v2.RandomAffine(30, (0.2, 0.1), (0.5, 1.5), SHEAR, BILINEAR, COLOUR),
+    "perspective": v2.RandomPerspective(0.6, p=0.9),
+    "perspective, nearest": v2.RandomPerspective(0.6, p=0.9, interpolation=NEAREST, fill=9),
+}
+POLICIES = {
+    "RandAugment": v2.RandAugment(3, 12),
+    "TrivialAugmentWide": v2.TrivialAugmentWide(interpolation=BILINEAR, fill=(9, 8, 7)),
+    "AutoAugment": v2.AutoAugment(),
+}
+COUNT = 8
+STEPS = {"brightness, contrast": 3, "saturation, hue": 3, "distort": 6}
+"""How often operations of one transform may take turns, where samples have orders of their own."""
+
+
+def photos(count, dtype=torch.uint8, form="masks"):
+    """Return samples whose images have one size."""
+    cut = [tv_tensors.Image(image[..., :44].clone()) for image in images(count, 40, 44, dtype)]
+    return [sample(image, number, form) for number, image in enumerate(cut)]
+
+
+def deferred(pipeline, samples):
+    """Return a transform that leaves all to the device, what its worker leaves, and its tapes."""
+    transform = as_batch_transform(pipeline).for_samples(samples[:2])
+    worker = transform.in_worker(on_device=True)
+    pairs = [worker(one, key) for one, key in zip(samples, keys(len(samples)), strict=True)]
+    made, tapes = zip(*pairs, strict=True)
+    assert worker.stacks(made, tapes)
+    return transform, collate_samples(made), worker.collate(tapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", [*OPERATIONS, *POLICIES])
+def test_operations_are_torchvisions_on_images_and_masks(name, dtype):
+    samples = photos(COUNT, dtype, "tuple" if name in POLICIES else "masks")
+    pipeline = v2.Compose([(OPERATIONS | POLICIES)[name]])
+    transform, batch, draws = deferred(pipeline, samples)
+    wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
+    assert_same(transform.apply(batch, draws), wanted, floats=1e-5)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_transform_is_one_call_whatever_each_sample_drew(name):
+    assert "one call" in as_batch_transform(OPERATIONS[name]).for_samples(photos(2)).explain()
+    few = photos(4)
+    _, _, draws = deferred(v2.Compose([OPERATIONS[name]]), few * 8)
+    for program in draws.programs.values():
+        for step in program.steps:
+            assert step.name in FORMS
+            assert len(step.parts) == 1
+        names = [step.name for step in program.steps]
+        assert max(map(names.count, names)) <= STEPS.get(name, 1)
+
+
+@pytest.mark.parametrize("size", [(3, 5), (40, 44), (90, 61)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_windows_of_any_size_are_resized_as_torchvision_does(size, dtype):
+    """Of one pixel, of one row, of the size that is asked for, and of the whole image."""
+    boxes = [
+        (0, 0, 40, 44),
+        (3, 4, 1, 1),
+        (39, 0, 1, 44),
+        (0, 2, 33, 2),
+        (1, 2, *size),
+        (5, 9, 20, 31),
+    ]
+    boxes = [(top, left, min(h, 40 - top), min(w, 44 - left)) for top, left, h, w in boxes]
+    batch = torch.stack([one["image"] for one in photos(len(boxes), dtype)])
+    for mode, smooth in ((BILINEAR, True), (BILINEAR, False), (NEAREST, False)):
+        wanted = [
+            v2.functional.resized_crop(one, *box, list(size), interpolation=mode, antialias=smooth)
+            for one, box in zip(batch, boxes, strict=True)
+        ]
+        name = "nearest" if mode is NEAREST else "antialias" if smooth else "bilinear"
+        made = resized_crop(batch, {"size": size, "mode": name}, {"box": torch.tensor(boxes)})
+        assert_same(made, torch.stack(wanted), floats=1e-5)
+
+
+def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
+    pipeline = v2.Compose([v2.RandomErasing(1, value="random"), v2.RandomRotation((90, 90))])
+    samples = photos(COUNT, form="tuple")
+    transform, batch, draws = deferred(pipeline, samples)
+    steps = draws.programs[0,].steps
+    assert [len(step.parts) for step in steps] == [COUNT, 1]
+    wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
+    assert_same(transform.apply(batch, draws), wanted)

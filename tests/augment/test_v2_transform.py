@@ -1,0 +1,198 @@
+"""Where transforms of a v2 pipeline run, what is refused, and batches of other loaders."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from augment.v2_pipelines import assert_same, eager, images, keys, sample
+from torch import nn
+from torchvision import transforms as v1
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from lightning_fastdata import BatchError, TransformError, as_batch_transform
+from lightning_fastdata.augment.pipeline.fields import Fields
+from lightning_fastdata.augment.torchvision import plan
+from lightning_fastdata.augment.torchvision.collated import run_collated
+from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
+from lightning_fastdata.batches.collate import collate_samples
+
+FLOAT = v2.ToDtype(torch.float32, scale=True)
+
+
+class Halved(v2.Transform):
+    """A transform as torchvision's documentation writes them."""
+
+    def make_params(self, flat_inputs):
+        return {"by": torch.rand(()).item()}
+
+    def transform(self, inpt, params):
+        return inpt * params["by"] if isinstance(inpt, tv_tensors.Image) else inpt
+
+
+def places(pipeline, **how):
+    return [placed.where for placed in plan.make_plan(pipeline, **how).placements]
+
+
+@pytest.mark.parametrize(
+    ("steps", "where"),
+    [
+        ([v2.RandomResizedCrop(9), v2.RandomHorizontalFlip(), FLOAT], "worker device device"),
+        ([v2.RandomInvert(), v2.Resize(9), v2.CenterCrop(9), FLOAT], "worker worker worker device"),
+        ([v2.RandomHorizontalFlip(), v2.ColorJitter(0.1)], "device device"),
+        ([v2.RandomInvert(), v2.ElasticTransform(), v2.RandomInvert()], "worker worker device"),
+        ([v2.RandomInvert(), v2.RandomApply([v2.GaussianNoise()]), FLOAT], "either worker device"),
+        ([v2.RandomInvert(), Halved(), v2.RandomErasing()], "worker worker device"),
+        ([v2.RandomApply([FLOAT]), v2.RandomInvert()], "worker device"),
+        ([v2.RandomRotation(9, expand=True), v2.CenterCrop(9), FLOAT], "worker worker device"),
+        ([v2.ToImage(), v2.RandAugment(), v2.SanitizeBoundingBoxes()], "worker device worker"),
+        ([v2.RandAugment(), v2.AugMix()], "worker worker"),
+    ],
+)  # fmt: skip
+def test_each_transform_has_its_place(steps, where):
+    assert places(v2.Compose(steps)) == where.split()
+
+
+def test_images_of_one_size_are_cropped_on_the_device():
+    transform = as_batch_transform(v2.Compose([v2.RandomResizedCrop(9), FLOAT]))
+    alike, unlike = images(3, 20, 24), [*images(2, 20, 24), *images(1, 24, 20)]
+    assert "worker" in transform.for_samples([(image, 0) for image in unlike]).explain()
+    assert "worker" in transform.for_samples([(alike[0], 0)]).explain()
+    fitted = transform.for_samples([(image, 0) for image in alike])
+    assert "worker" not in fitted.explain()
+    # It is right for others, too.
+    worker = fitted.in_worker(on_device=True)
+    samples = [(image, 0) for image in unlike]
+    made, tapes = zip(*map(worker, samples, keys(3)), strict=True)
+    assert not worker.stacks(made, tapes)
+    assert_same(worker.finish_each(made, tapes)[0], eager(transform.pipeline, samples, keys(3)))
+
+
+def test_explain_names_what_takes_a_call_for_each_sample_and_what_runs_in_the_worker():
+    steps = [v2.CenterCrop(9), v2.RandomErasing(), v2.RandomRotation(3), v2.JPEG(50), v2.Resize(8)]
+    text = as_batch_transform(v2.Compose(steps)).explain()
+    assert "makes the images one size" in text
+    assert "JPEG behind it needs pixels" in text
+    assert "no form for batches: runs by itself on each sample" in text
+
+
+def test_a_pipeline_of_v1_is_told_its_form_in_v2():
+    given = v1.Compose(
+        [
+            v1.RandomResizedCrop(24, scale=(0.5, 1)),
+            v1.RandomApply([v1.ColorJitter(0.4, hue=0.1)], p=0.8),
+            v1.ToTensor(),
+            v1.Normalize([0.5] * 3, [0.25] * 3),
+            v1.RandomErasing(),
+        ]
+    )
+    with pytest.raises(TransformError) as error:
+        as_batch_transform(given)
+    text = str(error.value)
+    code = text[text.index("v2.Compose") : text.index("\n\nIts pixels")]
+    rewritten = eval(code, {"v2": v2, "torch": torch})  # as a user pastes it
+    for image, key in zip(images(4, 40, 44), keys(4), strict=True):
+        torch.manual_seed(key.index)
+        wanted = v1.Compose([v1.ToPILImage(), *given.transforms])(image)
+        torch.manual_seed(key.index)
+        # Pixels of PIL images differ a little from those of tensors.
+        assert (rewritten(image) - wanted).abs().mean() < 0.05
+    with pytest.raises(TransformError, match=r"\.\.\.,  # Lambda has no form in v2"):
+        as_batch_transform(v1.Compose([v1.Lambda(abs)]))
+
+
+def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():
+    for one in (v2.CutMix(num_classes=3), nn.Sequential(nn.Identity()), nn.Identity()):
+        assert not isinstance(as_batch_transform(one), TorchvisionTransform)
+    assert isinstance(as_batch_transform(nn.Sequential(v2.RandomInvert())), TorchvisionTransform)
+    assert isinstance(as_batch_transform(Halved()), TorchvisionTransform)
+
+
+BATCHED = {
+    "all on the device": [v2.RandomResizedCrop(24), v2.RandomRotation(30), FLOAT],
+    "some need pixels": [
+        v2.RandomAffine(9),
+        v2.RandomApply([v2.GaussianNoise()], 0.5),
+        v2.RandomInvert(),
+    ],
+    "all need pixels": [v2.RandomInvert(), v2.ElasticTransform(9.0, 1.0), v2.ColorJitter(0.3)],
+    "users": [Halved(), lambda image: image.clip(0, 0.5), v2.RandomHorizontalFlip()],
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("form", ["tuple", "masks"])
+def test_batches_of_other_loaders_draw_by_sample(name, form):
+    samples = [
+        sample(tv_tensors.Image(image[..., :44]), number, form)
+        for number, image in enumerate(images(6, 40, 44, torch.float32))
+    ]
+    pipeline = v2.Compose(BATCHED[name])
+    images_alone = form == "tuple" or name != "users"
+    given = [
+        one[0] if form == "tuple" else {n: one[n] for n in ("image", "mask")} for one in samples
+    ]
+    if not images_alone:
+        given = [{**one, "mask": tv_tensors.Mask(one["mask"].float())} for one in given]
+        samples = [
+            {**one, "mask": other["mask"]} for one, other in zip(samples, given, strict=True)
+        ]
+        pipeline = v2.Compose([BATCHED[name][0], BATCHED[name][2]])
+    wanted = eager(pipeline, given, keys(6))
+    batch = collate_samples(samples)
+    for recorded in (False, True):
+        made = run_collated(pipeline, batch, Fields(), keys(6)[0], recorded=recorded)
+        found = made[0] if form == "tuple" else {n: made[n] for n in ("image", "mask")}
+        assert_same(found, collate_samples(wanted), types=False, floats=1e-5)
+        rest = made[1] if form == "tuple" else made["label"]
+        assert rest.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_batches_of_other_loaders_that_cannot_be_right_are_refused():
+    boxes = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip(), v2.SanitizeBoundingBoxes()]))
+    with pytest.raises(TransformError, match="SanitizeBoundingBoxes"):
+        boxes.apply_unprepared([torch.zeros(2, 3, 8, 8), torch.zeros(2)], keys(1)[0])
+    flip = as_batch_transform(v2.RandomHorizontalFlip())
+    with pytest.raises(BatchError, match=r"torchvision takes \[n, C, H, W\]"):
+        flip.apply_unprepared(
+            [torch.zeros(2, 8, 8, 3, dtype=torch.uint8), torch.zeros(2)], keys(1)[0]
+        )
+    with pytest.raises(BatchError, match="no role"):
+        flip.apply_unprepared(
+            {"image": torch.zeros(2, 3, 8, 8), "depth": torch.zeros(2, 8, 8)}, keys(1)[0]
+        )
+
+
+def test_a_changed_pipeline_is_planned_anew():
+    pipeline = v2.Compose([v2.RandomResizedCrop(9), FLOAT])
+    transform = as_batch_transform(pipeline)
+    assert transform.renewed() is transform
+    pipeline.transforms.append(v2.RandomInvert())
+    assert len(transform.renewed().plan.leaves) == 3
+
+
+def test_workers_travel_to_other_processes():
+    transform = as_batch_transform(v2.Compose([v2.CenterCrop(9), Halved(), v2.RandomInvert()]))
+    for on_device in (False, True):
+        worker = transform.in_worker(on_device=on_device)
+        one = sample(images(1, 20, 20)[0], 3)
+        assert_same(
+            pickle.loads(pickle.dumps(worker))(one, keys(1)[0])[0], worker(one, keys(1)[0])[0]
+        )
+
+
+def test_without_parameters_by_name_all_runs_in_the_workers(monkeypatch):
+    """Older torchvisions draw in a method that is not public."""
+    monkeypatch.delattr(v2.Transform, "make_params")
+    transform = as_batch_transform(v2.Compose([v2.RandomInvert()]))
+    assert not transform.defers
+    assert "torchvision before 0.21" in transform.explain()
+
+
+def test_policies_run_in_the_worker_where_their_method_has_another_name(monkeypatch):
+    for policy in (v2.RandAugment(), v2.AutoAugment(), v2.TrivialAugmentWide()):
+        assert plan.kind_of(policy) == "policy"  # of the installed version
+    monkeypatch.setattr(plan, "POLICY_METHOD", "_of_another_version")
+    assert places(v2.Compose([v2.RandAugment()])) == ["worker"]
