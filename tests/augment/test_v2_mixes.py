@@ -22,7 +22,6 @@ from lightning_fastdata import (
     SampleKey,
     prefetch,
 )
-from lightning_fastdata.augment.batch_draws import key_of_batch
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.errors import TransformError
@@ -33,7 +32,7 @@ torch.set_num_threads(1)
 PHOTOS = [*photographs(24, 32), *(255 - one for one in photographs(24, 32))]
 IMAGES = torch.from_numpy(np.stack([*PHOTOS, *PHOTOS])).permute(0, 3, 1, 2) / 255
 CLASSES, SIZE, SEED = len(IMAGES), 4, 5
-FIRST = [v2.RandomHorizontalFlip(), v2.RandomResizedCrop(16, antialias=True)]
+FIRST = [v2.RandomResizedCrop(16, antialias=True), v2.RandomHorizontalFlip()]
 MIXES = {
     "CutMix": v2.CutMix(num_classes=CLASSES),
     "MixUp": v2.MixUp(alpha=0.4, num_classes=CLASSES),
@@ -90,7 +89,7 @@ def test_a_batch_is_what_torchvision_makes_of_it_under_its_key(mix):
         plain = batches(v2.Compose(FIRST), epoch=epoch)
         wanted = []
         for number, batch in enumerate(plain):
-            torch.manual_seed(torch_seed(key_of_batch(SampleKey(SEED, epoch, SIZE * number))))
+            torch.manual_seed(torch_seed(SampleKey(SEED, epoch, (-1, SIZE * number))))
             wanted.append(MIXES[mix](*batch))
         assert same(batches(v2.Compose([*FIRST, MIXES[mix]]), epoch=epoch), wanted)
 
