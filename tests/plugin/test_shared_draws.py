@@ -47,6 +47,13 @@ def shifted(images):
     return torch.roll(images, int(np.random.randint(8)), 3)
 
 
+FLIPS = v2.RandomHorizontalFlip()
+
+
+def flipped(given):
+    return FLIPS(given)
+
+
 ONCE = {
     "v2 in a lambda": lambda given: [v2.RandomHorizontalFlip()(given[0]), given[1]],
     "v2 crop": of_images(v2.RandomResizedCrop(16, antialias=True)),
@@ -56,10 +63,9 @@ ONCE = {
     "rarely": of_images(v2.RandomHorizontalFlip(0.2)),
     "drawn by random": of_images(sometimes_dark),
     "drawn by NumPy": of_images(shifted),
-    "whole batch": v2.RandomHorizontalFlip(),
-    "the field": as_batch_transform(v2.RandomHorizontalFlip(), image=0),
+    "whole batch": flipped,
+    "the field": as_batch_transform(flipped, image=0),
 }
-FLIPS = v2.RandomHorizontalFlip()
 
 
 def each_flipped(images):

@@ -107,18 +107,19 @@ class DataModuleHooks(NeedsConstruction):
         prefetch_factor: Batches each worker is ahead; short for the option of this name.
         shuffle: Whether training is shuffled, by ``seed`` and epoch; or a dict with stages as keys.
             ``"blocks"``: as :class:`BlockShuffleSampler` does. Default: training is, nothing else.
-        augment: What runs on the batches: an ``albumentations.Compose``, or any callable or
-            ``nn.Module`` that takes a batch and returns it. For training only, or a dict with
-            stages (``train``, ``val``, ``test``, ``predict``) as keys.
-        augment_on: Where the pixels of an Albumentations pipeline in ``augment`` are computed.
-            ``"gpu"``: on the trainer's device, in ``on_after_batch_transfer``; ``"cpu"``: in the
-            workers, by Albumentations itself; ``"auto"``: where it is measured to be faster before
-            the training. The random draws are the same. A pipeline that the dataset calls itself
+        augment: What runs on the batches: an ``albumentations.Compose`` or a torchvision
+            ``v2.Compose``, which draw for each sample, or any callable or ``nn.Module`` that takes
+            a batch and returns it. For training only, or a dict with stages (``train``, ``val``,
+            ``test``, ``predict``) as keys.
+        augment_on: Where the pixels of a pipeline in ``augment`` are computed. ``"gpu"``: on the
+            trainer's device, in ``on_after_batch_transfer``; ``"cpu"``: in the workers, by the
+            pipeline's own library; ``"auto"``: where it is measured to be faster before the
+            training. The random draws are the same. A pipeline that the dataset calls itself
             runs in the workers.
         image: Where the image is in a sample: a key of a dict or a position of a tuple. Default:
             ``"image"`` in a dict, else the first element that is an image.
         mask: Where the mask is, if there is one. Default: ``"mask"`` in a dict, else none. Anything
-            else of the image's size is an error beside Albumentations operations that move pixels;
+            else of the image's size is an error beside operations that move pixels;
             :func:`as_batch_transform` says how to name it, or to leave it.
         guard: What to do if the batch is predicted not to fit the GPU's free memory: ``"warn"``;
             ``"accumulate"`` smaller batches to the same effective size; ``"reduce"`` the batch;
@@ -127,7 +128,7 @@ class DataModuleHooks(NeedsConstruction):
         prefetch: On a CUDA GPU, move batches beside the computing. ``"stream"``: when it is their
             turn, for a host that runs ahead of the device; ``"lookahead"``: one batch ahead, for
             one that waits for it in each step; ``"auto"``: what fits; ``"off"``: not. What
-            Albumentations drew runs there, too. The batches are the same in any case.
+            a pipeline drew runs there, too. The batches are the same in any case.
         cache: Keep the samples of training and validation, so that later epochs and runs need not
             make them again: ``"disk"``, ``"ram"`` or a folder; ``"auto"``: on disk, where some
             samples show that it pays and a cache can be used. See :class:`CachedDataset`.
@@ -216,7 +217,7 @@ class DataModuleHooks(NeedsConstruction):
 
     @property
     def augment_on(self) -> AugmentOn:
-        """Where the pixels of an Albumentations pipeline are computed, as it was asked for."""
+        """Where the pixels of a pipeline are computed, as it was asked for."""
         return self.placing.asked
 
     @augment_on.setter
@@ -339,7 +340,7 @@ class DataModuleHooks(NeedsConstruction):
     ) -> Callable[[], None]:
         """Add a transform that runs on every batch of a stage, on the device.
 
-        Transforms run in the order of their registration. An Albumentations pipeline starts in the
+        Transforms run in the order of their registration. A pipeline starts in the
         workers, so there can be one per stage, and it comes first.
 
         Args:
@@ -351,7 +352,7 @@ class DataModuleHooks(NeedsConstruction):
 
         Raises:
             TransformError: The stage does not exist, the transform is of no known kind, or it
-                would be a second Albumentations pipeline or one that comes too late.
+                would be a second pipeline or one that comes too late.
         """
         return self._transforms.register(transform, stage)
 

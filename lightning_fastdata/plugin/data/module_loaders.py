@@ -252,7 +252,7 @@ class ModuleLoaders:
         return self._transforms.worker_part_for(stage, samples)
 
     def _told_of_pipelines(self, dataset: object, stage: Stage, name: str) -> list[str]:
-        """Return a line for each Albumentations pipeline that a dataset holds itself."""
+        """Return a line for each pipeline that a dataset holds itself."""
         has_one = self._transforms.worker_part(stage) is not None
         return [
             move_line(place, pipeline, name, stage, has_one=has_one)

@@ -64,8 +64,9 @@ class ThroughputHooks(NeedsConstruction):
     ``test`` and ``predict`` each get a report of their own.
 
     Args:
-        augment: What runs on each training batch on the device: an ``albumentations.Compose``, or
-            any callable or ``nn.Module`` that takes a batch and returns it.
+        augment: What runs on each training batch on the device: an ``albumentations.Compose`` or a
+            torchvision ``v2.Compose``, which draw for each sample, or any callable or ``nn.Module``
+            that takes a batch and returns it.
         image: Where the image is in a batch: a key of a dict or a position of a tuple. Default:
             found by itself.
         mask: Where the mask is, if there is one.
