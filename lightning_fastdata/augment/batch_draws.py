@@ -20,7 +20,7 @@ def key_of_batch(first: SampleKey) -> SampleKey:
 
     It is that of what a ``collate_fn`` draws, too.
     """
-    return first._replace(index=(_COLLATION, first.index))
+    return first._replace(index=(_COLLATION, first.index))  # type: ignore[arg-type]
 
 
 class BatchDraws(Draws):

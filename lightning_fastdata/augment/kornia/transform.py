@@ -93,7 +93,7 @@ def stage_transform(
     if type(module) is torch.nn.Sequential and len(module) and isinstance(module[0], kinds):
         [sequence] = loaded_classes(_HOME, "ImageSequential")
         module = sequence(*module)
-    if not isinstance(module, kinds + unkeyed):
+    if not (isinstance(module, torch.nn.Module) and isinstance(module, kinds + unkeyed)):
         return None
     for part in module.modules():
         if isinstance(part, unkeyed):
@@ -288,7 +288,8 @@ def _as_kornia_takes(images: Batch) -> Tensor:
         images = images[:, None]
     elif not channels_first(tuple(images.shape[1:])):
         images = images.permute(0, 3, 1, 2).contiguous()
-    return images.float() / 255 if images.dtype == torch.uint8 else images
+    floats: Tensor = images.float() / 255 if images.dtype == torch.uint8 else images
+    return floats
 
 
 def _moves_pixels(module: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
@@ -101,10 +101,11 @@ class _OwnMixer(Mixer):
         """Return a collated batch as torchvision mixes it."""
         place = find_fields(batch, self.fields, batched=True).image
         images = get_field(batch, place)
+        assert isinstance(draws, BatchDraws)  # what pack() makes
         self._check_beside(batch, {place}, images)
         # So called, it is found beside other tensors, whatever their order.
         made = put_fields(batch, {place: tv_tensors.Image(images)})
         with plain_tensors(), keyed_draws(draws.values, ("torch",)):
-            for step in self.steps:
+            for step in cast("tuple[Any, ...]", self.steps):
                 made = step(made)
         return put_fields(made, {place: get_field(made, place).as_subclass(torch.Tensor)})

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from lightning_fastdata.augment.pipeline.fields import Fields
@@ -29,6 +28,8 @@ from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lightning_fastdata.augment.ops.operation import Tape
     from lightning_fastdata.augment.torchvision.plan import Plan
     from lightning_fastdata.tree import Path
