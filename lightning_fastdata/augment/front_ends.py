@@ -37,7 +37,11 @@ def pipeline_transform(
     for library, home in FRONT_ENDS:
         if library not in sys.modules:
             continue
-        made: StageTransform | None = import_module(home).stage_transform(
+        try:
+            front_end = import_module(home)
+        except ImportError:  # the library is older than what its front end is for
+            continue
+        made: StageTransform | None = front_end.stage_transform(
             transform, fields, same_pixels=same_pixels
         )
         if made is not None:

@@ -46,9 +46,10 @@ def prefetch(
         loader: A ``FastDataLoader``, any ``DataLoader``, any iterable of batches.
         device: Where the batches go.
         transform: What runs on each batch on the device: a callable or ``nn.Module`` from batch to
-            batch, or a pipeline of Albumentations or of torchvision's v2. A ``FastDataLoader(transform=..., on_device=True,
-            staged=...)`` brings its own, which runs first. It runs while the step before still
-            computes, so it must not read what the training writes (weights, running means).
+            batch, or a pipeline of Albumentations or of torchvision's v2. A
+            ``FastDataLoader(transform=..., on_device=True, staged=...)`` brings its own, which runs
+            first. It runs while the step before still computes, so it must not read what the
+            training writes (weights, running means).
         seed: Seed of the transform's draws, which depend on it, the epoch and the number of the
             batch, and on nothing else. ``random``, ``numpy.random`` and torch's generators of the
             CPU and of the device are put back after it.

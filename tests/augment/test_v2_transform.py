@@ -11,6 +11,7 @@ from torch import nn
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
+from torchvision.transforms._presets import ImageClassification
 
 from lightning_fastdata import BatchError, TransformError, as_batch_transform
 from lightning_fastdata.augment.pipeline.fields import Fields
@@ -104,7 +105,8 @@ def test_a_pipeline_of_v1_is_told_its_form_in_v2():
 
 
 def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():
-    for one in (v2.CutMix(num_classes=3), nn.Sequential(nn.Identity()), nn.Identity()):
+    preset = ImageClassification(crop_size=8)
+    for one in (v2.CutMix(num_classes=3), nn.Sequential(nn.Identity()), nn.Identity(), preset):
         assert not isinstance(as_batch_transform(one), TorchvisionTransform)
     assert isinstance(as_batch_transform(nn.Sequential(v2.RandomInvert())), TorchvisionTransform)
     assert isinstance(as_batch_transform(Halved()), TorchvisionTransform)

@@ -15,9 +15,14 @@ from lightning_fastdata import (
     FastDataWarning,
     LoaderOptions,
     SampleKey,
+    as_batch_transform,
     prefetch,
 )
 from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.planning.plan_for import LoaderSpec
+from lightning_fastdata.plugin.placing.decision import choose_place
+from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
+from lightning_fastdata.plugin.placing.trial import PlaceTask, read_place_costs
 
 ONE_SIZE = [sample(image, number) for number, image in enumerate(images(8, 36, 40))]
 SIZES = [sample(image, n) for n, image in enumerate([*images(4, 36, 40), *images(4, 44, 32)])]
@@ -139,6 +144,29 @@ def test_each_stage_has_its_own_pipeline(tmp_path):
     assert_same(model.validated, whole, types=False)
     assert_same(model.seen, wanted(Photos()), types=False)
     assert "all of it in the workers, by torchvision itself" in data.explain()
+
+
+def test_where_pixels_are_computed_is_measured():
+    spec = LoaderSpec(dataset=Photos(), name="task", options=LoaderOptions(), batch_size=BATCH)
+    task = PlaceTask(
+        of=StagePlan(spec=spec, seed=0),
+        transform=as_batch_transform(PIPELINE),
+        device=torch.device("cpu"),
+        workers=2,
+        cpus=2.0,
+    )
+
+    def choice(device_ms):
+        def clocked(work, device):
+            (image, _), (wanted, _) = work(), wanted_first
+            assert image.shape == wanted.shape
+            return device_ms
+
+        wanted_first = wanted(Photos())[0]
+        return choose_place(read_place_costs(task, accelerator=True, device_ms=clocked))
+
+    assert choice(1e6).place == "workers"
+    assert choice(-1e6).place == "device"
 
 
 def test_a_pipeline_in_the_dataset_stays_there_and_explain_says_where_it_could_be():

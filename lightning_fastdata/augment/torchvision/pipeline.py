@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 
 MIXES: Final = (v2.CutMix, v2.MixUp)
 """Transforms of whole batches."""
-_V1: Final = "torchvision.transforms."
+_V1: Final = frozenset({"torchvision.transforms.autoaugment", "torchvision.transforms.transforms"})
 _V2: Final = "torchvision.transforms.v2"
 
 
@@ -45,8 +45,7 @@ def is_v1(transform: object) -> bool:
     """Return whether this is a pipeline or a transform of torchvision's first interface."""
     if type(transform) is nn.Sequential:
         return len(transform) > 0 and all(map(is_v1, transform))
-    module = type(transform).__module__
-    return module.startswith(_V1) and not module.startswith(_V2)
+    return type(transform).__module__ in _V1
 
 
 def is_own(transform: object) -> bool:

@@ -61,7 +61,7 @@ def only_image(sample: Batch) -> tuple[Any, Callable[[Any], Batch]] | None:
     leaves, spec = tree_flatten(sample)
     own = [at for at, leaf in enumerate(leaves) if _has_role(leaf)]
     own = own or [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)][:1]
-    if len(own) != 1 or len(leaves) == 1:
+    if len(own) != 1 or leaves[0] is sample:
         return None
     at = own[0]
     return leaves[at], lambda made: tree_unflatten([*leaves[:at], made, *leaves[at + 1 :]], spec)

@@ -16,7 +16,13 @@ from lightning_fastdata.augment.torchvision.operations import device_ops
 from lightning_fastdata.augment.torchvision.pipeline import is_v1, is_v2
 from lightning_fastdata.augment.torchvision.plan import make_plan
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
-from lightning_fastdata.augment.torchvision.samples import check_convertible, image_size
+from lightning_fastdata.augment.torchvision.samples import (
+    check_convertible,
+    check_roles,
+    image_size,
+    mover_of,
+    typed,
+)
 from lightning_fastdata.augment.torchvision.worker import PipelineWorker
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.fingerprint import fingerprint
@@ -111,8 +117,9 @@ class TorchvisionTransform(StageTransform):
         return fitted
 
     def check_sample(self, sample: Batch) -> None:
-        """Raise BatchError if v2 would leave a sample as it is."""
+        """Raise BatchError if v2 would leave a sample, or a part of it, as it is."""
         check_convertible(sample, self.plan.leaves)
+        check_roles(typed(sample, self._fields), self._fields, mover_of(self.plan.leaves))
 
     def in_worker(self, *, on_device: bool) -> PipelineWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""

@@ -58,8 +58,8 @@ def told_of_shared_draws(transform: StageTransform, batch: Batch) -> Iterator[No
             "came out alike, and all of them changed with the numbers drawn. So the images of a "
             "batch are flipped, cropped or coloured alike. Call it in the dataset's __getitem__, "
             "where it draws for each sample, or give augment= an albumentations Compose or a "
-            "torchvision v2.Compose itself, which draw for each sample, too. If a batch is to share "
-            "its draws, filter this warning.",
+            "torchvision v2.Compose itself, which draw for each sample, too. If a batch is to "
+            "share its draws, filter this warning.",
             FastDataWarning,
             stacklevel=3,
         )
