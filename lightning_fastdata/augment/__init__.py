@@ -1,4 +1,12 @@
-"""The user's own Albumentations pipeline, its pixels on the device.
+"""The user's own pipeline of Albumentations or torchvision: draws by sample, pixels on the device.
+
+- A front end (:mod:`front_ends`: :mod:`transform`, :mod:`torchvision`) knows the pipelines of one
+  library. In a worker it runs one for a sample without its pixel work, and writes down the
+  operations, with what was drawn, as a tape.
+- The tapes of a batch are packed into draws, which travel beside it (:mod:`replay.program`).
+- They are carried out where the batch lies (:mod:`replay.torch`), by the operations of the front
+  end, whose law is the pixels of its own library.
+- Where that is, workers or device, is measured by the plugin.
 
 Other rooms import these names, and nothing inside. They are loaded on first use, so that importing
 the package stays light.

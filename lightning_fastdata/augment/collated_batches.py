@@ -30,7 +30,7 @@ from lightning_fastdata.augment.record.targets import (
     target_roles,
 )
 from lightning_fastdata.augment.replay.program import compile_tapes
-from lightning_fastdata.augment.replay.torch import put_rows, replay_image
+from lightning_fastdata.augment.replay.torch import replay_image, with_rows
 from lightning_fastdata.errors import BatchError, OptionsError, TransformError
 from lightning_fastdata.randomness.seeds import reseed
 
@@ -222,7 +222,7 @@ def replay_all(
         if len({(row.shape, row.dtype) for row in rows}) > 1:
             return None
     draws = compile_tapes(tapes, ops).to(tensors["image"].device, non_blocking=True)
-    results = {name: _with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
+    results = {name: with_rows(tensor, ran[name]) for name, tensor in tensors.items()}
     for name, program in draws.programs.items():
         results[name] = replay_image(program, draws.blob, results[name], ops)
     image = draws.programs.get("image")
@@ -237,12 +237,3 @@ def _fetch(tensor: torch.Tensor, row: int) -> np.ndarray:
 
 def _as_tensor(made: Any, batch: torch.Tensor) -> torch.Tensor:
     return cast("torch.Tensor", mask_as_given(torch.from_numpy(np.asarray(made).copy()), batch))
-
-
-def _with_rows(tensor: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    if not rows:
-        return tensor
-    stacked = torch.stack(list(rows.values())).to(tensor.device)
-    if len(rows) == len(tensor):
-        return stacked
-    return put_rows(tensor.clone(), torch.tensor(list(rows), device=tensor.device), stacked)

@@ -118,6 +118,7 @@ def check(pipeline, samples):
     own_keys = keys(len(samples))
     wanted = eager(pipeline, samples, own_keys)
     whole = as_batch_transform(pipeline).in_worker(on_device=False)
+    torch.manual_seed(0)
     before = torch.get_rng_state()
     for one, key, want in zip(samples, own_keys, wanted, strict=True):
         made, tape = whole(copied(one), key)
@@ -162,3 +163,19 @@ def test_policies_are_v2s_own(policy, form):
         pipeline,
         [sample(image, number, form) for number, image in enumerate(images(COUNT, 40, 44))],
     )
+
+
+CHANGING = v2.RandomApply([v2.ToDtype(torch.float32, scale=True)])
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [CHANGING, v2.RandomInvert(), v2.ToDtype(torch.float32, scale=True)],
+        [v2.RandomChoice([v2.CenterCrop(20), v2.RandomCrop(24)]), v2.RandomRotation(9)],
+        [v2.RandomOrder([v2.RandomCrop(30), v2.Pad(2)]), v2.Grayscale(), v2.CenterCrop(20)],
+        [v2.RandomHorizontalFlip(), v2.RandomApply([v2.Resize(24)]), v2.RandomInvert()],
+    ],
+)
+def test_what_changes_some_images_only_is_done_to_those(steps):
+    check(v2.Compose(steps), [sample(i, n) for n, i in enumerate(images(COUNT, 40, 44))])

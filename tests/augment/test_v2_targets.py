@@ -157,7 +157,7 @@ def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
             v2.CenterCrop(24),
             v2.RandomHorizontalFlip(),
             lambda image: image / 255,
-            v2.RandomErasing(),
+            v2.RandomInvert(1),
         ]
     )
     samples = [sample(image, number) for number, image in enumerate(images(4, 30, 30))]

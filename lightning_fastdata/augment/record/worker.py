@@ -38,7 +38,7 @@ from lightning_fastdata.augment.record.targets import (
     target_roles,
 )
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
-from lightning_fastdata.augment.replay.torch import replay_image
+from lightning_fastdata.augment.replay.torch import are_rows, replay_image
 from lightning_fastdata.augment.replay.triton import kernels_of
 from lightning_fastdata.augment.stage_transform import WorkerTransform, plain_tensors
 from lightning_fastdata.errors import BatchError
@@ -304,18 +304,6 @@ def device_ops(
 
         ops = DEVICE_OPS
     return {**ops, **registered} if registered else ops
-
-
-def are_rows(batch: object, rows: Sequence[torch.Tensor]) -> bool:
-    """Return whether a batch is a tensor of these rows, in their order, to the bit."""
-    if not isinstance(batch, torch.Tensor) or batch.is_nested or batch.layout != torch.strided:
-        return False
-    form = len(rows), *rows[0].shape
-    if batch.shape != form or {batch.dtype} != {row.dtype for row in rows}:
-        return False
-    pairs = zip(batch.detach().cpu().numpy(), rows, strict=True)
-    # Eight times as fast as torch.equal, for any dtype.
-    return all(one.tobytes() == row.numpy().tobytes() for one, row in pairs)
 
 
 def _fits(name: str, value: object) -> bool:

@@ -16,7 +16,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 )
 from lightning_fastdata.augment.pipeline.roles import check_beside
 from lightning_fastdata.augment.replay.program import compile_tapes
-from lightning_fastdata.augment.replay.torch import put_rows, replay
+from lightning_fastdata.augment.replay.torch import replay, with_rows
 from lightning_fastdata.augment.torchvision.operations import device_ops, plain
 from lightning_fastdata.augment.torchvision.pipeline import leaves_of
 from lightning_fastdata.augment.torchvision.plan import NEED_BOXES, make_plan
@@ -147,7 +147,7 @@ def _replayed(
         if len({(row.shape, row.dtype) for row in rows}) > 1:
             return None
     draws = compile_tapes(tapes).to(given[_IMAGE].device, non_blocking=True)
-    done = {name: _with_rows(batch, ran[name]) for name, batch in given.items()}
+    done = {name: with_rows(batch, ran[name]) for name, batch in given.items()}
     ops = device_ops(pipeline)
     for name, program in draws.programs.items():
         done[name] = replay(program, draws.blob, done[name], ops)
@@ -167,12 +167,3 @@ def _by_name(made: Batch) -> dict[str, Any]:
 
 def _fetch(batch: torch.Tensor, row: int) -> torch.Tensor:
     return batch[row].cpu()
-
-
-def _with_rows(batch: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    if not rows:
-        return batch
-    stacked = torch.stack(list(rows.values())).to(batch.device)
-    if len(rows) == len(batch):
-        return stacked
-    return put_rows(batch.clone(), torch.tensor(list(rows), device=batch.device), stacked)

@@ -44,6 +44,9 @@ _CHANGE_FORM: Final = frozenset(
     }
 )
 """Transforms after which all images of one form have one other form."""
+SIZE_BY_SIZE: Final = frozenset({"Pad", "Resize"})
+"""Those of them after which the size depends on the size before."""
+_KEEP_SIZE: Final = frozenset({"ConvertImageDtype", "Grayscale", "RGB", "ToDtype"})
 _POLICIES: Final = frozenset({"AutoAugment", "RandAugment", "TrivialAugmentWide"})
 _TYPES: Final = frozenset({"ToImage", "ToPureTensor", "PILToTensor", "ToTensor"})
 _TARGETS: Final = frozenset(
@@ -146,6 +149,12 @@ def make_plan(pipeline: Any, *, one_size: bool = False, refusal: str | None = No
         placements=tuple(reversed(placed)),
         boundary=len(leaves) if refusal else boundary,
     )
+
+
+def keeps_size(transform: Any) -> bool:
+    """Return whether images have the same height and width behind a transform that is noted."""
+    name = type(transform).__name__
+    return name in _KEEP_FORM or name in _KEEP_SIZE or name in _POLICIES
 
 
 def changes_form(transform: Any) -> bool:

@@ -37,7 +37,14 @@ from lightning_fastdata.augment.torchvision.pipeline import (
     children_of,
     with_children,
 )
-from lightning_fastdata.augment.torchvision.plan import LEAVE_MASKS, POLICY_METHOD, Kind, kind_of
+from lightning_fastdata.augment.torchvision.plan import (
+    LEAVE_MASKS,
+    POLICY_METHOD,
+    SIZE_BY_SIZE,
+    Kind,
+    keeps_size,
+    kind_of,
+)
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
@@ -104,7 +111,7 @@ class Recorder:
     def __init__(self, pipeline: Any, plan: Plan) -> None:
         self._targets: dict[int, Target] = {}
         self._forms: dict[tuple[object, ...], Form] = {}
-        """The form behind an operation, by its name and the form before."""
+        """The form behind an operation, by its number and what it depends on of the form before."""
         self.pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
 
     def __call__(
@@ -206,11 +213,14 @@ class Recorder:
         What torchvision refuses it refuses here, too.
         """
         chosen = given[0] if kind_of(leaf.transform) == "policy" else None
-        key = leaf.number, chosen, form
+        scales = type(leaf.transform).__name__ in SIZE_BY_SIZE
+        key = leaf.number, chosen, form if scales else (form.shape[:-2], form.dtype, form.type_name)
         if key not in self._forms:
             made = call(torch.zeros(form.shape, dtype=form.dtype))
             self._forms[key] = Form(form.type_name, tuple(made.shape), made.dtype)
-        return self._forms[key]
+        after = self._forms[key]
+        size = form.shape[-2:] if keeps_size(leaf.transform) else after.shape[-2:]
+        return after._replace(shape=(*after.shape[:-2], *size))
 
     def _show(self, target: Target, form: Form) -> torch.Tensor:
         if form != target.form:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastdata.augment.pipeline.fields import Fields
-from lightning_fastdata.augment.record.worker import are_rows
 from lightning_fastdata.augment.replay.program import Draws, compile_tapes
-from lightning_fastdata.augment.replay.torch import replay
+from lightning_fastdata.augment.replay.torch import are_rows, replay
 from lightning_fastdata.augment.stage_transform import WorkerTransform, plain_tensors
 from lightning_fastdata.augment.torchvision.operations import device_ops
 from lightning_fastdata.augment.torchvision.pipeline import is_own, leaves_of
