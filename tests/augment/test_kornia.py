@@ -56,25 +56,27 @@ class Pictures(Dataset):
         image = IMAGES[0 if self.same else index]
         if self.form == "dict":
             return {"image": image, "mask": image[:1], "label": index}
+        if self.form == "several sizes":
+            return image[:, : 16 + index % 3], index
         if self.form == "bytes":
             return PHOTOS[index % len(PHOTOS)], index
         return image, index
 
 
-def batches(module, data=None, *, size=4, place="device", epoch=0, executor="auto", workers=0):
-    data = Pictures() if data is None else data
-    loader = loader_of(module, data, size=size, place=place, executor=executor, workers=workers)
+def batches(module, data=None, *, epoch=0, place="device", **options):
+    loader = loader_of(module, Pictures() if data is None else data, place=place, **options)
     given = prefetch(loader, "cpu", seed=SEED) if place == "device" else loader
     return [list(given) for _ in range(epoch + 1)][-1]
 
 
-def loader_of(module, data, *, size=4, place="device", executor="auto", workers=0):
+def loader_of(module, data, *, size=4, place="device", executor="auto", workers=0, collate_fn=None):
     return FastDataLoader(
         data,
         size,
         num_workers=workers,
         executor=executor,
         seed=SEED,
+        collate_fn=collate_fn,
         transform=as_batch_transform(module),
         on_device=place == "device",
         staged="train" if place == "device" else None,
@@ -186,6 +188,24 @@ def test_bytes_become_floats_with_the_channels_first(K):
     made = images(batches(usual(K), Pictures("bytes")))
     assert made.dtype == torch.float32
     assert torch.allclose(made, images(batches(usual(K))), atol=1e-6)
+
+
+def padded(samples):
+    images, labels = zip(*samples, strict=True)
+    full = torch.zeros(len(images), 3, 24, 32)
+    for row, image in zip(full, images, strict=True):
+        row[:, : image.shape[1]] = image
+    return full, torch.tensor(labels)
+
+
+def test_what_a_collate_fn_pads_is_drawn_for_as_it_comes(K):
+    module, data = usual(K), Pictures("several sizes")
+    made = batches(module, data, collate_fn=padded)
+    assert torch.equal(
+        images(made), images(batches(module, data, collate_fn=padded, place="workers"))
+    )
+    alone = images(batches(module, data, collate_fn=padded, size=1))
+    assert torch.equal(images(made), alone)
 
 
 def test_what_cannot_be_drawn_by_sample_is_refused_by_its_name(K):
