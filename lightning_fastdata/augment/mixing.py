@@ -499,8 +499,8 @@ def mixed(
     which samples are in its batch, not on their order.
 
     Args:
-        steps: an ``A.Compose`` first, if there is one; then ``MixUp``, ``CutMix`` or
-            ``OneOfMixes``, in the order in which they run.
+        steps: a pipeline of Albumentations or torchvision v2 first, if there is one; then
+            ``MixUp``, ``CutMix`` or ``OneOfMixes``, in the order in which they run.
         image: key or index of the image in a sample and in a batch; None finds it.
         mask: key or index of the mask; None takes the key ``"mask"`` where there is one.
         stays: what is left as it is, as :func:`as_batch_transform` takes it.

@@ -54,6 +54,8 @@ class Pictures(Dataset):
 
     def __getitem__(self, index):
         image = IMAGES[0 if self.same else index]
+        if self.form == "masks":
+            return image, image[:1], 1 - image[:1], index
         if self.form == "dict":
             return {"image": image, "mask": image[:1], "label": index}
         if self.form == "several sizes":
@@ -174,6 +176,18 @@ def test_the_mask_moves_with_its_image(K, keys):
             assert any(forms)
             flipped.add(forms[1])
     assert flipped == {True, False}
+
+
+def test_in_a_tuple_fields_follow_in_the_order_of_the_keys(K):
+    module = K.AugmentationSequential(
+        K.RandomHorizontalFlip(p=0.5), data_keys=["input", "mask", "mask"]
+    )
+    for image, mask, other, label in batches(module, Pictures("masks")):
+        assert torch.equal(mask, image[:, :1])
+        assert torch.equal(other, 1 - mask)
+        assert not torch.equal(image, IMAGES[label])
+    with pytest.raises(BatchError, match="mask, and there is none in"):
+        batches(module, Pictures("dict"))
 
 
 def test_a_field_of_the_images_size_does_not_stay_behind(K):

@@ -63,8 +63,6 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "LABEL": ("label", "labels", "class"),
 }
 """Names of fields that one of Kornia's data keys may stand for, the likeliest first."""
-
-
 _HOME: Final = "kornia.augmentation"
 _KINDS: Final = ("AugmentationBase2D", "MixAugmentationBaseV2", "ImageSequential")
 """What one module is, and sequences, of which AugmentationSequential is one."""
@@ -312,9 +310,9 @@ def _targets(
         return [("INPUT", image), *((keys[0], name) for name, keys in known if keys)]
     targets: list[tuple[str, Location]] = []
     for key in (getattr(key, "name", key).upper() for key in keys or ["INPUT"]):
-        last = targets[-1][1] if targets else image
-        place = image if key in _IMAGES else _place_of(key, fields, item, last)
-        if place is None and image is not None:
+        before = [image, *(where for _, where in targets)]
+        place = image if key in _IMAGES else _place_of(key, fields, item, before)
+        if place is None and key not in _IMAGES:
             raise BatchError(
                 f"{type(module).__name__} of Kornia transforms {key.lower()}, and there is none in "
                 f"{describe(item)}. In a dict it is called {' or '.join(map(repr, _NAMES[key]))}; "
@@ -324,10 +322,10 @@ def _targets(
     return targets
 
 
-def _place_of(key: str, fields: Fields, item: Batch, last: Location) -> Location:
-    if key == "MASK" and fields.mask is not None:
+def _place_of(key: str, fields: Fields, item: Batch, before: Sequence[Location]) -> Location:
+    if key == "MASK" and fields.mask is not None and fields.mask not in before:
         return fields.mask
     if isinstance(item, Mapping):
-        return next((name for name in _NAMES[key] if name in item), None)
-    after = last + 1 if isinstance(last, int) else None
+        return next((name for name in _NAMES[key] if name in item and name not in before), None)
+    after = before[-1] + 1 if isinstance(before[-1], int) else None
     return after if after is not None and has_field(item, after) else None
