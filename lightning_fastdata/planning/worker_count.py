@@ -76,9 +76,12 @@ def by_workers_ms(
 def starting_ms(cost: SampleCost | None, *, forked: bool, kept: bool) -> float:
     """Return the milliseconds of each epoch that go into starting one worker.
 
-    One that is ``kept`` is started once in a training.
+    One that is ``kept`` is started once in a training. It computes, so that it takes as many times
+    as long as others let it wait for a CPU.
     """
-    once_ms = (_FORK_MS if forked else _FRESH_MS) * (1.0 if cost is None else cost.pace)
+    once_ms = (_FORK_MS if forked else _FRESH_MS) * (
+        1.0 if cost is None else cost.pace * cost.crowded
+    )
     return once_ms / _EPOCHS if kept else once_ms
 
 

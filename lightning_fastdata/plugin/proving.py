@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.host import clock
 from lightning_fastdata.plugin.seams.internals import attributes_of, loaders_owner
 from lightning_fastdata.plugin.seams.loaders import flattened, mapped, watch_sources
 from lightning_fastdata.plugin.seams.trainer import hide_loggers
@@ -44,6 +46,7 @@ class ProvingHooks:
         self._limits: dict[str, float | int | None] = {}
         self._every: tuple[Any, Any] = (1, 1.0)
         self._advanced = False
+        self._began_s = clock.unix_s() - 1.0  # times of files are coarse
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Keep loggers and checkpoints out of the way, and have the loaders come from the trial.
@@ -51,6 +54,7 @@ class ProvingHooks:
         Raises:
             OptionsError: Several processes train together.
         """
+        self._unsave_config(trainer)
         made = hide_loggers(trainer)
         if stage != "fit":
             return
@@ -88,6 +92,17 @@ class ProvingHooks:
         # Until it is known how many steps the parts of an epoch have.
         attributes_of(trainer).reload_dataloaders_every_n_epochs = 1
         watch_sources(trainer, ("train", "val"), self._give)
+
+    def _unsave_config(self, trainer: Trainer) -> None:
+        """Remove the file that LightningCLI has written of this run: the next one finds it."""
+        for callback in attributes_of(trainer).callbacks:
+            name = getattr(callback, "config_filename", None)
+            if not (getattr(callback, "already_saved", False) and isinstance(name, str)):
+                continue
+            file = Path(trainer.log_dir or trainer.default_root_dir, name)
+            with suppress(OSError):
+                if file.stat().st_mtime >= self._began_s:
+                    file.unlink()
 
     def _leave_out(self, trainer: Trainer, trial: Trial) -> None:
         left_out, kept = [], []

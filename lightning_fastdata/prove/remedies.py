@@ -197,7 +197,10 @@ def _others(facts: LoaderFacts) -> list[Remedy]:
 def _why_not(change: Change, facts: LoaderFacts) -> str:
     """Return why a change must not be tried; empty: it may."""
     if facts.stream and (change.num_workers is not None or change.fast):
-        return "which samples a stream gives depends on the number of workers"
+        return (
+            "which samples a stream gives depends on the number of workers; if yours divides "
+            "itself among them, set another one and compare"
+        )
     if facts.stream and change.cache:
         return "a stream has no index by which samples could be kept"
     if facts.stream and change.persistent_workers:
@@ -271,6 +274,9 @@ def _joined(parts: list[Remedy]) -> Remedy:
     )
 
 
+_SHORT: Final = {"training": "train", "validation": "val"}
+"""Stages, as variables are named for them."""
+
 # -- what to write ---------------------------------------------------------------------------------
 
 
@@ -315,6 +321,7 @@ def code_of(
     new = change.fast and any(call.kind == "DataLoader" for call in calls)
     names = ["CachedDataset"] * (change.cache is not None) + ["FastDataLoader"] * new
     lines = [f"from lightning_fastdata import {', '.join(names)}"] if names else []
+    stages: list[str] = []
     for call in calls:
         dataset = call.dataset_name
         if change.cache:
@@ -332,5 +339,8 @@ def code_of(
             arguments["pin_memory"] = "True"
         kind = "FastDataLoader" if change.fast else call.kind
         given = ", ".join([dataset, *(f"{name}={text}" for name, text in arguments.items())])
-        lines.append(f"{kind}({given})  # {call.stage}, of {call.dataset}")
+        stages.append(call.stage)
+        number = f"_{alike}" if (alike := stages.count(call.stage)) > 1 else ""
+        made = f"{_SHORT[call.stage]}_loader{number}"
+        lines.append(f"{made} = {kind}({given})  # {call.stage}, of {call.dataset}")
     return lines

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.device.backend import synchronize
+from lightning_fastdata.errors import FastDataError
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
@@ -21,7 +22,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import write_atomically
 from lightning_fastdata.host.usage import CpuUse, read_cpu_use
 from lightning_fastdata.prove import loaders as made
-from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, named
+from lightning_fastdata.prove.remedies import Change, Changes, LoaderFacts, Refused, named
 from lightning_fastdata.prove.settings import ProveSettings
 from lightning_fastdata.prove.trials import (
     AS_IS,
@@ -306,14 +307,14 @@ class Session:
     def _failed(self, arm: str, error: BaseException) -> None:
         text = str(error).strip().partition("\n")[0].partition(". ")[0]
         self.trial.failed[arm] = f"{type(error).__name__}: {text:.300}"
+        if isinstance(error, FastDataError):  # it is not for this dataset
+            self.trial.refused.append(Refused(name=arm, why=f"{text:.300}"))
         self._bad = True
 
     def ended_by(self, error: BaseException) -> None:
-        """Note that the training has ended by an error, which may be that of a remedy."""
+        """Note that the training has ended by an error."""
         if isinstance(error, TrialEndedError | KeyboardInterrupt):
             return
-        if self._turn is not None and self._turn.arm in self.trial.remedies:
-            self._failed(self._turn.arm, error)
         text = str(error).strip().partition("\n")[0]
         self.trial.stopped = f"the script ended by {type(error).__name__}: {text:.300}"
         self._write()
@@ -521,6 +522,7 @@ class Session:
         self.trial.facts |= {
             "changes": facts.changes,
             "used_cpus": facts.used_cpus,
+            "epochs": None if math.isinf(facts.epochs) else facts.epochs,
             "calls": [asdict(call) for call in made.calls_of(seen)],
             "may_persist": facts.epochs > 1 and facts.changes in ("nothing", "unknown"),
         }

@@ -57,6 +57,24 @@ class Conclusion:
     """Lines to paste."""
 
     @property
+    def says(self) -> tuple[str, ...]:
+        """What to know of the remedy that is recommended."""
+        if self.remedy is None or self.gain is None:
+            return ()
+        remedy, epochs = self.trial.remedies[self.remedy], self.trial.facts.get("epochs")
+        says = list(remedy.says)
+        if remedy.change.cache and epochs:
+            in_all = epochs / (1 + (epochs - 1) / self.gain.factor)
+            says.append(f"in the {epochs:.0f} epochs of this script that is {in_all:.3g}x in all")
+        for name, gain in _rows(self.trial):
+            if name in self.trial.remedies and gain and gain.factor > self.gain.factor:
+                says.append(
+                    f"{name} was about as quick when both were first tried, and changes more; its "
+                    "figure is from then"
+                )
+        return tuple(says)
+
+    @property
     def exit_code(self) -> int:
         """0: nothing is to be changed; 1: a change is recommended; 2: it is not known."""
         return EXIT_CODES[self.outcome]
@@ -75,7 +93,7 @@ class Conclusion:
                 "name": self.remedy,
                 "gain": _gain_dict(self.gain),
                 "code": list(self.code),
-                "says": list(trial.remedies[self.remedy].says),
+                "says": list(self.says),
                 "change": asdict(trial.remedies[self.remedy].change),
             },
             "rows": [
@@ -111,12 +129,14 @@ class Conclusion:
         lines += ["", *_wrapped(self.verdict, "")]
         if self.remedy is not None:
             lines += ["", "Write:", *(f"    {line}" for line in self.code)]
-            says = self.trial.remedies[self.remedy].says
-            lines += [line for said in says for line in _wrapped(said, "know  ")]
+            lines += [line for said in self.says for line in _wrapped(said, "know  ")]
         told = [f"{each.name}: {each.why}" for each in self.trial.refused]
         if told:
             lines += ["", *(line for each in told for line in _wrapped(each, "not tried  "))]
+        unsuited = {each.name for each in self.trial.refused}
         for name, why in self.trial.failed.items():
+            if name in unsuited:
+                continue
             lines += _wrapped(f"{name}: {why}", "failed  ")
         if self.trial.stopped and self.trial.blocks:
             lines += _wrapped(f"{self.trial.stopped}; this is what is known", "stopped  ")
@@ -154,13 +174,17 @@ def conclude(trial: Trial) -> Conclusion:
         return Conclusion(trial=trial, outcome="not known", verdict=f"Nothing is known: {why}.")
     bound = bound_of(trial)
     share = min(1.0, 1 / bound.factor)
-    if bound.factor < LEAST_GAIN and bound.pairs > 1:
+    if bound.factor < LEAST_GAIN and bound.high > _UNSURE:
+        verdict = (
+            f"Not decided: free data would bring {bound.factor:.2f}x, which is not sure yet "
+            f"({_interval(bound)}). More time, or a quieter machine, would tell."
+        )
+        return Conclusion(trial=trial, outcome="not known", verdict=verdict)
+    if bound.factor < LEAST_GAIN:
         verdict = (
             f"Nothing to gain: the model takes {share:.0%} of the time, and free data would bring "
             f"{max(bound.factor, 1.0):.2f}x at most."
         )
-        if bound.high > _UNSURE:
-            verdict += f" (The blocks differ a lot: {bound.low:.2f} to {bound.high:.2f}.)"
         return Conclusion(trial=trial, outcome="nothing to gain", verdict=verdict)
     free = f"free data would bring {bound.factor:.2f}x"
     unsure = unsure_of(trial)

@@ -11,7 +11,9 @@ import lightning.pytorch as lightning
 import pytest
 import pytorch_lightning
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from programs import refused, run_program
 from torch.utils.data import DataLoader, Dataset
@@ -124,6 +126,20 @@ def test_reading_that_takes_the_time_gets_the_remedy_that_takes_it_away(tried, t
     assert [path.read_text() for path in (tmp_path / "ckpt").iterdir()] == ["mine"]
     assert "ModelCheckpoint" in found.text()
     assert any("(train_dataset," in line for line in found.code) or "from_loaders" in found.text()
+
+
+def test_the_config_of_lightning_cli_is_not_left_for_the_next_run(tried, tmp_path):
+    (tmp_path / "config.yaml").write_text("of another run")
+    os.utime(tmp_path / "config.yaml", (0, 0))
+
+    def script(the_clock):
+        model = module_of(lightning, the_clock)
+        config = SaveConfigCallback(LightningArgumentParser(), Namespace(), "mine.yaml")
+        trainer = quiet(lightning, max_epochs=3, logger=False, callbacks=[config])
+        trainer.fit(model, DataLoader(Slow(), ROWS))
+
+    assert tried(script).outcome == "change"
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "trial"}
 
 
 @pytest.mark.parametrize("package", [lightning, pytorch_lightning], ids=lambda p: p.__name__)

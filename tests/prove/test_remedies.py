@@ -124,14 +124,17 @@ def test_the_code_is_what_the_user_has_with_the_change():
     call = CallSeen(stage="training", kind="DataLoader", dataset="Photos", arguments=arguments)
     (line,) = code_of(Change(num_workers=4), [call], given_to_fit=True)
     assert line == (
-        "DataLoader(dataset, batch_size=16, shuffle=True, num_workers=4)  # training, of Photos"
+        "train_loader = DataLoader(dataset, batch_size=16, shuffle=True, num_workers=4)"
+        "  # training, of Photos"
     )
     fast = code_of(Change(fast=True), [call], given_to_fit=True)
     assert fast[1] == 'data = FastDataModule.from_loaders(train_loader, num_workers="auto")'
     there = code_of(Change(fast=True), [call], given_to_fit=True, home="lightning_fastdata.other")
     assert there == ["from lightning_fastdata.other import FastDataModule", *fast[1:]]
     own = code_of(Change(fast=True), [call], given_to_fit=False)
-    assert own[1].startswith('FastDataLoader(dataset, batch_size=16, shuffle=True, num_workers="a')
+    assert own[1].startswith(
+        'train_loader = FastDataLoader(dataset, batch_size=16, shuffle=True, num_workers="a'
+    )
     for change in (Change(cache="ram"), Change(fast=True, cache="ram")):
         lines = code_of(change, [call], given_to_fit=True)
         assert 'CachedDataset(dataset, "ram")' in lines[-1]

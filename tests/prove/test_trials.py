@@ -16,6 +16,7 @@ from lightning_fastdata.prove.trials import (
     Block,
     Trial,
     as_dict,
+    bound_of,
     epoch_s,
     gain_of,
     interval,
@@ -105,6 +106,25 @@ def test_where_free_data_brings_nothing_no_remedy_is_tried():
     assert found.outcome == "nothing to gain"
     assert found.exit_code == 0
     assert {turn.arm for turn in training.ran} == {AS_IS, FREE}
+
+
+def test_nothing_to_gain_is_not_said_of_blocks_that_differ_a_lot():
+    said = set()
+    for seed in range(20):
+        found = Training({AS_IS: 10.0, FREE: 10.0}, spread=0.3, seed=seed).run()
+        bound = bound_of(found.trial)
+        if bound.factor < 1.03:
+            said.add(found.outcome)
+            assert found.outcome == ("not known" if bound.high > 1.1 else "nothing to gain")
+    assert "not known" in said
+
+
+def test_a_cache_is_promised_for_the_epochs_that_the_script_has():
+    training = Training({AS_IS: 10.0, FREE: 0.4, "cache": 0.5}, remedies=[CACHE])
+    training.trial.facts["epochs"] = 5
+    found = training.run()
+    in_all = 5 / (1 + 4 / found.gain.factor)
+    assert any(f"that is {in_all:.3g}x in all" in said for said in found.says)
 
 
 @pytest.mark.parametrize("drift", [0.03, -0.012])
