@@ -269,8 +269,8 @@ class FirstOfPairs(HandsOn):
         if single and transform.needs_batches:
             raise OptionsError(
                 "The transform works on the samples of a batch together, as mixing and Kornia do, "
-                "but batch_size=None makes no batches. Set batch_size, or call it where the batches "
-                "are made."
+                "but batch_size=None makes no batches. Set batch_size, or do it where batches are "
+                "made."
             )
         super().__init__(collate_fn)
         self.transform = transform

@@ -45,7 +45,7 @@ def stage_transform(
     )
     if first is None:
         return None
-    for leaf in leaves_of(nn.ModuleList(steps[first:])):
+    for leaf in (leaf for step in steps[first:] for leaf in leaves_of(step)):
         if not _mixes(leaf) and leaf.name not in _FOR_ANY_BATCH:
             raise TransformError(
                 f"{leaf.name} stands behind or beside what mixes the samples of a batch "
