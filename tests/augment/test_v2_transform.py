@@ -17,6 +17,7 @@ from lightning_fastdata import BatchError, TransformError, as_batch_transform
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.torchvision import plan
 from lightning_fastdata.augment.torchvision.collated import run_collated
+from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
 from lightning_fastdata.batches.collate import collate_samples
 
@@ -144,8 +145,10 @@ def test_batches_of_other_loaders_draw_by_sample(name, form):
         pipeline = v2.Compose([BATCHED[name][0], BATCHED[name][2]])
     wanted = eager(pipeline, given, keys(6))
     batch = collate_samples(samples)
-    for recorded in (False, True):
-        made = run_collated(pipeline, batch, Fields(), keys(6)[0], recorded=recorded)
+    recorder = Recorder(pipeline, plan.make_plan(pipeline, one_size=True))
+    for recorded in (False, True, True):
+        how = {"recorder": recorder, "recorded": recorded}
+        made = run_collated(pipeline, batch, Fields(), keys(6)[0], **how)
         found = made[0] if form == "tuple" else {n: made[n] for n in ("image", "mask")}
         assert_same(found, collate_samples(wanted), types=False, floats=1e-5)
         rest = made[1] if form == "tuple" else made["label"]
@@ -173,6 +176,14 @@ def test_a_changed_pipeline_is_planned_anew():
     assert transform.renewed() is transform
     pipeline.transforms.append(v2.RandomInvert())
     assert len(transform.renewed().plan.leaves) == 3
+    # Batches of other loaders follow with the next epoch.
+    batch = [torch.stack(images(2, 20, 24)), torch.arange(2)]
+    for epoch, steps in ((0, 3), (1, 4)):
+        key = keys(1, epoch=epoch)[0]
+        made = transform.apply_unprepared(batch, key)[0]
+        assert_same(made[0], eager(pipeline, [images(1, 20, 24)[0]], [key])[0], types=False)
+        assert len(pipeline.transforms) == steps
+        pipeline.transforms.append(v2.RandomVerticalFlip(1))
 
 
 def test_workers_travel_to_other_processes():

@@ -11,6 +11,7 @@ from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import (
     DataThroughputCallback,
+    FastDataLoader,
     FastDataModule,
     FastDataWarning,
     LoaderOptions,
@@ -89,6 +90,19 @@ def test_batches_are_v2s_own_in_each_epoch(tmp_path, workers, augment_on, one_si
     seen, _ = fit(tmp_path, module(workers, augment_on, one_size), max_epochs=2)
     photos = Photos(one_size)
     assert_same(seen, [*wanted(photos), *wanted(photos, epoch=1)], types=False)
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers", "torch"])
+def test_every_executor_draws_by_sample(executor):
+    loader = FastDataLoader(
+        Photos(),
+        batch_size=BATCH,
+        seed=SEED,
+        num_workers=0 if executor == "inline" else 2,
+        executor=executor,
+        transform=as_batch_transform(PIPELINE),
+    )
+    assert_same(list(loader), wanted(Photos()), types=False)
 
 
 def test_a_training_that_goes_on_draws_as_one_that_did_not_stop(tmp_path):

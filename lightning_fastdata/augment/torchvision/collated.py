@@ -19,9 +19,8 @@ from lightning_fastdata.augment.replay.program import compile_tapes
 from lightning_fastdata.augment.replay.torch import replay, with_rows
 from lightning_fastdata.augment.torchvision.operations import device_ops, plain
 from lightning_fastdata.augment.torchvision.pipeline import leaves_of
-from lightning_fastdata.augment.torchvision.plan import NEED_BOXES, make_plan
+from lightning_fastdata.augment.torchvision.plan import NEED_BOXES
 from lightning_fastdata.augment.torchvision.samples import mover_of
-from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.worker import generators_of
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.seeds import keyed_draws
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import Track
     from lightning_fastdata.augment.pipeline.fields import Fields, Location
+    from lightning_fastdata.augment.torchvision.tape import Recorder
     from lightning_fastdata.types import Batch, SampleKey
 
 _IMAGE, _MASK = "image", "mask"
@@ -42,14 +42,21 @@ def run_collated(
     fields: Fields,
     key: SampleKey,
     *,
-    refusal: str | None = None,
+    recorder: Recorder | None,
     recorded: bool = False,
 ) -> Batch:
     """Return a batch, on any device, with its images and masks transformed.
 
     On the CPU the pipeline runs on one sample after the other, which is faster there. Sample ``i``
-    draws with ``key.index + i``. With a ``refusal`` it does so on any device; ``recorded``: on the
-    CPU it is done as on a device.
+    draws with ``key.index + i``.
+
+    Args:
+        pipeline: of v2.
+        batch: as another loader made it.
+        fields: where its images and masks are.
+        key: of its first sample.
+        recorder: of the pipeline, for images of one size. None: on any device it is done so.
+        recorded: on the CPU it is done as on a device.
 
     Raises:
         BatchError: there is no image ``[n, C, H, W]``, or something would stay behind it.
@@ -82,8 +89,8 @@ def run_collated(
         size = (int(image.shape[-2]), int(image.shape[-1]))
         check_beside(batch, known, size, mover, samples=len(image))
     made = None
-    if refusal is None and (image.device.type != "cpu" or recorded):
-        made = _replayed(pipeline, given, key)
+    if recorder is not None and (image.device.type != "cpu" or recorded):
+        made = _replayed(pipeline, given, key, recorder)
     made = made or _run_each(pipeline, given, key)
     return put_fields(batch, {places[name]: made[name] for name in places})
 
@@ -117,14 +124,13 @@ def _run_each(
 
 
 def _replayed(
-    pipeline: Any, given: Mapping[str, torch.Tensor], key: SampleKey
+    pipeline: Any, given: Mapping[str, torch.Tensor], key: SampleKey, recorder: Recorder
 ) -> dict[str, torch.Tensor] | None:
     """Draw every sample here, and compute the draws where the batch lies.
 
     Samples in which an operation needs pixels are fetched one by one and put back. None: by then
     they have another form than the others.
     """
-    recorder = Recorder(pipeline, make_plan(pipeline, one_size=True))
     names, samples = generators_of(pipeline), len(given[_IMAGE])
     ran: dict[str, dict[int, torch.Tensor]] = {name: {} for name in given}
     tapes: list[dict[str, Track]] = []

@@ -6,11 +6,11 @@ with the parameters that it drew, on the samples that share them.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import numpy as np
 import torch
 from torchvision import tv_tensors
 
@@ -30,7 +30,6 @@ TYPES: Final[Mapping[str, type[torch.Tensor]]] = {
     "Mask": tv_tensors.Mask,
 }
 """Types of tensors whose pixels may be left to a device."""
-_TENSOR: Final = "tensor"
 
 
 def general_name(leaf: Leaf) -> str:
@@ -63,8 +62,8 @@ def own_call(transform: Any) -> Call | None:
 
 def general(type_name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Encoded:
     """Return a call of a transform, as it is packed for a batch."""
-    static = ("type", type_name), ("given", frozen(given)), ("named", frozen(dict(named)))
-    return Encoded(static, {})
+    # Equal parameters are equal bytes, by which samples are put together.
+    return Encoded((("type", type_name), ("call", pickle.dumps((given, dict(named))))), {})
 
 
 def as_type(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
@@ -77,37 +76,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor)
 
 
-def frozen(value: Any) -> Any:
-    """Return parameters as something hashable, equal where they are."""
-    if isinstance(value, torch.Tensor):
-        array = np.ascontiguousarray(value.numpy())
-        return _TENSOR, array.dtype.str, array.shape, array.tobytes()
-    if isinstance(value, Mapping):
-        return dict, tuple((key, frozen(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(frozen, value))
-    return value
-
-
-def thawed(value: Any) -> Any:
-    """Return what was :func:`frozen`; tensors lie on the CPU."""
-    if not isinstance(value, tuple) or not value:
-        return value
-    if value[0] is dict:
-        return {key: thawed(each) for key, each in value[1]}
-    if value[0] is list or value[0] is tuple:
-        return value[0](map(thawed, value[1]))
-    if value[0] == _TENSOR:
-        _, dtype, shape, data = value
-        return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy())
-    return value
-
-
 def _run(
-    call: Call, writes: bool, batch: torch.Tensor, static: Values, arrays: Arrays
+    call: Call,
+    writes: bool,
+    batch: torch.Tensor,
+    static: Values,
+    arrays: Arrays,  # noqa: ARG001
 ) -> torch.Tensor:
     batch = batch.clone() if writes else batch
-    given, named = thawed(static["given"]), {**thawed(static["named"]), **arrays}
+    given, named = pickle.loads(static["call"])
     made = plain(call(as_type(batch, static["type"]), *given, **named))
     return made.contiguous()  # of gray images all channels are one memory
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import PIL.Image
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from torchvision import tv_tensors
 
 from lightning_fastdata.augment.pipeline.fields import (
@@ -23,12 +23,13 @@ from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.torchvision.pipeline import is_own
 from lightning_fastdata.augment.torchvision.plan import MOVES, NEED_BOXES
 from lightning_fastdata.errors import BatchError
-from lightning_fastdata.tree import children
+from lightning_fastdata.tree import children, replace_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lightning_fastdata.augment.torchvision.pipeline import Leaf
+    from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch
 
 _CONVERTERS: Final = frozenset({"Lambda", "ToImage", "ToTensor"})
@@ -56,15 +57,22 @@ def typed(sample: Batch, fields: Fields) -> Batch:
     return put_fields(sample, values) if values else sample
 
 
-def only_image(sample: Batch) -> tuple[Any, Callable[[Any], Batch]] | None:
-    """Return the image of a sample, if v2 would transform nothing else, and what puts it back."""
-    leaves, spec = tree_flatten(sample)
-    own = [at for at, leaf in enumerate(leaves) if _has_role(leaf)]
-    own = own or [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)][:1]
-    if len(own) != 1 or leaves[0] is sample:
+def only_image(sample: Batch) -> Path | None:
+    """Return where the image of a sample is, if v2 would transform nothing else."""
+    leaves = tree_flatten(sample)[0]
+    own = list(filter(_has_role, leaves))
+    own = own or [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][:1]
+    if len(own) != 1 or own[0] is sample:
         return None
-    at = own[0]
-    return leaves[at], lambda made: tree_unflatten([*leaves[:at], made, *leaves[at + 1 :]], spec)
+    paths: list[Path] = []
+
+    def looked_at(path: Path, leaf: Any) -> Any:
+        if leaf is own[0]:
+            paths.append(path)
+        return leaf
+
+    replace_leaves(sample, looked_at)
+    return paths[0] if paths else None
 
 
 def mover_of(leaves: Iterable[Leaf]) -> Mover | None:
@@ -129,7 +137,7 @@ def _is_image(value: object) -> bool:
     return isinstance(value, tv_tensors.Image | tv_tensors.Video | PIL.Image.Image)
 
 
-def field_at(item: Batch, path: tuple[Any, ...]) -> Any:
+def field_at(item: Batch, path: Path) -> Any:
     """Return what lies under keys and positions in a sample or batch; None: nothing does."""
     for key in path:
         if isinstance(item, Mapping):

@@ -23,6 +23,7 @@ from lightning_fastdata.augment.torchvision.samples import (
     mover_of,
     typed,
 )
+from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.worker import PipelineWorker
 from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.fingerprint import fingerprint
@@ -83,6 +84,9 @@ class TorchvisionTransform(StageTransform):
     def _take_in(self, state: Fingerprint | None) -> None:
         """Plan for the pipeline as it is now."""
         self._state = state
+        self._epoch: int | None = None
+        self._recorder: Recorder | None = None
+        """For batches of other loaders."""
         self.plan = make_plan(self.pipeline, one_size=self._one_size, refusal=refusal())
 
     @property
@@ -162,8 +166,16 @@ class TorchvisionTransform(StageTransform):
             BatchError: there is no image batch.
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
+        if self._epoch not in (None, key.epoch) and self.renewed() is not self:
+            self._take_in(_state_of(self.pipeline))
+        self._epoch = key.epoch
+        if self._recorder is None and refusal() is None:
+            self._recorder = Recorder(self.pipeline, make_plan(self.pipeline, one_size=True))
         with plain_tensors():
-            return run_collated(self.pipeline, batch, self._fields, key, refusal=refusal())
+            return run_collated(self.pipeline, batch, self._fields, key, recorder=self._recorder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_recorder": None}
 
     def explain(self) -> str:
         """Return a table: operation, where it runs, why."""

@@ -69,7 +69,7 @@ class PipelineWorker(WorkerTransform):
         sample = typed(sample, self._fields)
         check_roles(sample, self._fields, self._mover)
         alone = only_image(sample) if self._image_alone else None
-        given = sample if alone is None else alone[0]
+        given = sample if alone is None else field_at(sample, alone)
         with plain_tensors(), keyed_draws(key, self._generators):
             if self._plan is None:
                 made, tape = self._pipeline(given), None
@@ -77,7 +77,8 @@ class PipelineWorker(WorkerTransform):
                 made, tape = self._recorder()(given)
         if alone is None:
             return made, tape
-        return _put_back(alone[1], made, tape)
+        whole = replace_leaves(sample, lambda path, own: made if path == alone else own, depth=-1)
+        return whole, tape and {(*alone, *path): track for path, track in tape.items()}
 
     def collate(
         self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
@@ -139,19 +140,3 @@ def generators_of(pipeline: Any) -> tuple[str, ...]:
     leaves = leaves_of(pipeline)
     foreign = any(not is_own(leaf.transform) or leaf.name == "Lambda" for leaf in leaves)
     return GENERATORS if foreign else ("torch",)
-
-
-def _put_back(put: Any, made: Any, tape: Tape | None) -> tuple[Batch, Tape | None]:
-    """Return a sample with what was made of its image, and the tape by its paths."""
-    sample = put(made)
-    if not tape:
-        return sample, tape
-    paths = {}
-
-    def seen(path: Path, value: Any) -> Any:
-        paths[id(value)] = path
-        return value
-
-    replace_leaves(sample, seen, depth=-1)
-    by_path = {paths[id(field_at(made, path))]: track for path, track in tape.items()}
-    return sample, by_path
