@@ -66,6 +66,22 @@ class ColorJitter(RandomBrightness):
         return super().apply(images, params) + params["order"][0].to(images)
 
 
+class RandomContrast(RandomBrightness):
+    """Has rows for those samples alone that it is applied to, as releases before 0.9 do."""
+
+    def forward_parameters(self, batch_shape):
+        prob = (torch.rand(batch_shape[0]) < self.p).float()
+        drawn = {"contrast_factor": torch.rand(int(prob.sum()))}
+        shape = torch.tensor(list(batch_shape))
+        return {**drawn, "batch_prob": prob, "forward_input_shape": shape}
+
+    def forward(self, images, params=None):
+        params = self.forward_parameters(images.shape) if params is None else params
+        made, chosen = images.clone(), params["batch_prob"] > 0.5
+        made[chosen] *= params["contrast_factor"].to(images)[:, None, None, None]
+        return made
+
+
 class RandomGaussianNoise(AugmentationBase2D):
     """Draws while it computes, as releases before 0.9 do."""
 

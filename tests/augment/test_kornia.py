@@ -90,10 +90,11 @@ def images(given):
 
 
 def usual(K, **options):
-    last = {"brightness": 0.0} if K is kornia_stand_in else {}
-    bright = K.RandomBrightness(p=0.8, **({} if last else {"brightness": (0.5, 1.5)}))
+    own = K is kornia_stand_in
+    bright = K.RandomBrightness(p=0.8, **({} if own else {"brightness": (0.5, 1.5)}))
+    contrast = K.RandomContrast(p=0.5, **({} if own else {"contrast": (0.5, 1.5)}))
     return K.AugmentationSequential(
-        K.RandomHorizontalFlip(p=0.5), bright, data_keys=["input"], **options
+        K.RandomHorizontalFlip(p=0.5), bright, contrast, data_keys=["input"], **options
     )
 
 

@@ -54,10 +54,12 @@ def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params
             for leaf, drawn_alone in zip(alone, rows, strict=True):
                 drawn_alone.append(leaf.module.forward_parameters(_as_one(leaf)))
     for leaf, drawn_alone in zip(alone, rows, strict=True):
+        # Releases before 0.9 have rows for those samples alone that a module is applied to.
+        counts = len(keys), int((leaf.drawn["batch_prob"] > 0.5).sum())
         for name, value in leaf.drawn.items():
             if isinstance(value, Tensor):
                 ones = [one[name] for one in drawn_alone]
-                leaf.drawn[name] = _put_together(value, ones, f"{leaf.name}: {name}")
+                leaf.drawn[name] = _put_together(value, ones, counts, f"{leaf.name}: {name}")
     return drawn
 
 
@@ -111,10 +113,16 @@ def _as_one(leaf: _Leaf) -> Size:
     return Size((1, *shape.tolist()[1:]))
 
 
-def _put_together(together: Tensor, ones: Sequence[Tensor], what: str) -> Tensor:
-    """Return the rows of samples as a batch has them, or what the batch drew if it has no rows."""
-    row = (1, *together.shape[1:])
-    if together.shape[:1] == (len(ones),) and all(one.shape == row for one in ones):
+def _put_together(
+    together: Tensor, ones: Sequence[Tensor], counts: Sequence[int], what: str
+) -> Tensor:
+    """Return the rows of samples as a batch has them, or what the batch drew if it has no rows.
+
+    ``counts``: how many rows a batch may have.
+    """
+    form = together.shape[1:]
+    rows = together.ndim > 0 and all(len(one) <= 1 and one.shape[1:] == form for one in ones)
+    if rows and len(together) in counts:
         return torch.cat(list(ones))
     if all(one.shape == together.shape for one in ones):
         return together
