@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import pytest
@@ -16,6 +17,7 @@ from torchvision.transforms._presets import ImageClassification
 from lightning_fastdata import BatchError, TransformError, as_batch_transform
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.torchvision import plan
+from lightning_fastdata.augment.torchvision import transform as home
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
@@ -72,6 +74,22 @@ def test_images_of_one_size_are_cropped_on_the_device():
     assert_same(worker.finish_each(made, tapes)[0], eager(transform.pipeline, samples, keys(3)))
 
 
+def test_pil_images_are_left_to_pil_until_tensors_are_made_of_them():
+    pipeline = v2.Compose(
+        [v2.Resize((20, 24)), v2.RandomInvert(), v2.ToImage(), v2.ColorJitter(0.4)]
+    )
+    samples = [(v2.functional.to_pil_image(image), 0) for image in images(4, 40, 44)]
+    transform = as_batch_transform(pipeline).for_samples(samples)
+    assert [one.where for one in transform.plan.placements] == ["worker"] * 3 + ["device"]
+    assert "takes PIL images" in transform.explain()
+    worker = transform.in_worker(on_device=True)
+    made, tapes = zip(*map(worker, samples, keys(4)), strict=True)
+    done = transform.apply(collate_samples(made), worker.collate(tapes))
+    assert_same(done, collate_samples(eager(pipeline, samples, keys(4))), types=False)
+    never = as_batch_transform(v2.Compose(pipeline.transforms[:2])).for_samples(samples)
+    assert not never.defers
+
+
 def test_explain_names_what_takes_a_call_for_each_sample_and_what_runs_in_the_worker():
     steps = [v2.CenterCrop(9), v2.RandomErasing(), v2.RandomRotation(3), v2.JPEG(50), v2.Resize(8)]
     text = as_batch_transform(v2.Compose(steps)).explain()
@@ -111,6 +129,14 @@ def test_what_mixes_a_batch_or_is_none_of_v2_stays_a_callable():
         assert not isinstance(as_batch_transform(one), TorchvisionTransform)
     assert isinstance(as_batch_transform(nn.Sequential(v2.RandomInvert())), TorchvisionTransform)
     assert isinstance(as_batch_transform(Halved()), TorchvisionTransform)
+
+
+def test_what_draws_nothing_may_run_on_batches_behind_another_transform():
+    normal = as_batch_transform(v2.Compose([FLOAT, v2.Normalize([0.5], [0.5])]))
+    assert not normal.behind().starts_in_worker
+    for one in (v2.RandomInvert(), v2.ColorJitter(0.1), Halved(), v2.RandAugment()):
+        drawing = as_batch_transform(v2.Compose([FLOAT, one]))
+        assert drawing.behind() is drawing
 
 
 BATCHED = {
@@ -170,7 +196,10 @@ def test_batches_of_other_loaders_that_cannot_be_right_are_refused():
         )
 
 
-def test_a_changed_pipeline_is_planned_anew():
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_changed_pipeline_is_planned_anew(monkeypatch, recorded):
+    as_there = functools.partial(run_collated, recorded=recorded)
+    monkeypatch.setattr(home, "run_collated", as_there)
     pipeline = v2.Compose([v2.RandomResizedCrop(9), FLOAT])
     transform = as_batch_transform(pipeline)
     assert transform.renewed() is transform

@@ -36,13 +36,15 @@ def sample(image, number, form="tuple"):
         return {"label": torch.tensor(number), "image": image, "mask": mask}
     edge = torch.tensor([[2.0, 3, 20, 18], [5, 5, 12, 30], [0, 0, 3, 3]])
     boxes = tv_tensors.BoundingBoxes(edge, format="XYXY", canvas_size=(height, width))
-    points = tv_tensors.KeyPoints(edge[:, :2].clone(), canvas_size=(height, width))
     target = {
         "boxes": boxes,
         "labels": torch.arange(3),
         "masks": tv_tensors.Mask(mask.repeat(3, 1, 1)),
     }
-    return image, target | {"points": points}
+    if hasattr(tv_tensors, "KeyPoints"):  # newer than some that are supported
+        points = edge[:, :2].clone()
+        target["points"] = tv_tensors.KeyPoints(points, canvas_size=(height, width))
+    return image, target
 
 
 def keys(count, *, seed=5, epoch=2):

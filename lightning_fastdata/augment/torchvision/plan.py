@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from torchvision.transforms import v2
+
 from lightning_fastdata.augment.torchvision.pipeline import Leaf, is_own, leaves_of
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ SIZE_BY_SIZE: Final = frozenset({"Pad", "Resize"})
 _KEEP_SIZE: Final = frozenset({"ConvertImageDtype", "Grayscale", "RGB", "ToDtype"})
 _POLICIES: Final = frozenset({"AutoAugment", "RandAugment", "TrivialAugmentWide"})
 _TYPES: Final = frozenset({"ToImage", "ToPureTensor", "PILToTensor", "ToTensor"})
+_FROM_PIL: Final = _TYPES - {"ToPureTensor"}
 _TARGETS: Final = frozenset(
     {
         *("ClampBoundingBoxes", "ClampKeyPoints", "ConvertBoundingBoxFormat", "Identity"),
@@ -127,27 +130,32 @@ POLICY_METHOD: Final = "_apply_image_or_video_transform"
 """What a policy calls with each operation that it has chosen; without it, it runs in the worker."""
 
 
-def make_plan(pipeline: Any, *, one_size: bool = False, refusal: str | None = None) -> Plan:
+def make_plan(
+    pipeline: Any, *, one_size: bool = False, pil: bool = False, refusal: str | None = None
+) -> Plan:
     """Decide where each transform of a pipeline runs.
 
     Args:
         pipeline: of v2.
         one_size: whether all images are known to have one size.
+        pil: whether they are PIL images.
         refusal: a reason to run everything in the worker.
     """
     leaves = leaves_of(pipeline)
     boundary = -1 if one_size else _boundary(leaves)
+    until = _tensors_from(leaves) if pil else -1
     placed: list[Placement] = []
     behind: Leaf | None = None
     for leaf in reversed(leaves):
-        own = refusal or _why_in_worker(leaf, boundary, leaves)
+        own = refusal or ("takes PIL images" if leaf.number < until else None)
+        own = own or _why_in_worker(leaf, boundary, leaves)
         placed.append(_place(leaf, own or _why_before(leaf, behind), behind))
         if own is not None and (behind is None or behind.conditional):
             behind = leaf
     return Plan(
         leaves=tuple(leaves),
         placements=tuple(reversed(placed)),
-        boundary=len(leaves) if refusal else boundary,
+        boundary=len(leaves) if refusal else max(boundary, until - 1),
     )
 
 
@@ -194,10 +202,14 @@ def how_on_batch(transform: Any) -> str:
     return "torchvision's own kernel, one call for all samples"
 
 
+def may_draw(leaf: Leaf) -> bool:
+    """Return whether a transform may do one thing to a sample and another to the next one."""
+    known = kind_of(leaf.transform) in {"noted", "types", "targets"}
+    return leaf.conditional or not known or draws_parameters(leaf.transform)
+
+
 def draws_parameters(transform: Any) -> bool:
     """Return whether samples that take a transform may have parameters of their own."""
-    from torchvision.transforms import v2
-
     base = v2.Transform.make_params
     return getattr(type(transform), "make_params", base) is not base
 
@@ -248,6 +260,12 @@ def _why_not(transform: Any) -> str | None:
 
 
 _PIL_LANCZOS: Final = 1
+
+
+def _tensors_from(leaves: Sequence[Leaf]) -> int:
+    """Return the number of the transform that makes tensors of PIL images; behind all, if none."""
+    made = (leaf.number for leaf in leaves if type(leaf.transform).__name__ in _FROM_PIL)
+    return next(made, len(leaves))
 
 
 def _boundary(leaves: Sequence[Leaf]) -> int:

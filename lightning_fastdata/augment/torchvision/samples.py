@@ -91,23 +91,25 @@ def check_roles(sample: Batch, fields: Fields, mover: Mover | None) -> None:
     held = {place: tree_flatten(part)[0] for place, part in parts}
     roles = {place for place, values in held.items() if any(map(_has_role, values))}
     values = [value for place in held for value in held[place]]
-    image = next(filter(_is_image, values), None)
-    if image is None:
-        image = next((value for value in values if isinstance(value, torch.Tensor)), None)
-        roles |= {place for place in held if any(value is image for value in held[place])}
-    if image is None:
+    image = image_of(sample)
+    roles |= {place for place in held if any(value is image for value in held[place])}
+    size = size_of(image)
+    if size is None:
         return
-    size = image.size[::-1] if isinstance(image, PIL.Image.Image) else image.shape[-2:]
     boxes = mover.takes_boxes or any(isinstance(each, tv_tensors.BoundingBoxes) for each in values)
     known = {*roles, *fields.stays}
-    check_beside(sample, known, tuple(size), mover._replace(takes_boxes=boxes))
+    check_beside(sample, known, (size[0], size[1]), mover._replace(takes_boxes=boxes))
 
 
-def image_size(sample: Batch) -> tuple[int, int] | None:
-    """Return height and width of the image of a sample as it is; None: none is seen."""
+def image_of(sample: Batch) -> Any:
+    """Return the image of a sample, as v2 finds it; None: there is none."""
     values = tree_flatten(sample)[0]
-    images = [*filter(_is_image, values), *(v for v in values if isinstance(v, torch.Tensor))]
-    image = next(iter(images), None)
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return next(filter(_is_image, values), next(tensors, None))
+
+
+def size_of(image: Any) -> tuple[int, ...] | None:
+    """Return height and width of an image; None: it has none."""
     if isinstance(image, PIL.Image.Image):
         return image.size[::-1]
     return None if image is None or image.ndim < 2 else tuple(image.shape[-2:])

@@ -5,22 +5,29 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import PIL.Image
 import torch
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.pipeline.fields import describe
 from lightning_fastdata.augment.replay.torch import replay
-from lightning_fastdata.augment.stage_transform import StageTransform, plain_tensors, table
+from lightning_fastdata.augment.stage_transform import (
+    CallableTransform,
+    StageTransform,
+    plain_tensors,
+    table,
+)
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.operations import device_ops
-from lightning_fastdata.augment.torchvision.pipeline import is_v1, is_v2
-from lightning_fastdata.augment.torchvision.plan import make_plan
+from lightning_fastdata.augment.torchvision.pipeline import is_own, is_v1, is_v2
+from lightning_fastdata.augment.torchvision.plan import make_plan, may_draw
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
 from lightning_fastdata.augment.torchvision.samples import (
     check_convertible,
     check_roles,
-    image_size,
+    image_of,
     mover_of,
+    size_of,
     typed,
 )
 from lightning_fastdata.augment.torchvision.tape import Recorder
@@ -77,8 +84,8 @@ class TorchvisionTransform(StageTransform):
         self.name = type(pipeline).__name__
         self.pipeline = pipeline
         self._fields = fields
-        self._one_size = False
-        """Whether all images that were seen have one size."""
+        self._one_size = self._pil = False
+        """Whether all images that were seen have one size, and whether they are PIL images."""
         self._take_in(_state_of(pipeline))
 
     def _take_in(self, state: Fingerprint | None) -> None:
@@ -87,7 +94,9 @@ class TorchvisionTransform(StageTransform):
         self._epoch: int | None = None
         self._recorder: Recorder | None = None
         """For batches of other loaders."""
-        self.plan = make_plan(self.pipeline, one_size=self._one_size, refusal=refusal())
+        self.plan = make_plan(
+            self.pipeline, one_size=self._one_size, pil=self._pil, refusal=refusal()
+        )
 
     @property
     def defers(self) -> bool:
@@ -112,13 +121,18 @@ class TorchvisionTransform(StageTransform):
 
         Where they have one size, nothing has to be done to them before they make a batch.
         """
-        sizes = [image_size(sample) for sample in samples]
-        if len(sizes) < 2 or None in sizes or len(set(sizes)) > 1:
-            return self
+        seen = [image_of(sample) for sample in samples]
+        sizes = set(map(size_of, seen))
         fitted = copy.copy(self)
-        fitted._one_size = True
+        fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
+        fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
         fitted._take_in(self._state)
         return fitted
+
+    def behind(self) -> StageTransform:
+        """Return what runs behind another transform, on whole batches; itself, if it draws."""
+        whole = all(is_own(leaf.transform) and not may_draw(leaf) for leaf in self.plan.leaves)
+        return CallableTransform(self.pipeline, self._fields) if whole else self
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if v2 would leave a sample, or a part of it, as it is."""
