@@ -151,6 +151,17 @@ def test_labels_that_are_tensors_are_passed_through():
     check(v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()]), samples)
 
 
+def test_an_image_behind_other_plain_tensors_is_found():
+    """Of plain tensors v2 takes the first one, which is no image here."""
+    pipeline = v2.Compose([v2.CenterCrop(24), v2.RandomHorizontalFlip(), v2.RandomInvert()])
+    plain = [image.as_subclass(torch.Tensor) for image in images(4, 30, 30)]
+    samples = [{"label": torch.tensor([n, 7]), "image": image} for n, image in enumerate(plain)]
+    alone = eager(pipeline, plain, keys(4))
+    batch, _ = carried_out(pipeline, samples, keys(4))
+    assert_same(batch["image"], torch.stack(alone), types=False)
+    assert batch["label"].tolist() == [[0, 7], [1, 7], [2, 7], [3, 7]]
+
+
 def test_functions_get_the_image_where_nothing_else_is_to_be_transformed():
     pipeline = v2.Compose(
         [

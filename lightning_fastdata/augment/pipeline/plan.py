@@ -68,7 +68,7 @@ class OpPlacement:
     name: str
     """Class name of the transform."""
     where: Where
-    """``worker``: through Albumentations on the CPU. ``device``: on the batch. ``either``: on the
+    """``worker``: through its own library on the CPU. ``device``: on the batch. ``either``: on the
     device, except in samples in which a later operation needs real pixels."""
     why: str
     """The reason, in a few words."""

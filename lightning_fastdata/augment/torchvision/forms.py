@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -16,17 +16,18 @@ from torchvision.transforms import InterpolationMode
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.torchvision import kernels
-from lightning_fastdata.augment.torchvision.operations import TYPES
+from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
 from lightning_fastdata.augment.torchvision.windows import resized_crop
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.augment.ops.operation import Run
     from lightning_fastdata.augment.torchvision.tape import Form
 
 Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
 """Operations by name, in the order in which they run."""
+_How: TypeAlias = "tuple[Any, Any, Form]"
+"""How pixels are read: the interpolation, the fill, and the form of the image or mask."""
 _AS_NEAREST: Final = tuple(
     each
     for mode in (InterpolationMode.NEAREST, InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
@@ -155,7 +156,7 @@ def _window(transform: Any, box: Sequence[int], form: Form) -> Noted:
 
 def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     how = transform.interpolation, transform.fill, form
-    return _rotation(params["angle"], transform.center, *how)
+    return _rotation(params["angle"], transform.center, how)
 
 
 def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -206,11 +207,10 @@ def _reading(interpolation: Any, fill: Any, form: Form) -> tuple[tuple[str, Any]
     return ("mode", mode), ("fill", fill)
 
 
-def _rotation(angle: float, center: Any, interpolation: Any, fill: Any, form: Form) -> Noted:
+def _rotation(angle: float, center: Any, how: _How) -> Noted:
     angle %= 360
     if center is None and angle % 90 == 0:  # torchvision turns the pixels themselves
         raise UnknownFormError
-    how = interpolation, fill, form
     return _affine(-angle, (0, 0), 1.0, (0.0, 0.0), center=center, how=how)
 
 
@@ -221,7 +221,7 @@ def _affine(
     shear: Sequence[float],
     *,
     center: Sequence[float] | None,
-    how: tuple[Any, Any, Form],
+    how: _How,
 ) -> Noted:
     height, width = how[2].shape[-2:]
     middle = [0.0, 0.0]
@@ -255,33 +255,19 @@ def _inverse(
 # -- policies --------------------------------------------------------------------------------------
 
 
-class _Chosen(NamedTuple):
-    """An operation that a policy chose for a sample, as it carries it out."""
+def _sheared(along: float, down: float, how: _How) -> Noted:
+    """Shear about the upper left corner."""
+    degrees = (math.degrees(math.atan(along)), math.degrees(math.atan(down)))
+    return _affine(0.0, (0, 0), 1.0, degrees, center=(0, 0), how=how)
 
-    name: str
-    magnitude: float
-    interpolation: Any
-    fill: Any
-    form: Form
 
-    @property
-    def how(self) -> tuple[Any, Any, Form]:
-        return self.interpolation, self.fill, self.form
-
-    def sheared(self, along: float, down: float) -> Noted:
-        """Shear about the upper left corner."""
-        degrees = (math.degrees(math.atan(along)), math.degrees(math.atan(down)))
-        return _affine(0.0, (0, 0), 1.0, degrees, center=(0, 0), how=self.how)
-
-    def moved(self, right: float, down: float) -> Noted:
-        """Move by whole pixels."""
-        by = int(right), int(down)
-        return _affine(0.0, by, 1.0, (0.0, 0.0), center=None, how=self.how)
+def _shifted(right: float, down: float, how: _How) -> Noted:
+    """Move by whole pixels."""
+    return _affine(0.0, (int(right), int(down)), 1.0, (0.0, 0.0), center=None, how=how)
 
 
 def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noqa: ARG001
-    name, magnitude = given[:2]
-    chosen = _Chosen(name, magnitude, given[2], given[3], form)
+    name, magnitude, interpolation, fill = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
         yield _number(_POLICY_FACTORS[name], factor=np.float64(1.0 + magnitude))
@@ -291,7 +277,7 @@ def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noq
         bound = 1.0 if form.dtype.is_floating_point else 255
         yield _number("solarize", threshold=np.float64(bound * magnitude))
     elif name in _POLICY_WARPS:
-        yield from _POLICY_WARPS[name](chosen)
+        yield from _POLICY_WARPS[name](magnitude, (interpolation, fill, form))
     else:
         raise UnknownFormError
 
@@ -302,27 +288,19 @@ _POLICY_FACTORS: Final = {
     "Contrast": "contrast",
     "Sharpness": "sharpness",
 }
-_POLICY_WARPS: Final[Mapping[str, Callable[[_Chosen], Noted]]] = {
-    "Rotate": lambda one: _rotation(one.magnitude, None, *one.how),
-    "ShearX": lambda one: one.sheared(one.magnitude, 0.0),
-    "ShearY": lambda one: one.sheared(0.0, one.magnitude),
-    "TranslateX": lambda one: one.moved(one.magnitude, 0),
-    "TranslateY": lambda one: one.moved(0, one.magnitude),
+_POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
+    "Rotate": lambda by, how: _rotation(by, None, how),
+    "ShearX": lambda by, how: _sheared(by, 0.0, how),
+    "ShearY": lambda by, how: _sheared(0.0, by, how),
+    "TranslateX": lambda by, how: _shifted(by, 0.0, how),
+    "TranslateY": lambda by, how: _shifted(0.0, by, how),
 }
 
 
-def _never(*_: Any) -> None:
-    return None
-
-
-def _op(name: str, run: Run) -> DeviceOp:
-    return DeviceOp(name=name, encode=_never, image=run, mask=run)
-
-
 FORMS: Final[Mapping[str, DeviceOp]] = {
-    "resized_crop": _op("resized_crop", resized_crop),
+    "resized_crop": device_op("resized_crop", resized_crop),
 } | {
-    name: _op(name, getattr(kernels, name))
+    name: device_op(name, getattr(kernels, name))
     for name in (
         *_COLOURS,
         *("affine", "blur", "crop", "erase", "permute", "perspective", "posterize", "sharpness"),

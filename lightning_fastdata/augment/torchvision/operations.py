@@ -19,7 +19,7 @@ from lightning_fastdata.augment.torchvision.pipeline import Leaf, leaves_of
 from lightning_fastdata.augment.torchvision.plan import POLICY_METHOD, kind_of
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.ops.operation import Arrays, Values
+    from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
 
 Call: TypeAlias = Callable[..., torch.Tensor]
 """What carries out an operation on a tensor: ``call(tensor, *given, **named)``."""
@@ -46,9 +46,14 @@ def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:
         call = own_call(leaf.transform)
         if call is not None:
             writes = bool(getattr(leaf.transform, "inplace", False))
-            name, run = general_name(leaf), partial(_run, call, writes)
-            ops[name] = DeviceOp(name=name, encode=_never, image=run, mask=run)
+            name = general_name(leaf)
+            ops[name] = device_op(name, partial(_run, call, writes))
     return ops
+
+
+def device_op(name: str, run: Run) -> DeviceOp:
+    """Return an operation that is the same for images and masks, and is encoded elsewhere."""
+    return DeviceOp(name=name, encode=lambda *_: None, image=run, mask=run)
 
 
 def own_call(transform: Any) -> Call | None:
@@ -87,7 +92,3 @@ def _run(
     given, named = pickle.loads(static["call"])
     made = plain(call(as_type(batch, static["type"]), *given, **named))
     return made.contiguous()  # of gray images all channels are one memory
-
-
-def _never(*_: Any) -> None:
-    return None

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from torchvision.transforms import v2
 
+from lightning_fastdata.augment.pipeline.plan import OpPlacement
 from lightning_fastdata.augment.torchvision.pipeline import Leaf, is_own, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Where: TypeAlias = Literal["worker", "device", "either"]
 Kind: TypeAlias = Literal["noted", "policy", "types", "targets", "masks", "pixels"]
 """What a transform is to the recorder. ``noted``: it is written down for the batch. ``policy``: so
 are the operations that it chooses. ``types``: it changes the type of a tensor. ``targets``: it
@@ -84,21 +84,11 @@ LEAVE_MASKS: Final = _KEEP_FORM - MOVES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where one transform of a pipeline runs."""
-
-    name: str
-    where: Where
-    """``either``: on the device, except in samples in which a later transform needs pixels."""
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Where every transform of one pipeline runs."""
 
     leaves: tuple[Leaf, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[OpPlacement, ...]
     """One for each of them."""
     boundary: int
     """Number of the last one that runs before anything is noted, or -1."""
@@ -144,7 +134,7 @@ def make_plan(
     leaves = leaves_of(pipeline)
     boundary = -1 if one_size else _boundary(leaves)
     until = _tensors_from(leaves) if pil else -1
-    placed: list[Placement] = []
+    placed: list[OpPlacement] = []
     behind: Leaf | None = None
     for leaf in reversed(leaves):
         own = refusal or ("takes PIL images" if leaf.number < until else None)
@@ -170,20 +160,20 @@ def changes_form(transform: Any) -> bool:
     return not is_own(transform) or type(transform).__name__ in _CHANGE_FORM
 
 
-def _place(leaf: Leaf, why: str | None, behind: Leaf | None) -> Placement:
+def _place(leaf: Leaf, why: str | None, behind: Leaf | None) -> OpPlacement:
     kind = kind_of(leaf.transform)
     if why is None and kind in {"types", "targets", "masks"}:
-        return Placement(name=leaf.name, where="worker", why="changes no pixels of images")
+        return OpPlacement(name=leaf.name, where="worker", why="changes no pixels of images")
     if why is not None:
-        return Placement(name=leaf.name, where="worker", why=why)
+        return OpPlacement(name=leaf.name, where="worker", why=why)
     why = how_on_batch(leaf.transform)
     if behind is not None:
-        return Placement(
+        return OpPlacement(
             name=leaf.name,
             where="either",
             why=f"{why}; in the worker in samples that take {behind.name}",
         )
-    return Placement(name=leaf.name, where="device", why=why)
+    return OpPlacement(name=leaf.name, where="device", why=why)
 
 
 def how_on_batch(transform: Any) -> str:

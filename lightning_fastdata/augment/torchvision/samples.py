@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
     describe,
+    find_fields,
     get_field,
     has_field,
     put_fields,
@@ -32,11 +34,16 @@ if TYPE_CHECKING:
     from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch
 
+_IMAGE: Final = 3
+"""Dimensions of an image."""
 _CONVERTERS: Final = frozenset({"Lambda", "ToImage", "ToTensor"})
 
 
 def typed(sample: Batch, fields: Fields) -> Batch:
     """Return a sample whose named fields say by their types what they are.
+
+    Of plain tensors v2 takes the first one for the image. Where that is none, and another one is,
+    that one gets its type.
 
     Raises:
         BatchError: a named field does not exist.
@@ -54,6 +61,12 @@ def typed(sample: Batch, fields: Fields) -> Batch:
         value = get_field(sample, place)
         if isinstance(value, torch.Tensor) and not isinstance(value, tv_tensors.TVTensor):
             values[place] = kind(value)
+    if fields.image is None and not any(map(_has_role, tree_flatten(sample)[0])):
+        with suppress(BatchError):
+            place = find_fields(sample, fields, batched=False).image
+            value, first = get_field(sample, place), image_of(sample)
+            if isinstance(value, torch.Tensor) and value is not first and first.ndim < _IMAGE:
+                values[place] = tv_tensors.Image(value)
     return put_fields(sample, values) if values else sample
 
 
