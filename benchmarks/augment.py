@@ -1,8 +1,8 @@
-"""What an Albumentations pipeline costs a worker, whole and with its pixels left to the device.
+"""What a pipeline costs a worker, whole and with its pixels left to the device.
 
-    python benchmarks/augment.py [--rounds 7] [--json FILE] [--skip loader]
+    python benchmarks/augment.py [--rounds 7] [--json FILE] [--skip loader] [--publish]
 
-Three tables, each measured in turn, round by round, after a round that is not counted:
+Four tables, each measured in turn, round by round, after a round that is not counted:
 
 * worker: CPU time of 2 workers per image, to read, augment, collate and hand over, with the whole
   pipeline in the worker ("whole"), and with only the draws there ("tape"). Once over JPEG files of
@@ -14,6 +14,9 @@ Three tables, each measured in turn, round by round, after a round that is not c
   torchvision v2 per sample and per batch, Kornia eager and compiled, fuse-augmentations. They need
   not draw the same, nor in the same way: torchvision takes one draw for the whole batch.
   triton-augment needs a GPU: it is only named, and in gpu.py.
+* v2: images per second of two workers over decoded images, for torchvision v2 pipelines: in the
+  dataset with torch's workers, as ``augment=`` in ours, and with only the draws there; and for
+  modules of Kornia, if that is installed. ``--publish`` writes this table into the documentation.
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ import psutil
 import torch
 from peers import MEAN, STD, or_reason
 from torch.utils.data import Dataset, default_collate
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 from turns import arguments, in_turn, ratio, spread, write
+from v2_pipelines import PIPELINES
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs, open_photograph
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -61,6 +66,11 @@ RECIPES = {
     ],
 }
 RECIPES["kaggle, noise"] = [*RECIPES["kaggle"][:-2], A.GaussNoise(p=0.5), *LAST]
+V2 = ("classification, train", "classification, RandAugment", "SimCLR")
+V2_WAYS = ("eager v2, torch's workers", "augment=, in the workers", "augment=, draws alone")
+PAGE = Path(__file__).resolve().parents[1] / "docs/comparison.md"
+BEGIN, END = "<!-- v2 speed -->", "<!-- /v2 speed -->"
+NOT_MEASURED = "not measured yet"
 TARGETS = {"light, jpeg": 1.3, "imagenet, jpeg": 1.5, "imagenet, decoded": 5.0}
 """Whole over tape, CPU time of the workers per image."""
 WAYS = {
@@ -139,6 +149,88 @@ class Epochs:
         return sum(int((t / "schedstat").read_text().split()[0]) for t in threads) / 1e6
 
 
+class Views(Photographs):
+    """The same as torchvision has them: images ``[3, H, W]``, through a pipeline or as they are."""
+
+    def __init__(self, decoded: np.ndarray, pipeline: Any = None) -> None:
+        super().__init__(decoded=decoded)
+        self.pipeline = pipeline
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = torch.from_numpy(np.array(self.decoded[index])).permute(2, 0, 1).contiguous()
+        given = tv_tensors.Image(image)
+        return (given if self.pipeline is None else self.pipeline(given)), index
+
+
+def epochs_of(data: Views, pipeline: Any = None, *, on_device: bool = False) -> Callable[[], Any]:
+    """Return what runs an epoch in two workers: torch's, if there is no ``augment=``."""
+    ours = pipeline is not None
+    transform: Any = as_batch_transform(pipeline) if ours else None
+    loader = FastDataLoader(
+        data, BATCH, shuffle=True, num_workers=2, executor="workers" if ours else "torch",
+        persistent_workers=True, on_device=on_device, staged="train" if on_device else None,
+        transform=transform and transform.for_samples(data[i] for i in range(8)),
+    )  # fmt: skip
+    list(loader)
+    return lambda: sum(1 for _ in loader)
+
+
+@or_reason
+def kornia_epochs(decoded: np.ndarray, *, on_device: bool) -> Callable[[], Any]:
+    import kornia.augmentation as K
+
+    augment = K.AugmentationSequential(
+        K.RandomResizedCrop((SIZE, SIZE)),
+        K.RandomHorizontalFlip(),
+        K.Normalize(torch.tensor(MEAN / 255), torch.tensor(STD / 255)),
+        data_keys=["input"],
+    )
+    return epochs_of(Views(decoded), augment, on_device=on_device)
+
+
+def v2_table(decoded: np.ndarray, rounds: int) -> dict[str, dict[str, Any]]:
+    """Measure torchvision v2 and Kornia in two workers; print images per second."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in V2:
+        pipeline = PIPELINES[name].build(255.0)
+        ways = {
+            V2_WAYS[0]: epochs_of(Views(decoded, pipeline)),
+            V2_WAYS[1]: epochs_of(Views(decoded), pipeline),
+            V2_WAYS[2]: epochs_of(Views(decoded), pipeline, on_device=True),
+        }
+        rates = {way: rate_of(epoch, len(decoded)) for way, epoch in ways.items()}
+        found[name] = in_turn(rates, rounds=rounds)
+    kornia_ways = {
+        V2_WAYS[1]: kornia_epochs(decoded, on_device=False),
+        V2_WAYS[2]: kornia_epochs(decoded, on_device=True),
+    }
+    able = {way: rate_of(e, len(decoded)) for way, e in kornia_ways.items() if callable(e)}
+    found["Kornia, the first of these"] = in_turn(able, rounds=rounds) if able else {}
+    print("\n" + "\n".join(v2_lines(found)))
+    return found
+
+
+def v2_lines(found: Mapping[str, Mapping[str, list[float]]]) -> list[str]:
+    """Return the table of torchvision v2 and Kornia, with what was not measured named so."""
+    lines = [f"| images/s in two workers | {' | '.join(V2_WAYS)} |", "|---|---:|---:|---:|"]
+    for name in (*V2, "Kornia, the first of these"):
+        rates = found.get(name, {})
+        eager = "" if name not in V2 else NOT_MEASURED
+        cells = [
+            spread(rates[way]) if way in rates else (NOT_MEASURED if way != V2_WAYS[0] else eager)
+            for way in V2_WAYS
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def publish_v2(found: Mapping[str, Any], page: Path = PAGE) -> None:
+    """Write the table into a page of the documentation."""
+    before, rest = page.read_text().split(BEGIN)
+    lines = "\n".join(v2_lines(found))
+    page.write_text(f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}")
+
+
 def per_sample(recipe: list[Any], images: np.ndarray) -> Callable[[], None]:
     compose = A.Compose(recipe)
     return lambda: default_collate([compose(image=image)["image"] for image in images])
@@ -213,7 +305,8 @@ def decoded_photographs(folder: Path, count: int) -> np.ndarray:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], rounds=7)
     parser.add_argument("--images", type=int, default=1024, help="images in a round")
-    parser.add_argument("--skip", default="", help="tables to leave out: loader,peers")
+    parser.add_argument("--skip", default="", help="tables to leave out: loader,peers,v2")
+    parser.add_argument("--publish", action="store_true", help=f"write the table v2 to {PAGE.name}")
     options = parser.parse_args()
     skipped = set(options.skip.split(","))
     torch.set_num_threads(1)
@@ -230,6 +323,10 @@ def main() -> None:
             found["loader"] = loader_tables(sources, options.rounds)
         if "peers" not in skipped:
             found["peers"] = peers_table(decoded, options.rounds)
+        if "v2" not in skipped:
+            found["v2"] = v2_table(decoded, options.rounds)
+            if options.publish:
+                publish_v2(found["v2"])
     write(options.json, "augment", found)
 
 

@@ -409,7 +409,10 @@ def main() -> None:
         pictures=len(photographs),
         draws=options.draws,
     )
-    options.write.write_text(page)
+    # What parity_v2.py has written there stays.
+    old = options.write.read_text() if options.write.exists() else ""
+    _, heading, rest = old.partition("\n## torchvision v2\n")
+    options.write.write_text(page + heading + rest)
 
 
 if __name__ == "__main__":

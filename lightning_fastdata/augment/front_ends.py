@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 FRONT_ENDS: Final = (
     ("albumentations", "lightning_fastdata.augment.transform"),
+    ("torchvision.transforms", "lightning_fastdata.augment.torchvision.mixes"),
     ("torchvision.transforms", "lightning_fastdata.augment.torchvision"),
+    ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
 )
 """What a pipeline of a library has been imported from, and the module of its front end."""
 

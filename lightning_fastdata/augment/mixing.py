@@ -6,12 +6,13 @@ import copy
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fastdata.augment.batch_draws import BatchDraws
 from lightning_fastdata.augment.ops.operation import Tape
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -40,7 +41,6 @@ from lightning_fastdata.types import Batch, SampleKey
 if TYPE_CHECKING:
     from typing import Self
 
-    from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.warm_up import Kernel
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
@@ -286,6 +286,8 @@ class Mixer:
     ``label`` is where the labels of whole images are; None: to be found.
     """
 
+    library = "torch"
+
     def __init__(
         self,
         steps: tuple[MixStep, ...],
@@ -312,6 +314,23 @@ class Mixer:
             value = value.item()
         if isinstance(value, int | np.integer):
             _check_class(int(value), self._num_classes, f"The label {place!r} of a sample")
+
+    def draw(self, key: SampleKey) -> Any:
+        """Return what a sample draws."""
+        return draw_numbers(self.steps, key)
+
+    def pack(
+        self, drawn: Sequence[Any], inner: WorkerTransform | None, tapes: Sequence[Any]
+    ) -> Draws:
+        """Return what the samples of a batch have drawn, beside the tapes of a pipeline."""
+        if inner is None:
+            return compile_tapes([{}] * len(drawn), beside=stack_drawn(drawn))
+        return cast("ComposeWorker", inner).collate(tapes, stack_drawn(drawn))
+
+    def carry_out(self, batch: Batch, draws: Draws) -> Batch:
+        """Return a collated batch with its samples mixed as was drawn."""
+        numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
+        return self.mix(batch, numbers, order)
 
     def mix(self, batch: Batch, numbers: Tensor, order: Tensor) -> Batch:
         """Return a collated batch with its samples mixed.
@@ -480,8 +499,8 @@ def mixed(
     which samples are in its batch, not on their order.
 
     Args:
-        steps: an ``A.Compose`` first, if there is one; then ``MixUp``, ``CutMix`` or
-            ``OneOfMixes``, in the order in which they run.
+        steps: a pipeline of Albumentations or torchvision v2 first, if there is one; then
+            ``MixUp``, ``CutMix`` or ``OneOfMixes``, in the order in which they run.
         image: key or index of the image in a sample and in a batch; None finds it.
         mask: key or index of the mask; None takes the key ``"mask"`` where there is one.
         stays: what is left as it is, as :func:`as_batch_transform` takes it.
@@ -502,10 +521,11 @@ def mixed(
         first = as_batch_transform(
             rest.pop(0), image=image, mask=mask, stays=stays, same_pixels=same_pixels
         )
-        if not isinstance(first, BatchTransform):
+        worker = first.in_worker(on_device=False)
+        if worker is None or worker.needs_batches:
             raise TransformError(
-                f"{first.name} comes before what mixes, and only an albumentations Compose can. "
-                "Register a callable by itself, behind the mixing."
+                f"{first.name} comes before what mixes, and only a pipeline of Albumentations or "
+                "torchvision v2 can. Register a callable by itself, behind the mixing."
             )
         pipeline = first
     mixes = tuple(step for step in rest if isinstance(step, MixStep))
@@ -513,10 +533,10 @@ def mixed(
     if wrong or not rest:
         what = f"{wrong[0]!r} does not mix" if wrong else "There is nothing that mixes"
         raise TransformError(
-            f"{what}. Give mixed() an albumentations Compose first, if you have one, and then "
+            f"{what}. Give mixed() a pipeline first, if you have one, and then "
             "MixUp, CutMix or OneOfMixes."
         )
-    if pipeline is not None:
+    if isinstance(pipeline, BatchTransform):
         _check_all_is_mixed(pipeline)
     fields = Fields(image=image, mask=mask, stays=listed(stays))
     return MixedTransform(pipeline, Mixer(mixes, fields, label, num_classes))
@@ -536,21 +556,17 @@ def _check_all_is_mixed(pipeline: BatchTransform) -> None:
 
 
 class MixedTransform(StageTransform):
-    """An Albumentations pipeline or none, and what mixes the batch behind it; see :func:`mixed`.
+    """A pipeline or none, and what mixes the batch behind it; see :func:`mixed`.
 
     Attributes:
         pipeline: what runs on each sample before the mixing, or None.
     """
 
-    def __init__(self, pipeline: BatchTransform | None, mixer: Mixer) -> None:
+    def __init__(self, pipeline: StageTransform | None, mixer: Mixer) -> None:
         self.name = ", ".join([*([pipeline.name] if pipeline else []), *map(_name, mixer.steps)])
+        self.library = mixer.library if pipeline is None else pipeline.library
         self.pipeline = pipeline
         self._mixer = mixer
-
-    @property
-    def compose(self) -> Node | None:
-        """The ``A.Compose`` that runs before the mixing, or None."""
-        return None if self.pipeline is None else self.pipeline.compose
 
     def redrawn(self) -> tuple[str, ...]:
         """Return the operations of which a device makes other pixels of the same distribution."""
@@ -569,13 +585,14 @@ class MixedTransform(StageTransform):
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline, and what mixes."""
-        return (self.compose, *self._mixer.steps)
+        before = () if self.pipeline is None else self.pipeline.made_of()
+        return (*before, *self._mixer.steps)
 
     def renewed(self) -> Self:
         """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
         return self if self.pipeline is None else self._behind(self.pipeline.renewed())
 
-    def _behind(self, pipeline: BatchTransform) -> Self:
+    def _behind(self, pipeline: StageTransform) -> Self:
         if pipeline is self.pipeline:
             return self
         twin = copy.copy(self)
@@ -598,8 +615,9 @@ class MixedTransform(StageTransform):
         if draws is None:
             return batch
         if self.pipeline is not None:
-            batch = self.pipeline.apply(batch, draws)
-        return _mix(self._mixer, batch, draws)
+            before = draws.before if isinstance(draws, BatchDraws) else draws
+            batch = self.pipeline.apply(batch, before)
+        return self._mixer.carry_out(batch, draws)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw and apply in one go, for a batch of another loader."""
@@ -608,13 +626,13 @@ class MixedTransform(StageTransform):
         found = find_fields(batch, self._mixer.fields, batched=True)
         images: Tensor = get_field(batch, found.image)
         keys = [key._replace(index=key.index + row) for row in range(len(images))]
-        drawn = [draw_numbers(self._mixer.steps, own) for own in keys]
-        return _mix(self._mixer, batch, _pack(drawn).to(images.device, True))
+        draws = self._mixer.pack([self._mixer.draw(own) for own in keys], None, ())
+        return self._mixer.carry_out(batch, draws.to(images.device, True))
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        placed = () if self.pipeline is None else self.pipeline.plan.placements
-        rows = [(row.name, row.where, row.why) for row in placed]
+        plan = None if self.pipeline is None else cast("BatchTransform", self.pipeline).plan
+        rows = [(row.name, row.where, row.why) for row in (plan.placements if plan else ())]
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
         return table(rows + steps)
 
@@ -624,7 +642,7 @@ class MixedWorker(WorkerTransform):
 
     needs_batches = True
 
-    def __init__(self, inner: ComposeWorker | None, mixer: Mixer) -> None:
+    def __init__(self, inner: WorkerTransform | None, mixer: Mixer) -> None:
         self._inner = inner
         self._mixer = mixer
 
@@ -634,14 +652,12 @@ class MixedWorker(WorkerTransform):
         tape: Tape | None = None
         if self._inner is not None:
             sample, tape = self._inner(sample, key)
-        return sample, (tape, draw_numbers(self._mixer.steps, key))
+        return sample, (tape, self._mixer.draw(key))
 
     def collate(self, drawn: Sequence[Any]) -> Draws:
         """Return what was drawn for a batch, packed in the order of its samples."""
-        numbers = [own for _, own in drawn]
-        if self._inner is None:
-            return _pack(numbers)
-        return self._inner.collate([tape for tape, _ in drawn], stack_drawn(numbers))
+        tapes, own = zip(*drawn, strict=True)
+        return self._mixer.pack(own, self._inner, tapes)
 
     def stacks(self, samples: Sequence[Batch], drawn: Sequence[Any], batch: Batch = None) -> bool:
         """Return whether what waits for the device can be one tensor, or is one in a batch."""
@@ -660,12 +676,8 @@ class MixedWorker(WorkerTransform):
 
     def finish(self, batch: Batch, drawn: Sequence[Any]) -> Batch:
         """Return a batch that was collated here, mixed; for where nothing runs on the device."""
-        return _mix(self._mixer, batch, _pack([numbers for _, numbers in drawn]))
-
-
-def _mix(mixer: Mixer, batch: Batch, draws: Draws) -> Batch:
-    numbers, order = (draws.beside[name].view(draws.blob) for name in (_NUMBERS, _ORDER))
-    return mixer.mix(batch, numbers, order)
+        draws = self._mixer.pack([own for _, own in drawn], None, ())
+        return self._mixer.carry_out(batch, draws)
 
 
 def draw_numbers(steps: Sequence[MixStep], key: SampleKey) -> tuple[list[float], list[int]]:
@@ -692,9 +704,5 @@ def stack_drawn(drawn: Sequence[tuple[list[float], list[int]]]) -> dict[str, np.
     }
 
 
-def _pack(drawn: Sequence[tuple[list[float], list[int]]]) -> Draws:
-    return compile_tapes([{}] * len(drawn), beside=stack_drawn(drawn))
-
-
-def _name(step: MixStep) -> str:
+def _name(step: object) -> str:
     return type(step).__name__

@@ -88,6 +88,10 @@ class StageTransform:
         """
         return self
 
+    def behind(self) -> StageTransform:
+        """Return what runs on batches behind another transform: itself, if it has to be first."""
+        return self
+
     def made_of(self) -> tuple[object, ...]:
         """Return what the user gave and may change: a pipeline, say."""
         return ()
@@ -145,21 +149,12 @@ class CallableTransform(StageTransform):
     def apply(self, batch: Batch, draws: Draws | None = None) -> Batch:  # noqa: ARG002
         """Call it on the image field if one was named, else on the whole batch."""
         with plain_tensors():
-            self._follow(batch)
+            if isinstance(self._function, torch.nn.Module):
+                follow(self._function, first_device(batch))
             if self._fields.image is None:
                 return self._called(batch)
             location = find_fields(batch, self._fields, batched=True).image
             return put_fields(batch, {location: self._called(get_field(batch, location))})
-
-    def _follow(self, batch: Batch) -> None:
-        module = self._function
-        if not isinstance(module, torch.nn.Module):
-            return
-        # Looked up each time, as others may move the module; it ends at the first tensor.
-        own = next(itertools.chain(module.parameters(), module.buffers()), None)
-        device = None if own is None else first_device(batch)
-        if own is not None and device is not None and own.device != device:
-            module.to(device)
 
     def _called(self, given: Batch) -> Batch:
         result = self._function(given)
@@ -179,6 +174,14 @@ class CallableTransform(StageTransform):
         field = self._fields.image
         what = "the whole batch" if field is None else f"the field {field!r}"
         return table([(self.name, "device", f"a callable on {what}")])
+
+
+def follow(module: torch.nn.Module, device: torch.device | None) -> None:
+    """Move a module whose parameters or buffers are elsewhere to a device, if there is one."""
+    # Looked up each time, as others may move the module; it ends at the first tensor.
+    own = next(itertools.chain(module.parameters(), module.buffers()), None)
+    if own is not None and device is not None and own.device != device:
+        module.to(device)
 
 
 @contextmanager

@@ -61,10 +61,10 @@ def as_batch_transform(
 
     Args:
         transform: an ``A.Compose`` or any single Albumentations transform; a torchvision
-            ``v2.Compose`` or any single transform of v2; another ``nn.Module`` or callable; or a
-            ``StageTransform``, which is returned as it is. A callable gets the whole batch and
-            returns the whole batch; with ``image=`` it gets that field alone, and its result
-            replaces the field.
+            ``v2.Compose`` or any single transform of v2; a module of Kornia or a sequence of them;
+            another ``nn.Module`` or callable; or a ``StageTransform``, which is returned as it is.
+            A callable gets the whole batch and returns the whole batch; with ``image=`` it gets
+            that field alone, and its result replaces the field.
         image: key or index of the image in a sample and in a batch; None finds it.
         mask: key or index of the mask; None takes the key ``"mask"``. For more of them, and for
             other images, Albumentations has ``additional_targets``, such as ``{"depth": "mask"}``;

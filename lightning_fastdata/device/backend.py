@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import gc
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -325,6 +326,21 @@ def generator_of(device: torch.device) -> DeviceGenerator | None:
     if generators:
         return generators[module.current_device() if device.index is None else device.index]
     return FunctionsOfGenerator(module, device) if hasattr(module, "get_rng_state") else None
+
+
+@contextmanager
+def device_draws(device: torch.device) -> Iterator[None]:
+    """Draw in the block, on the device too, what the generator of the CPU says; then go on."""
+    generator = generator_of(device)
+    if generator is None:
+        yield
+        return
+    before = generator.get_state()
+    generator.manual_seed(int(torch.randint(2**62, ())))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def generators_in_use() -> list[DeviceGenerator]:

@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, runtime_checkable
 
-import torch
-
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import (
     StagedBatch,
     batch_samples,
     move,
 )
-from lightning_fastdata.device.backend import device_of, device_streams, generator_of
+from lightning_fastdata.device.backend import device_draws, device_of, device_streams
 from lightning_fastdata.device.lookahead import Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.randomness.global_generators import kept_random_state
@@ -24,6 +22,8 @@ from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.types import B, Batch, Batch_co, SampleKey, SetsEpoch
 
 if TYPE_CHECKING:
+    import torch
+
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.device.backend import DeviceStreams
 
@@ -267,13 +267,5 @@ def drawn_under(seed: int, epoch: int, number: object, device: torch.device) -> 
     """
     with kept_random_state():
         seed_global_generators(seed, epoch, ("batch", number))
-        generator = generator_of(device)
-        if generator is None:
+        with device_draws(device):
             yield
-            return
-        before = generator.get_state()
-        generator.manual_seed(int(torch.randint(2**62, ())))
-        try:
-            yield
-        finally:
-            generator.set_state(before)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import parity as parity_page
+from benchmarks import v2_pipelines
 from benchmarks.parity import OperationParity, PixelParity, operation_parity
 from demo.photos import open_photograph
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -79,3 +80,22 @@ def test_noise_is_measured_by_no_difference():
     row = operation_parity("GaussNoise", {}, [image], draws=1)
     assert row.same_law
     assert parity_page.table_row(row)[3] == "drawn there"
+
+
+def test_the_published_page_has_a_row_for_every_pipeline_of_torchvision():
+    text = PAGE.read_text().split("<!-- torchvision -->")[1].split("<!-- /torchvision -->")[0]
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if "%" in line]
+    assert [row[0].strip() for row in rows] == list(v2_pipelines.PIPELINES)
+    assert len(rows) >= 60
+    assert {(row[1], row[6].strip()) for row in rows} == {("equal", "0")}
+
+
+def test_the_page_of_operations_keeps_the_section_of_pipelines(tmp_path, monkeypatch):
+    page = tmp_path / "parity.md"
+    page.write_text("# Old\n\n## torchvision v2\n\nof another script\n")
+    monkeypatch.setattr(parity_page, "measure_all", lambda *_, **__: [])
+    monkeypatch.setattr("sys.argv", ["parity.py", "--write", str(page)])
+    parity_page.main()
+    written = page.read_text()
+    assert "# Old" not in written
+    assert written.endswith("\n## torchvision v2\n\nof another script\n")

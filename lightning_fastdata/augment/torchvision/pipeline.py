@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 from torchvision.transforms import v2
 
-_MIXES: Final = (v2.CutMix, v2.MixUp)
+MIXES: Final = (v2.CutMix, v2.MixUp)
 """Transforms of whole batches."""
 _V1: Final = frozenset({"torchvision.transforms.autoaugment", "torchvision.transforms.transforms"})
 _V2: Final = "torchvision.transforms.v2"
@@ -38,7 +38,7 @@ def is_v2(transform: object) -> bool:
     """
     if type(transform) is nn.Sequential:
         return len(transform) > 0 and all(map(is_v2, transform))
-    return isinstance(transform, v2.Transform) and not isinstance(transform, _MIXES)
+    return isinstance(transform, v2.Transform) and not isinstance(transform, MIXES)
 
 
 def is_v1(transform: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,8 @@ from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lightning_fastdata.augment.ops.operation import Tape
     from lightning_fastdata.augment.torchvision.plan import Plan
     from lightning_fastdata.tree import Path
@@ -78,9 +80,11 @@ class PipelineWorker(WorkerTransform):
         whole = replace_leaves(sample, lambda path, own: made if path == alone else own, depth=-1)
         return whole, tape and {(*alone, *path): track for path, track in tape.items()}
 
-    def collate(self, tapes: Sequence[Tape | None]) -> Draws:
-        """Return the tapes of a batch, packed in the order of its samples."""
-        return compile_tapes([tape or {} for tape in tapes])
+    def collate(
+        self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
+    ) -> Draws:
+        """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
+        return compile_tapes([tape or {} for tape in tapes], beside=beside)
 
     def stacks(
         self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None

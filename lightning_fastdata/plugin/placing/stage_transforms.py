@@ -112,6 +112,8 @@ class StageTransforms:
             )
         made = as_batch_transform(transform, image=self._image, mask=self._mask)
         registered = self._of[stage]
+        if registered:
+            made = made.behind()
         if made.starts_in_worker and registered:
             raise TransformError(
                 f"The {made.library} pipeline {made.name} was registered for stage {stage!r} after "

@@ -1,0 +1,331 @@
+"""A module of Kornia as a transform of batches: the workers draw, Kornia itself computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
+from lightning_fastdata.augment.kornia.keyed import (
+    as_arrays,
+    as_tensors,
+    draw,
+    draw_together,
+    is_of_batch,
+)
+from lightning_fastdata.augment.pipeline.fields import (
+    Fields,
+    Location,
+    channels_first,
+    describe,
+    find_fields,
+    get_field,
+    has_field,
+    put_fields,
+    to_hwc,
+)
+from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
+from lightning_fastdata.augment.stage_transform import (
+    CallableTransform,
+    StageTransform,
+    WorkerTransform,
+    follow,
+    plain_tensors,
+    table,
+)
+from lightning_fastdata.device.backend import device_draws
+from lightning_fastdata.errors import BatchError, TransformError
+from lightning_fastdata.fingerprint import fingerprint
+from lightning_fastdata.randomness.search import loaded_classes
+from lightning_fastdata.randomness.seeds import keyed_draws
+from lightning_fastdata.types import SampleKey
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from lightning_fastdata.augment.replay.program import Draws
+    from lightning_fastdata.fingerprint import Fingerprint
+    from lightning_fastdata.types import Batch
+
+_IMAGES: Final = frozenset({"INPUT", "IMAGE"})
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "MASK": ("mask", "masks"),
+    "BBOX_XYXY": ("bbox_xyxy", "boxes", "bboxes", "bbox"),
+    "BBOX_XYWH": ("bbox_xywh", "boxes", "bboxes", "bbox"),
+    "BBOX": ("bbox", "bboxes", "boxes"),
+    "KEYPOINTS": ("keypoints",),
+    "CLASS": ("class", "label", "labels"),
+    "LABEL": ("label", "labels", "class"),
+}
+"""Names of fields that one of Kornia's data keys may stand for, the likeliest first."""
+_HOME: Final = "kornia.augmentation"
+_KINDS: Final = ("AugmentationBase2D", "MixAugmentationBaseV2", "ImageSequential")
+"""What one module is, and sequences, of which AugmentationSequential is one."""
+_UNKEYED: Final = (
+    *("PatchSequential", "VideoSequential"),
+    *("ManyToManyAugmentationDispather", "ManyToOneAugmentationDispather"),
+)
+
+
+def stage_transform(
+    transform: object,
+    fields: Fields,
+    *,
+    same_pixels: bool,  # noqa: ARG001 - they always are
+) -> KorniaTransform | None:
+    """Return the transform of batches that a module of Kornia is; None: it is none.
+
+    An ``nn.Sequential`` that begins with one is taken for a sequence of Kornia.
+
+    Raises:
+        TransformError: it is or holds a container whose draws cannot be told apart by sample.
+    """
+    unkeyed = loaded_classes(_HOME, *_UNKEYED)
+    kinds = loaded_classes(_HOME, *_KINDS) + loaded_classes(f"{_HOME}.auto", "PolicyAugmentBase")
+    module: Any = transform
+    if type(module) is torch.nn.Sequential and len(module) and isinstance(module[0], kinds):
+        [sequence] = loaded_classes(_HOME, "ImageSequential")
+        module = sequence(*module)
+    if not (isinstance(module, torch.nn.Module) and isinstance(module, kinds + unkeyed)):
+        return None
+    for part in module.modules():
+        if isinstance(part, unkeyed):
+            raise TransformError(
+                f"{type(part).__name__} of Kornia draws for the patches or frames of a whole "
+                "batch, which cannot be drawn for each sample by its key. Give augment= a function "
+                "that calls it, lambda batch: ...: it then draws for the batch, as the batch's "
+                "number says."
+            )
+    return KorniaTransform(module, fields)
+
+
+class _Drawn(NamedTuple):
+    """What a sample brings along: the batch draws with the keys of its samples."""
+
+    key: SampleKey
+    shape: tuple[int, ...] | None
+    """Of its image, ``[C, H, W]``; None: another one when it is collated."""
+
+
+class KorniaTransform(StageTransform):
+    """A module of Kornia, or a sequence of them; see :func:`as_batch_transform`.
+
+    Kornia computes it on the whole batch, with parameters of which each sample has drawn its own.
+    Images of bytes become float32 in [0, 1] first, as Kornia takes no bytes, and images with the
+    channels last are turned: they come out as ``[n, C, H, W]``.
+    """
+
+    library = "Kornia"
+
+    def __init__(self, module: Any, fields: Fields) -> None:
+        self.name = type(module).__name__
+        self._module = module
+        self._fields = fields
+        self._take_in(_state_of(module))
+
+    def _take_in(self, state: Fingerprint | None) -> None:
+        # A copy computes, as a module keeps what it drew last: it would seem to have changed.
+        self._state, self._copy = state, copy.deepcopy(self._module)
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return the module."""
+        return (self._module,)
+
+    def renewed(self) -> Self:
+        """Return the transform as the module is now: itself, if nothing of that has changed."""
+        state = _state_of(self._module)
+        if state is not None and state == self._state:
+            return self
+        self._take_in(state)
+        return copy.copy(self)
+
+    def behind(self) -> StageTransform:
+        """Return the module as what draws for whole batches, by their numbers."""
+        return CallableTransform(self._module, self._fields)
+
+    def check_sample(self, sample: Batch) -> None:
+        """Raise BatchError if a sample has no image, or something that would stay behind it."""
+        place = find_fields(sample, self._fields, batched=False).image
+        size = to_hwc(get_field(sample, place))[0].shape[:2]
+        if place is None or not _moves_pixels(self._module):
+            return
+        moved = [where for _, where in _targets(self._module, self._fields, sample, place)]
+        mover = Mover(self.name, takes_boxes=len(moved) > 1)
+        check_beside(sample, {*moved, *self._fields.stays}, size, mover)
+
+    def in_worker(self, *, on_device: bool) -> KorniaWorker:
+        """Return what draws for each sample, and computes there if no device does."""
+        return KorniaWorker(self._module, self._fields, on_device=on_device)
+
+    def apply(self, batch: Batch, draws: Draws | None) -> Batch:
+        """Return the batch as Kornia makes it of the parameters that were drawn."""
+        if not isinstance(draws, BatchDraws):
+            return batch
+        return _computed(self._copy, self._fields, batch, *draws.values)
+
+    def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
+        """Draw for a batch of another loader as Kornia does, for all of it at once, and compute.
+
+        It draws by the key of the first sample: to draw for each one takes as long as the step.
+        """
+        return _computed(self._copy, self._fields, batch, None, [key])
+
+    def explain(self) -> str:
+        """Return a line for each module that draws."""
+        rows = []
+        for module in self._module.modules():
+            if hasattr(module, "p_batch"):
+                who = "the batch draws" if is_of_batch(module) else "each sample draws"
+                rows.append((type(module).__name__, "device", f"by Kornia itself; {who}"))
+        return table(rows)
+
+
+class KorniaWorker(WorkerTransform):
+    """What draws for a module of Kornia in a side process, and computes if no device does."""
+
+    needs_batches = True
+
+    def __init__(self, module: Any, fields: Fields, *, on_device: bool) -> None:
+        self._module = copy.deepcopy(module).cpu()
+        for part in self._module.modules():
+            if hasattr(part, "set_rng_device_and_dtype"):  # which a container does not pass on
+                part.set_rng_device_and_dtype(torch.device("cpu"), torch.get_default_dtype())
+        self._fields = fields
+        self._on_device = on_device
+
+    def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, _Drawn]:
+        """Return the sample with its image ``[C, H, W]``, and what the batch draws with."""
+        place = find_fields(sample, self._fields, batched=False).image
+        value = get_field(sample, place)
+        if not isinstance(value, Tensor) or value.ndim != 3 or not channels_first(value.shape):
+            pixels = to_hwc(value)[0]
+            pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+            value = torch.from_numpy(np.ascontiguousarray(pixels))
+            sample = put_fields(sample, {place: value})
+        return sample, _Drawn(key, tuple(value.shape))
+
+    def collate(self, drawn: Sequence[_Drawn]) -> BatchDraws | None:
+        """Return the parameters of the batch, or what they are drawn with once it is collated."""
+        if not self._on_device:
+            return None
+        keys, shapes = zip(*drawn, strict=True)
+        params = None
+        if shapes[0] is not None and len(set(shapes)) == 1:
+            params = as_arrays(draw(self._module, keys, shapes[0]))
+        return BatchDraws(len(keys), (params, keys))
+
+    def stacks(
+        self, samples: Sequence[Batch], drawn: Sequence[_Drawn], batch: Batch = None
+    ) -> bool:
+        """Return whether the images make one tensor of the shape that is drawn for."""
+        alike = len({one.shape for one in drawn}) == 1
+        if batch is None or not alike:
+            return alike
+        images = get_field(batch, find_fields(batch, self._fields, batched=True).image)
+        return tuple(images.shape) == (len(samples), *(drawn[0].shape or ()))
+
+    def finish_each(
+        self, samples: Sequence[Batch], drawn: Sequence[_Drawn]
+    ) -> tuple[list[Batch], list[_Drawn]]:
+        """Return samples that the batch draws for once it is collated, whatever that makes."""
+        return list(samples), [one._replace(shape=None) for one in drawn]
+
+    def finish(self, batch: Batch, drawn: Sequence[_Drawn]) -> Batch:
+        """Return a batch that was collated here, computed; for where no device takes part."""
+        keys = [one.key for one in drawn]
+        return _computed(self._module, self._fields, batch, None, keys)
+
+
+def _state_of(module: Any) -> Fingerprint | None:
+    return fingerprint(module, with_globals=False)
+
+
+def _computed(
+    module: Any, fields: Fields, batch: Batch, params: Any, keys: Sequence[SampleKey]
+) -> Batch:
+    """Return a batch as Kornia makes it.
+
+    ``params`` None: they are drawn here, with a key for each sample or with one for all.
+    """
+    with plain_tensors():
+        place = find_fields(batch, fields, batched=True).image
+        images = _as_kornia_takes(get_field(batch, place))
+        if params is not None:
+            params = as_tensors(params)
+        elif len(keys) == len(images):
+            params = draw(module, keys, images.shape[1:])
+        else:
+            params = draw_together(module, keys[0], images.shape)
+        targets = _targets(module, fields, batch, place)
+        given = [images if where == place else get_field(batch, where) for _, where in targets]
+        told = {"data_keys": [key for key, _ in targets]} if hasattr(module, "data_keys") else {}
+        follow(module, images.device)
+        # What a module draws while it computes belongs to the batch.
+        with keyed_draws(key_of_batch(keys[0])), device_draws(images.device):
+            # Not its __call__, which may copy the images back to the CPU.
+            made = module.forward(*given, params=params, **told)
+        made = [made] if isinstance(made, Tensor) else list(made)
+        return put_fields(
+            batch, {where: one for (_, where), one in zip(targets, made, strict=True)}
+        )
+
+
+def _as_kornia_takes(images: Batch) -> Tensor:
+    """Return images as floats ``[n, C, H, W]``; bytes become float32 in [0, 1]."""
+    if not isinstance(images, Tensor) or images.ndim not in {3, 4}:
+        raise BatchError(
+            f"The image field is {describe(images)}. Kornia takes a batch of images of one size: "
+            "[n, C, H, W], [n, H, W, C] or [n, H, W]."
+        )
+    if images.ndim == 3:
+        images = images[:, None]
+    elif not channels_first(tuple(images.shape[1:])):
+        images = images.permute(0, 3, 1, 2).contiguous()
+    floats: Tensor = images.float() / 255 if images.dtype == torch.uint8 else images
+    return floats
+
+
+def _moves_pixels(module: Any) -> bool:
+    kinds = loaded_classes(_HOME, "GeometricAugmentationBase2D")
+    return any(isinstance(one, kinds) for one in module.modules())
+
+
+def _targets(
+    module: Any, fields: Fields, item: Batch, image: Location
+) -> list[tuple[str, Location]]:
+    """Return what a module transforms of a sample or batch: Kornia's key and where it is.
+
+    Raises:
+        BatchError: there is no such field.
+    """
+    keys = getattr(module, "data_keys", ["INPUT"])
+    if keys is None and isinstance(item, Mapping):  # it goes by the names of fields
+        names = [name for name in item if isinstance(name, str) and name != image]
+        known = ((name, [key for key in _NAMES if name.upper().startswith(key)]) for name in names)
+        return [("INPUT", image), *((keys[0], name) for name, keys in known if keys)]
+    targets: list[tuple[str, Location]] = []
+    for key in (getattr(key, "name", key).upper() for key in keys or ["INPUT"]):
+        before = [image, *(where for _, where in targets)]
+        place = image if key in _IMAGES else _place_of(key, fields, item, before)
+        if place is None and key not in _IMAGES:
+            raise BatchError(
+                f"{type(module).__name__} of Kornia transforms {key.lower()}, and there is none in "
+                f"{describe(item)}. In a dict it is called {' or '.join(map(repr, _NAMES[key]))}; "
+                "in a tuple it follows what comes before it in data_keys."
+            )
+        targets.append((key, place))
+    return targets
+
+
+def _place_of(key: str, fields: Fields, item: Batch, before: Sequence[Location]) -> Location:
+    if key == "MASK" and fields.mask is not None and fields.mask not in before:
+        return fields.mask
+    if isinstance(item, Mapping):
+        return next((name for name in _NAMES[key] if name in item and name not in before), None)
+    after = before[-1] + 1 if isinstance(before[-1], int) else None
+    return after if after is not None and has_field(item, after) else None
