@@ -125,6 +125,10 @@ _OF_TENSOR: Final = (
 )
 
 
+_NOTED_BY_PICKLE: Final = "__slotnames__"
+"""What ``copyreg`` writes into a class when the first object of it is pickled."""
+
+
 class Fingerprint(NamedTuple):
     """What some objects were at one moment; equal to another one if nothing has changed."""
 
@@ -410,7 +414,11 @@ class _Digesting(pickle.Pickler):
             own = vars(cls)
             names = self._looks.parts(MappingProxyType.keys, own)
             values = self._looks.parts(MappingProxyType.values, own)
-            yield tuple(_of_member(*item) for item in zip(names, values, strict=True))
+            yield tuple(
+                _of_member(*item)
+                for item in zip(names, values, strict=True)
+                if item[0] != _NOTED_BY_PICKLE
+            )
             self._meet(cls.__module__)
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:

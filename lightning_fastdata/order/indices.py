@@ -34,7 +34,6 @@ from lightning_fastdata.order.buckets import BucketOrder
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of
 from lightning_fastdata.order.ranks import KeyedDraws, Step, deciding, share_in
 from lightning_fastdata.order.samplers import (
-    ShuffleSampler,
     draws_at_start,
     epoch_order,
     index_batches,
@@ -56,8 +55,6 @@ _PLAIN: Final = np.dtype("<i8")
 """Of indices, as they are hashed."""
 _CHECKED: Final = 2**27
 """Samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
-_CUT_AT_ONCE: Final = (RandomSampler, ShuffleSampler)
-"""Whose Python integers cost less a batch than one by one."""
 _DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
 """Without a generator they draw from torch's own when their first index is asked for."""
 
@@ -227,12 +224,7 @@ class EpochIndices:
         return full + (rest > 0 and not source.drop_last)
 
     def _plain(self, source: Iterable[Any]) -> Iterator[Any]:
-        if self.arrays:
-            return index_batches(source)
-        if type(source) is BatchSampler and type(source.sampler) in _CUT_AT_ONCE:
-            batches = index_batches(source)
-            return (each.tolist() if type(each) is np.ndarray else each for each in batches)
-        return iter(source)
+        return index_batches(source) if self.arrays else iter(source)
 
     def _steps(self, source: Iterable[Any], start: Start) -> Iterator[Step]:
         """Return the steps of a source, or of what one shares out, from a start on."""

@@ -34,6 +34,7 @@ import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.sources.attributes import CONTAINERS, attributes
+from lightning_fastdata.tree import held_by
 
 T = TypeVar("T")
 
@@ -82,6 +83,8 @@ def share(dataset: T) -> T:
     Raises:
         DatasetError: It is a list or dict, and holds something that cannot be shared.
     """
+    if isinstance(dataset, SharedList | SharedDict):
+        return dataset
     writer = _Writer()
     if type(dataset) in CONTAINERS:
         try:
@@ -94,7 +97,8 @@ def share(dataset: T) -> T:
         writer.share_parts(each.owner, [(each.key, each.value, each.name)])
     writer.finish()
     said = f"Not shared, and left as it is: {'; '.join(writer.left)}." if writer.left else ""
-    if not writer.left and not writer.places:
+    already = any(isinstance(each, SharedList | SharedDict) for each in held_by(dataset).values())
+    if not writer.left and not writer.places and not already:
         said = (
             f"Nothing of this {type(dataset).__name__} is shared: it holds no list or dict of more "
             f"than {_FEW} elements. Call share() when it is complete."
@@ -124,8 +128,10 @@ class Block(mmap.mmap):
         """Return the memory of a descriptor, which is closed with it."""
         if sys.platform == "win32":
             made = cls(descriptor, 0, access=mmap.ACCESS_READ)
-        else:  # older kernels refuse a mapping that is not private of a sealed file
-            made = cls(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        else:
+            # Private, so that what writes to a tensor over it, which torch does not refuse, changes
+            # this process's own copy, as in a forked one, and does not end it.
+            made = cls(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         made.descriptor = descriptor
         weakref.finalize(made, os.close, descriptor).atexit = False
         return made
@@ -253,7 +259,7 @@ class ReadOnlyDict(_Copied, dict[Any, Any]):
 
 def _frozen(value: Any) -> Any:
     """Return a value in which nothing can be changed, apart from arrays."""
-    kind = type(value)
+    kind = _PLAIN.get(type(value), type(value))
     if kind in (list, tuple):
         parts = value if _FLAT.issuperset(map(type, value)) else map(_frozen, value)
         return ReadOnlyList(parts) if kind is list else tuple(parts)
@@ -261,6 +267,10 @@ def _frozen(value: Any) -> Any:
         return ReadOnlyDict(zip(value, map(_frozen, value.values()), strict=True))
     # Pickle writes others within the item, where they would be read as arrays of their own.
     return np.require(value, requirements="C") if kind is np.ndarray else value
+
+
+_PLAIN: Final[dict[type, type]] = {ReadOnlyList: list, ReadOnlyDict: dict}
+"""What was shared before is shared again as what it was."""
 
 
 class _Pickler(pickle.Pickler):
@@ -286,7 +296,7 @@ class _Form(NamedTuple):
 
 def _reader(block: Block, form: _Form) -> Callable[[int], Any]:
     """Return what makes an item from its number."""
-    view, keys = memoryview(block), form.keys
+    view, keys = memoryview(block).toreadonly(), form.keys
     table: Any = view[form.start : form.start + 8 * form.length]
     if form.kind in ("q", "d"):
         return table.cast(form.kind).__getitem__  # type: ignore[no-any-return]
@@ -530,7 +540,7 @@ class _Writer:
 
     def _items(self, value: list[Any], name: str, kinds: set[type]) -> _Form:
         keys, items = None, value
-        if kinds == {dict}:
+        if {_PLAIN.get(kind, kind) for kind in kinds} == {dict}:
             keys = tuple(value[0])
             alike = all(tuple(item) == keys for item in value)
             keys = keys if alike and all(type(key) is str for key in keys) else None
@@ -543,7 +553,10 @@ class _Writer:
         if "" in kinds_written:
             raise _NotShareableError(_culprit(value, name))
         kind = max(kinds_written, default="flat")
-        starts = array("Q", (self._write(self._written(item, kind)) for item in items))
+        try:
+            starts = array("Q", (self._write(self._written(item, kind)) for item in items))
+        except RecursionError:
+            raise _NotShareableError(f"{name} holds lists within lists, too deep") from None
         return _Form(kind, self._write_aligned(starts.tobytes()), len(value), keys)
 
     def _written(self, item: Any, kind: str) -> bytes:
@@ -563,7 +576,7 @@ def _how(value: Any) -> str:
     ``"flat"``: by marshal, as nobody can change it; ``"nested"``: by pickle, with lists and dicts
     that are read-only; ``"with arrays"``: by pickle, the arrays beside it.
     """
-    kind = type(value)
+    kind = _PLAIN.get(type(value), type(value))
     if kind in _FLAT:
         return "flat"
     if kind in (list, dict, tuple, frozenset):
@@ -574,8 +587,9 @@ def _how(value: Any) -> str:
         found = set(map(_how, parts))
         return "" if "" in found else max(own, *found)
     if kind is np.ndarray:
-        return "" if value.dtype.hasobject else "with arrays"
-    return "nested" if isinstance(value, _UNCHANGING) else ""
+        # Times have no buffer that would come back read-only.
+        return "" if value.dtype.hasobject or value.dtype.kind in "mM" else "with arrays"
+    return "nested" if isinstance(value, _UNCHANGING) and kind is not np.void else ""
 
 
 def _culprit(value: Any, name: str) -> str:

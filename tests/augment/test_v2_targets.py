@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import PIL.Image
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torchvision import tv_tensors
 from torchvision.datasets import VOCDetection, wrap_dataset_for_transforms_v2
 from torchvision.transforms import v2
 
-from lightning_fastdata import BatchError, as_batch_transform
+from lightning_fastdata import BatchError, FastDataWarning, SampleKey, as_batch_transform
 
 DETECTION = {
     "hflip": [
@@ -198,3 +200,31 @@ def test_arrays_that_v2_would_pass_through_are_refused():
     transform = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip()]))
     with pytest.raises(BatchError, match=r"Begin the pipeline with v2\.ToImage"):
         transform.check_sample((images(1, 9, 9)[0].permute(1, 2, 0).numpy(), 3))
+
+
+def shifted(value):
+    return value + 1 if isinstance(value, int) else value
+
+
+def test_a_lambda_is_given_the_whole_sample_and_a_function_the_image_alone_with_a_warning():
+    image = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    whole = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip(1.0), v2.Lambda(shifted, int)]))
+    whole.check_sample((image, 4))
+    assert whole.in_worker(on_device=False)((image, 4), SampleKey(0, 0, 0))[0][1] == 5
+    alone = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip(1.0), lambda x: x / 255]))
+    with pytest.warns(FastDataWarning, match="image of a sample alone"):
+        alone.check_sample((image, 4))
+    made, label = alone.in_worker(on_device=False)((image, 4), SampleKey(0, 0, 0))[0]
+    assert (made.dtype, label) == (torch.float32, 4)
+
+
+@dataclass
+class Shot:
+    image: torch.Tensor
+
+
+def test_a_sample_in_which_v2_finds_nothing_is_refused():
+    flip = as_batch_transform(v2.RandomHorizontalFlip(1.0))
+    for sample in (Shot(torch.zeros(3, 8, 8)), {"x": 1.0}, ("text", 4)):
+        with pytest.raises(BatchError, match="nothing to transform"):
+            flip.check_sample(sample)

@@ -201,7 +201,7 @@ def test_row_40_every_argument_has_a_help_text():
         "Samples per batch and rank",
         'How to load; every ``"auto"`` is chosen for this machine.',
         "What runs on the batches",
-        "Where the pixels of an Albumentations pipeline in",
+        "Where the pixels of a pipeline in",
         "Where the image is in a sample",
         "Where the mask is",
         "What to do if the batch is predicted not to fit",

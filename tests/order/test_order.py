@@ -20,7 +20,6 @@ from torch.utils.data import (
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
-from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.samplers import (
     EvaluationBatchSampler,
     RankBatchSampler,
@@ -172,13 +171,7 @@ def test_index_arrays_are_the_samplers_own_indices(
         found = [[np.asarray(b).tolist() for b in read(sampler)] for _ in range(2)]
         return [*found, torch.rand(1).item()]  # what is drawn next
 
-    def lists(sampler):
-        for batch in EpochIndices(sampler):
-            assert type(batch) is list
-            assert {type(index) for index in batch} == {int}
-            yield batch
-
-    assert epochs(index_batches) == epochs(iter) == epochs(lists)
+    assert epochs(index_batches) == epochs(iter)
 
 
 @max_examples(80)

@@ -6,12 +6,14 @@ import copy
 import multiprocessing
 import os
 import pickle
+import warnings
 from collections import defaultdict
 from datetime import date
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import Misses
@@ -305,7 +307,40 @@ def test_nobody_can_write_to_the_memory():
     block = share([1, 2])._block
     with pytest.raises(OSError):
         os.pwrite(block.descriptor, b"x", 40)
-    with pytest.raises(TypeError):
-        block[40] = 1
     other = Block.at(os.dup(block.descriptor))
-    assert bytes(other) == bytes(block)
+    block[40] = block[40] ^ 1  # this process's own copy
+    assert Block.at(os.dup(block.descriptor))[40] == other[40] != block[40]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_what_torch_writes_over_a_shared_array_stays_in_its_process():
+    items = [{"box": np.arange(4.0) + n} for n in range(3)]
+    shared = share(items)
+    with pytest.raises(ValueError, match="read-only"):
+        shared[1]["box"][0] = 9
+    before = Block.at(os.dup(shared._block.descriptor))
+    torch.from_numpy(shared[1]["box"])[2:] += 1
+    assert bytes(Block.at(os.dup(shared._block.descriptor))) == bytes(before)
+    assert shared[2]["box"].tolist() == [2, 3, 4, 5]
+
+
+def test_what_was_shared_is_shared_again_and_what_cannot_be_is_named():
+    class Held:
+        def __init__(self):
+            self.rows = [{"name": str(n), "at": [n, n + 1]} for n in range(MANY + 9)]
+
+    held = Held()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert share(share(held)) is held
+        held.rows = list(held.rows)[1:]
+        share(held)
+    assert type(held.rows).__name__ == "SharedList"
+    assert held.rows[0] == {"name": "1", "at": [1, 2]}
+    assert share(held.rows) is held.rows
+    deep: list = []
+    for _ in range(600):
+        deep = [deep]
+    for cannot in (np.array(["2020-01-01"], "M8[D]"), np.zeros(1, [("a", "i4")])[0], deep):
+        with pytest.raises(DatasetError, match="Nothing is shared"):
+            share([cannot] * 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +12,7 @@ import PIL.Image
 import torch
 from torch.utils._pytree import tree_flatten
 from torchvision import tv_tensors
+from torchvision.transforms import v2
 
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
@@ -24,7 +26,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.torchvision.pipeline import is_own
 from lightning_fastdata.augment.torchvision.plan import MOVES, NEED_BOXES
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.errors import BatchError, FastDataWarning
 from lightning_fastdata.tree import children, replace_leaves
 
 if TYPE_CHECKING:
@@ -88,6 +90,14 @@ def only_image(sample: Batch) -> Path | None:
     return paths[0] if paths else None
 
 
+def functions_in(leaves: Iterable[Leaf]) -> list[str]:
+    """Return the names of what is no transform of v2 in a pipeline, nor derived from one.
+
+    It is written for images as a rule, as torchvision's datasets call their ``transform``.
+    """
+    return [leaf.name for leaf in leaves if not isinstance(leaf.transform, v2.Transform)]
+
+
 def mover_of(leaves: Iterable[Leaf]) -> Mover | None:
     """Return what moves pixels in a pipeline; None if nothing of torchvision's does."""
     names = [type(leaf.transform).__name__ for leaf in leaves]
@@ -129,14 +139,30 @@ def size_of(image: Any) -> tuple[int, ...] | None:
 
 
 def check_convertible(sample: Batch, leaves: Sequence[Leaf]) -> None:
-    """Raise BatchError if v2 would pass a sample through, as it does with arrays."""
-    values = tree_flatten(sample)[0]
+    """Raise BatchError if v2 would pass a sample through, as it does with arrays.
+
+    A warning comes where the image alone is given to the pipeline, and there is more in the sample.
+    """
+    values, functions = tree_flatten(sample)[0], functions_in(leaves)
+    if functions and len(values) > 1 and only_image(sample) is not None:
+        warnings.warn(
+            f"{functions[0]} is no transform of v2, so that the pipeline is called with the image "
+            "of a sample alone, and what is beside it stays as it is. If it is to see that, too, "
+            "derive it from v2.Transform.",
+            FastDataWarning,
+            stacklevel=2,
+        )
     if any(isinstance(value, torch.Tensor | PIL.Image.Image) for value in values):
         return
     own = all(is_own(leaf.transform) for leaf in leaves)
     converts = any(type(leaf.transform).__name__ in _CONVERTERS for leaf in leaves)
     arrays = [value for value in values if isinstance(value, np.ndarray) and value.ndim in {2, 3}]
-    if arrays and own and not converts:
+    if own and not converts and not arrays:
+        raise BatchError(
+            f"The first sample is {describe(sample)}, in which torchvision finds nothing to "
+            "transform. It looks for tensors and PIL images in tuples, lists and dicts."
+        )
+    if own and not converts:
         raise BatchError(
             f"The image of the first sample is {describe(arrays[0])}, and torchvision passes "
             "arrays through as they are. Begin the pipeline with v2.ToImage(), or return a tensor "

@@ -17,6 +17,7 @@ from lightning_fastdata.augment.torchvision.pipeline import is_own, leaves_of
 from lightning_fastdata.augment.torchvision.samples import (
     check_roles,
     field_at,
+    functions_in,
     mover_of,
     only_image,
     typed,
@@ -46,10 +47,9 @@ class PipelineWorker(WorkerTransform):
         self._fields = fields
         self._plan = plan
         leaves = leaves_of(pipeline)
-        own = all(is_own(leaf.transform) for leaf in leaves)
         self._mover = mover_of(leaves)
         self._generators = generators_of(pipeline)
-        self._image_alone = not own or any(leaf.name == "Lambda" for leaf in leaves)
+        self._image_alone = bool(functions_in(leaves))
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, object]:

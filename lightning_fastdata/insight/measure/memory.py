@@ -37,6 +37,8 @@ class MemoryMeter:
         self._mapped: int | None = None
         """Of files, when it was first looked at: of libraries, which every program has."""
         self._first: dict[int, int] = {}
+        self._here: int | None = None
+        """What this process took when workers were first seen: with that they began."""
         self._read: dict[int, Pages] = {}
         self._growth: list[Growth] = []
         self._each, self._looks = 1, 0
@@ -50,6 +52,8 @@ class MemoryMeter:
         self._kept &= epoch == self._epoch or bool(known & set(workers)) or not workers
         self._epoch, self._most = epoch, max(self._most, len(workers))
         grown = []
+        if workers and self._here is None:
+            self._here = self._own_bytes(os.getpid())
         for process in workers or ([os.getpid()] if not self._most else []):
             size = self._own_bytes(process)
             if size is not None:
@@ -72,6 +76,11 @@ class MemoryMeter:
             self._mapped = self._in_files()
         return sum(pages.pss_bytes for pages in now.values()) if now else None
 
+    def _began_with(self, process: int) -> int:
+        """Return what a worker took before it had anything of its own."""
+        first = self._first[process]
+        return first if self._here is None else min(first, self._here)
+
     def _in_files(self) -> int:
         return sum(each.file_bytes for each in self._read.values())
 
@@ -79,7 +88,7 @@ class MemoryMeter:
     def copied_bytes(self) -> int:
         """Of a worker, the mean: what it had in common with this process, and has of its own."""
         of = [
-            pages.own_bytes - max(0, pages.anonymous_bytes - self._first[process])
+            pages.own_bytes - max(0, pages.anonymous_bytes - self._began_with(process))
             for process, pages in self._read.items()
             if process in self._first and process != os.getpid()
         ]
