@@ -225,6 +225,6 @@ class Shot:
 
 def test_a_sample_in_which_v2_finds_nothing_is_refused():
     flip = as_batch_transform(v2.RandomHorizontalFlip(1.0))
-    for sample in (Shot(torch.zeros(3, 8, 8)), {"x": 1.0}, ("text", 4)):
+    for given in (Shot(torch.zeros(3, 8, 8)), {"x": 1.0}, ("text", 4)):
         with pytest.raises(BatchError, match="nothing to transform"):
-            flip.check_sample(sample)
+            flip.check_sample(given)
