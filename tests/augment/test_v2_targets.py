@@ -228,3 +228,9 @@ def test_a_sample_in_which_v2_finds_nothing_is_refused():
     for given in (Shot(torch.zeros(3, 8, 8)), {"x": 1.0}, ("text", 4)):
         with pytest.raises(BatchError, match="nothing to transform"):
             flip.check_sample(given)
+
+
+def test_keypoints_that_a_collated_batch_has_lost_are_warned_of():
+    batch = {"image": torch.zeros(2, 3, 8, 8), "keypoints": torch.zeros(2, 5, 2)}
+    with pytest.warns(FastDataWarning, match="as keypoints are"):
+        as_batch_transform(v2.RandomHorizontalFlip(1.0)).apply_unprepared(batch, SampleKey(0, 0, 0))

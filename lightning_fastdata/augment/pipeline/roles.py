@@ -67,7 +67,7 @@ def check_beside(
 ) -> None:
     """Raise BatchError if a field of the height and width of the image would stay where it is.
 
-    Boxes that would stay are a FastDataWarning, once.
+    Boxes that would stay are a FastDataWarning, once; so are keypoints that are called so.
 
     Args:
         item: a sample, or a batch.
@@ -84,8 +84,11 @@ def check_beside(
         for path, value, shape in _arrays(field, (place,), samples):
             if size in pairwise(shape):
                 raise BatchError(_left_behind(path, value, mover))
-            if not mover.takes_boxes and len(shape) == 2 and shape[1] in {4, 5}:
-                _warn_of_boxes(path, value, mover)
+            rows = shape[1] if len(shape) == 2 else 0
+            if rows in {2, 3} and any(word in str(path[-1]).lower() for word in _POINTS):
+                _warn_of(_KEYPOINTS, path, value, mover)
+            elif not mover.takes_boxes and rows in {4, 5}:
+                _warn_of(_BOXES, path, value, mover)
 
 
 def _arrays(
@@ -156,16 +159,34 @@ def _role_of(path: Path, mover: Mover) -> str:
     )
 
 
-def _warn_of_boxes(path: Path, value: Batch, mover: Mover) -> None:
+class _Targets(NamedTuple):
+    """Numbers that say where something is in an image."""
+
+    word: str
+    params: str
+    """How a Compose is told of them."""
+    field: str
+    tv_tensor: str
+
+
+_BOXES: Final = _Targets("boxes", "bbox_params=A.BboxParams(...)", "bboxes", "BoundingBoxes")
+_KEYPOINTS: Final = _Targets(
+    "keypoints", "keypoint_params=A.KeypointParams(...)", "keypoints", "KeyPoints"
+)
+_POINTS: Final = ("keypoint", "landmark")
+
+
+def _warn_of(targets: _Targets, path: Path, value: Batch, mover: Mover) -> None:
+    word, params, field, tv_tensor = targets
     how = (
-        "Say how they are written, A.Compose(..., bbox_params=A.BboxParams(...)), and have the "
-        "dataset return a dict with 'image' and 'bboxes'."
+        f"Say how they are written, A.Compose(..., {params}), and have the dataset return a dict "
+        f"with 'image' and {field!r}."
         if mover.library == "albumentations"
-        else "Let the dataset return them as tv_tensors.BoundingBoxes."
+        else f"Let the dataset return them as tv_tensors.{tv_tensor}, and a FastDataModule load it."
     )
     text = (
-        f"The field {_name(path)} is {describe(value)}, as boxes are, and {mover.name} moves the "
-        f"pixels of the image without them. {how} If they are no boxes, or are to stay as they "
+        f"The field {_name(path)} is {describe(value)}, as {word} are, and {mover.name} moves the "
+        f"pixels of the image without them. {how} If they are no {word}, or are to stay as they "
         f"are, say augment=as_batch_transform({_GIVEN[mover.library]}, stays=[{path[0]!r}])."
     )
     # By name: the numbers of boxes differ from sample to sample.
