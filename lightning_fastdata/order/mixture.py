@@ -105,9 +105,10 @@ class Mixture(Dataset[Any]):
         self.epoch = 0
         self._lengths = lengths
         schedule = _schedule(lengths if weights is None else weights)  # type: ignore[arg-type]
-        self._set(
-            {step * samples_a_step: _checked(each, lengths) for step, each in schedule.items()}
-        )
+        self._made_with = {
+            step * samples_a_step: _checked(each, lengths) for step, each in schedule.items()
+        }
+        self._set(self._made_with)
         self._streams = {
             name: _Stream(part, name)
             for name, part in self.datasets.items()
@@ -185,15 +186,19 @@ class Mixture(Dataset[Any]):
     # -- going on ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights that held so far, as plain data; the loader knows the place."""
+        """Return the weights, those that were set included, as plain data.
+
+        The loader knows the place.
+        """
         return {
             "weights": [[start, dict(each)] for start, each in self._schedule.items()],
+            "made_with": [[start, dict(each)] for start, each in self._made_with.items()],
             "lengths": dict(self._lengths),
             "seed": self.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the weights that held before; :meth:`go_on_at` puts the present ones behind them.
+        """Take the weights of before, with which :meth:`go_on_at` goes on.
 
         Raises:
             OptionsError: A part that was there before is missing.
@@ -215,19 +220,27 @@ class Mixture(Dataset[Any]):
                 FastDataWarning,
                 stacklevel=2,
             )
-        none = dict.fromkeys(self._lengths, 0.0)
-        self._saved = {int(start): {**none, **each} for start, each in state["weights"]}
+        self._saved = state
 
     def go_on_at(self, epoch: int, samples: int) -> None:
-        """Go on behind so many samples of an epoch, with the weights that this one was made with.
+        """Go on behind so many samples of an epoch, with the state that was loaded.
 
-        What came before was by the weights that were loaded.
+        Made with the same weights as the mixture of that state, this one takes all of its weights:
+        what :meth:`set_weights` set there holds, also from later steps on, and what it set here
+        before is forgotten. Made with other weights, it has those from this place on, and what was
+        set there holds no more; what came before was by the weights of the state.
         """
         saved, own = vars(self).pop("_saved", None), self._schedule
         if saved is None:
             return
+        none = dict.fromkeys(self._lengths, 0.0)
+        before = {int(start): {**none, **each} for start, each in saved["weights"]}
+        made_with = {int(start): each for start, each in saved.get("made_with", ())}
+        if made_with == self._made_with:
+            self._set(before)
+            return
         place = epoch * self.length + samples
-        joined = {start: each for start, each in saved.items() if start < place} or dict(own)
+        joined = {start: each for start, each in before.items() if start < place} or dict(own)
         now = self._order.segment(place).weights
         if joined and joined[max(joined)] != now:
             joined[place] = now

@@ -225,6 +225,34 @@ def test_other_weights_after_a_checkpoint_hold_from_there_on():
     assert steps(2, again, weights={"a": 0, "b": 1}) == anew[1:]
 
 
+@pytest.mark.parametrize(("set_in", "at_step"), [(3, None), (3, 70), (7, None), (8, 60)])
+def test_weights_that_were_set_hold_on_after_a_checkpoint_unless_it_is_made_with_others(
+    set_in, at_step
+):
+    loader = next(loaders(1))
+    given = (batch.tolist() for _ in range(3) for batch in loader)
+    before = []
+    for _ in range(8):
+        before.append(next(given))
+        if len(before) == set_in:
+            loader.dataset.set_weights({"a": 0.1, "b": 0.9}, at_step)
+    state = loader.state_dict()
+    rest = list(given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        assert steps(1, state) == rest
+    later = next(loaders(1))
+    later.load_state_dict(state)
+    first = next(iter(later)).tolist()
+    assert [first, *steps(1, later.state_dict())] == rest
+    # Set here before the state is loaded, weights are forgotten; made with others, it has those.
+    again = next(loaders(1))
+    again.dataset.set_weights({"a": 1, "b": 0})
+    again.load_state_dict(state)
+    assert [batch.tolist() for _ in range(2) for batch in again] == rest
+    assert max(joined(steps(1, state, weights={"a": 1, "b": 0}))) < 1000
+
+
 def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told():
     state = numbered().state_dict()
     more = Mixture(
