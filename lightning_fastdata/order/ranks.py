@@ -39,13 +39,17 @@ def ranks_of(source: object) -> int | None:
     Those that do have ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or
     ``world_size``. None: it does not.
     """
+    return _split_in(source)[1]
+
+
+def _split_in(source: object) -> tuple[Any, int | None]:
     for one in (source, getattr(source, "sampler", None)):
         if type(getattr(one, "rank", None)) is int:
             found = (getattr(one, name, None) for name in _RANKS)
             ranks = next((each for each in found if type(each) is int), None)
             if ranks is not None:
-                return ranks
-    return None
+                return one, ranks
+    return None, None
 
 
 def knows_ranks(source: object) -> bool:
@@ -302,6 +306,46 @@ def _joined(parts: Sequence[Indices]) -> Indices:
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)
     return [index for part in parts for index in part]
+
+
+class OwnSplit(DistributedSampler[Any]):
+    """What splits itself among ranks, as it is.
+
+    Lightning and Fabric put no sampler of theirs in the place of a ``DistributedSampler``, and set
+    its epoch, which is passed on.
+
+    Args:
+        source: The sampler, or the batch sampler. It has a ``rank``.
+        num_replicas: Ranks that it splits itself among.
+    """
+
+    def __init__(self, source: Any, num_replicas: int) -> None:
+        super().__init__(cast("Any", range(0)), num_replicas, source.rank, shuffle=False)
+        self.source = source
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the source, if it has one."""
+        super().set_epoch(epoch)
+        tell_samplers(self.source, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def split_of(source: object) -> DistributedSampler[Any] | None:
+    """Return the sampler in what splits itself among ranks, as Lightning knows it; None: none."""
+    split, ranks = _split_in(source)
+    if ranks is None or ranks == 1:
+        return None
+    return split if isinstance(split, DistributedSampler) else OwnSplit(split, ranks)
+
+
+def as_given(sampler: Any) -> Any:
+    """Return the sampler that the user gave, where an :class:`OwnSplit` stands for it."""
+    return sampler.source if isinstance(sampler, OwnSplit) else sampler
 
 
 def share_in(source: object) -> SharedSampler | None:
