@@ -112,7 +112,9 @@ class SharedSampler(DistributedSampler[Any]):
     Otherwise the ranks share it, so that the batches of the last step are smaller, and differ by
     one sample at most. If fewer samples than ranks are left over, the step before gives up what is
     missing, where it can; else the first samples of the epoch are taken again, and a warning says
-    how many. Items that are no lists cannot be cut, and the first of them are taken again likewise.
+    how many. torch's own ``DataLoader(sampler=...)`` cuts the samples of a rank anew, so that there
+    they are always taken again. Items that are no lists cannot be cut, and the first of them are
+    taken again likewise.
 
     Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
     epoch.
@@ -180,17 +182,21 @@ class SharedSampler(DistributedSampler[Any]):
         tell_samplers(self.source, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        steps = KeyedDraws(lambda: self.steps(self._batches()), self.seed, self.epoch)
+        # Who puts the samples into batches anew knows no steps: none may be smaller but the last.
+        items, even = self._batches(), self.gives_samples
+        steps = KeyedDraws(lambda: self.steps(items, even=even), self.seed, self.epoch)
         owns = (step.own for step in steps)
         return chain.from_iterable(owns) if self.gives_samples else owns
 
     def __len__(self) -> int:
         """Return the samples of this rank, or the items if the source's are ready batches."""
         steps = self.number_of_steps()
-        if not self.gives_samples:
+        if not self.gives_samples or not steps:
             return steps
-        rest = len(cast("Sized", self.source)) - self.full * (steps - 1)
-        return max(0, steps - 1) * cast("int", self.batch_size) + len(self._part(range(rest)))
+        full, rest = divmod(len(cast("Sized", self.source)), self.full)
+        whole = full * cast("int", self.batch_size)
+        # A rest of fewer samples than ranks is filled up, see __iter__().
+        return whole + (max(1, len(self._part(range(rest)))) if steps > full else 0)
 
     @property
     def gives_samples(self) -> bool:
@@ -220,15 +226,17 @@ class SharedSampler(DistributedSampler[Any]):
             f"(a step is {self.full} {what})"
         )
 
-    def steps(self, items: Iterable[Indices]) -> Iterator[Step]:
+    def steps(self, items: Iterable[Indices], *, even: bool = False) -> Iterator[Step]:
         """Yield the steps of a rank.
 
         ``items``: of a sampler its samples in batches of all ranks, of a batch sampler its batches.
+        ``even``: all steps but the last are full; samples come again rather than from the step
+        before.
         """
         if not self.gives_samples:
             yield from self._of_batches(iter(items))
             return
-        for batch in self._complete(items):
+        for batch in self._complete(items, even=even):
             yield Step((batch,), self._part(batch))
 
     def _batches(self) -> Iterator[Indices]:
@@ -242,11 +250,11 @@ class SharedSampler(DistributedSampler[Any]):
         start = self.rank * each + min(self.rank, more)
         return whole[start : start + each + (self.rank < more)]
 
-    def _complete(self, batches: Iterable[Indices]) -> Iterator[Indices]:
+    def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
         """Yield the samples of each step; a rest is dropped, or made to do for all ranks."""
         first: Indices | None = None
         before: Indices | None = None
-        waits = self._waits()
+        waits = not even and self._waits()
         for batch in batches:
             if self.drop_last and len(batch) < self.full:
                 break

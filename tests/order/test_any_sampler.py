@@ -17,6 +17,7 @@ from misses import each
 from thoroughness import max_examples
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -171,6 +172,51 @@ def test_what_does_not_divide_is_shared_as_by_the_packages_own_order(
         make = (lambda: range(length)) if sized else (lambda: iter(range(length)))
         found = list(batches_of(make, ranks, rank, size=size, drop_last=drop_last))
         assert found == [batch.tolist() for batch in plan.batches()]
+
+
+@max_examples(100)
+@given(
+    length=st.integers(0, 60),
+    size=st.integers(1, 5),
+    ranks=st.integers(1, 6),
+    drop_last=st.booleans(),
+    sized=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:The last .* of an epoch")
+def test_all_ranks_have_the_batches_that_they_say_in_any_loader(
+    length, size, ranks, drop_last, sized
+):
+    class Own:
+        def __iter__(self):
+            return iter(range(length))
+
+    if sized:
+        Own.__len__ = lambda _: length
+    counts, taken = set(), {kind: [] for kind in ("ours", "ours by hand", "torch")}
+    for rank in range(ranks):
+        how = {"num_replicas": ranks, "rank": rank, "drop_last": drop_last}
+        share = SharedSampler(Own(), batch_size=size, **how)
+        loaders = {
+            "ours": FastDataLoader(
+                range(99), batch_sampler=RankBatchSampler(share, size, drop_last), executor="inline"
+            ),
+            "ours by hand": FastDataLoader(
+                range(99), size, sampler=share, drop_last=drop_last, executor="inline"
+            ),
+            "torch": DataLoader(range(99), size, sampler=share, drop_last=drop_last),
+        }
+        if sized:
+            assert len(share) == len(list(share))
+        for kind, loader in loaders.items():
+            batches = read(loader)
+            assert not sized or len(loader) == len(batches)
+            counts.add(len(batches))
+            taken[kind] += joined(batches)
+    (steps,) = counts
+    assert steps == (length // (size * ranks) if drop_last else -(-length // (size * ranks)))
+    for indices in taken.values():
+        assert set(indices) == set(range(steps * size * ranks if drop_last else length))
+    assert taken["ours"] == taken["ours by hand"]
 
 
 @pytest.mark.parametrize(("length", "size"), [(3, 2), (9, 1), (65, 1)])
