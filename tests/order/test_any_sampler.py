@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
@@ -182,6 +182,11 @@ def test_what_does_not_divide_is_shared_as_by_the_packages_own_order(
     drop_last=st.booleans(),
     sized=st.booleans(),
 )
+@example(length=0, size=2, ranks=2, drop_last=False, sized=True)
+@example(length=1, size=2, ranks=2, drop_last=True, sized=True)
+@example(length=57, size=2, ranks=4, drop_last=False, sized=True)
+@example(length=57, size=2, ranks=4, drop_last=False, sized=False)
+@example(length=101, size=2, ranks=4, drop_last=True, sized=True)
 @pytest.mark.filterwarnings("ignore:The last .* of an epoch")
 def test_all_ranks_have_the_batches_that_they_say_in_any_loader(
     length, size, ranks, drop_last, sized
