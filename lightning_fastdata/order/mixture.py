@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
@@ -33,6 +33,13 @@ _ENDED: Final = object()
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
+@runtime_checkable
+class _OfEpoch(Protocol):
+    """A dataset with other samples at each index in each epoch."""
+
+    def of_epoch(self, index: int, epoch: int) -> Batch: ...
+
+
 class Mixture(Dataset[Any]):
     """Several datasets as one map-style dataset, which has an order of its own.
 
@@ -43,6 +50,8 @@ class Mixture(Dataset[Any]):
     number of ranks, reads the mixture. Draws within a sample are keyed by its place, so that a
     sample that comes twice in an epoch is augmented in two ways. ``FastDataModule`` does not
     shuffle it, resumes it exactly, and logs the proportions.
+
+    A :class:`PackedDataset` or another mixture may be a part; a pass over it is one of its epochs.
 
     An iterable dataset may be a part. It is read in its own order by each process that reads, which
     drops what others get: read it with one worker. At its end it begins anew.
@@ -120,22 +129,32 @@ class Mixture(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Batch:
         """Return the sample at a place of the epoch that was set last."""
-        name, row = self.place(index)
+        return self.of_epoch(index, self.epoch)
+
+    def of_epoch(self, index: int, epoch: int) -> Batch:
+        """Return the sample at a place of any epoch."""
+        name, row, number = self._found(index, epoch)
         if name in self._streams:
             return self._streams[name].get(row)
-        return self.datasets[name][row]
+        part = self.datasets[name]
+        # What has other samples in each epoch is to have the same ones throughout a pass.
+        return part.of_epoch(row, number) if isinstance(part, _OfEpoch) else part[row]
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the part that the sample at a place is of, and its index there.
 
         Of a stream, that is how many of its samples come before it, in all epochs.
         """
+        return self._found(index, self.epoch)[:2]
+
+    def _found(self, index: int, epoch: int) -> tuple[str, int, int]:
+        """Return the part, the index there, and the number of the pass over it."""
         index = index + self.length if index < 0 else index
         if not 0 <= index < self.length:
             raise IndexError(f"There is no sample {index} in an epoch of {self.length}.")
-        number, at = divmod(self.epoch * self.length + index, _TOGETHER)
-        parts, rows = _together(self._order, number)
-        return self._order.names[parts[at]], rows[at]
+        number, at = divmod(epoch * self.length + index, _TOGETHER)
+        parts, rows, passes = _together(self._order, number)
+        return self._order.names[parts[at]], rows[at], passes[at]
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the samples of an epoch, counted from 0; loaders of this package call it."""
@@ -345,8 +364,8 @@ class _Order:
         both = zip(self.names, segment.before, more, strict=True)
         return {name: before + own for name, before, own in both}
 
-    def at(self, places: Any) -> tuple[Any, Any]:
-        """Return the part at each place, and the index there; int64."""
+    def at(self, places: Any) -> tuple[Any, Any, Any]:
+        """Return the part at each place, the index there, and the number of the pass; int64."""
         firsts = [segment.first for segment in self.segments]
         in_segment = np.searchsorted(firsts, places, side="right") - 1
         parts, rows = np.empty_like(places), np.empty_like(places)
@@ -354,28 +373,29 @@ class _Order:
             segment, which = self.segments[number], in_segment == number
             found, before = segment.parts.at(places[which] - segment.first)
             parts[which], rows[which] = found, before + np.array(segment.before)[found]
+        passes = np.zeros_like(places)
         for part in np.unique(parts):
             which = parts == part
-            rows[which] = self._rows(int(part), rows[which])
-        return parts, rows
+            rows[which], passes[which] = self._rows(int(part), rows[which])
+        return parts, rows, passes
 
-    def _rows(self, part: int, numbers: Any) -> Any:
-        """Return the indices of samples of a part, by how many of it come before them."""
+    def _rows(self, part: int, numbers: Any) -> tuple[Any, Any]:
+        """Return indices in a part, and passes over it, by how many of its samples come before."""
         length, seed = self.lengths[part], self.seeds[part]
         if length is None:
-            return numbers
+            return numbers, 0
         passes, rows = np.divmod(numbers, length)
         for number in np.unique(passes) if seed is not None else ():
             order = KeyedPermutation(length, seed=seed or 0, epoch=int(number))
             rows[passes == number] = order.at(rows[passes == number])
-        return rows
+        return rows, passes
 
 
 @lru_cache(maxsize=_KEPT)  # not in the dataset, whose state would change as it is read
-def _together(order: _Order, number: int) -> tuple[list[int], list[int]]:
+def _together(order: _Order, number: int) -> tuple[list[int], list[int], list[int]]:
     start = number * _TOGETHER
-    parts, rows = order.at(np.arange(start, start + _TOGETHER))
-    return parts.tolist(), rows.tolist()
+    parts, rows, passes = order.at(np.arange(start, start + _TOGETHER))
+    return parts.tolist(), rows.tolist(), passes.tolist()
 
 
 def _seed_of(seed: int, name: str) -> int:

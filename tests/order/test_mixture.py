@@ -14,7 +14,7 @@ from misses import each
 from thoroughness import max_examples
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fastdata import FastDataLoader, Mixture
+from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.order.interleave import OFF_BY, Interleaving
 from lightning_fastdata.order.ranks import SharedSampler
@@ -138,6 +138,33 @@ def test_weights_that_are_set_hold_from_the_next_epoch_or_a_step_on():
     assert {part for part, _ in read(mixed, 2)[100:]} == {"c"}
     mixed.set_weights({"a": 1, "b": 0, "c": 0}, at_step=150)
     assert {part for part, _ in read(mixed, 2)[150:]} == {"a"}
+
+
+def test_a_part_that_each_epoch_draws_anew_is_read_in_whole_passes():
+    def mixed():
+        packs = pack([[i] * 3 for i in range(40)], 6, split=False)
+        inner = Mixture({"x": range(30), "y": range(30, 40)}, {"x": 3, "y": 1}, seed=2)
+        parts = {"packs": packs, "inner": inner, "rest": [0] * 5}
+        return Mixture(parts, {"packs": 5, "inner": 3, "rest": 2}, length=17)
+
+    whole, documents, inner = mixed(), [], []
+    loader = FastDataLoader(mixed(), batch_size=None, executor="inline")
+    for epoch in range(14):
+        whole.set_epoch(epoch)
+        for i, sample in enumerate(loader):
+            name, _ = whole.place(i)
+            if name == "packs":
+                assert sample["input_ids"].tolist() == whole[i]["input_ids"].tolist()
+                documents += sample["input_ids"][::3].tolist()
+            elif name == "inner":
+                inner.append(sample)
+    passes = [documents[at : at + 40] for at in range(0, len(documents) - 39, 40)]
+    assert len(passes) > 1
+    assert all(sorted(one) == list(range(40)) for one in passes)
+    pairs = [{frozenset(one[at : at + 2]) for at in range(0, 40, 2)} for one in passes]
+    assert pairs[0] != pairs[1]
+    alone = Mixture({"x": range(30), "y": range(30, 40)}, {"x": 3, "y": 1}, seed=2)
+    assert sorted(inner[:40]) == sorted(read(alone, 1))
 
 
 # -- on ranks, and going on ------------------------------------------------------------------------

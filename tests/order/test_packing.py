@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.lengths import LAWS, MOST, drawn
-from lightning_fastdata import FastDataLoader, FastDataModule, pack
+from lightning_fastdata import FastDataLoader, FastDataModule, Mixture, pack
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.packing import IGNORED, best_fit
 from lightning_fastdata.order.samplers import ShuffleSampler
@@ -228,6 +228,7 @@ def test_documents_in_torchs_own_loader_and_as_plain_rows() -> None:
         ([{"ids": [1]}], {}, DatasetError, "has the keys 'ids'"),
         ([{"input_ids": [1], "labels": [1, 2]}], {}, DatasetError, "labels of document 0"),
         ([[0.5]], {}, DatasetError, "float32"),
+        (Mixture({"a": [[1]]}), {}, DatasetError, "Pack its parts, and mix the packs"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents, how, error, match) -> None:
