@@ -10,12 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.order.buckets import check_whole
 from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
 from lightning_fastdata.order.interleave import Interleaving
 from lightning_fastdata.torch_internals import unsplit_stream
@@ -29,6 +31,7 @@ Schedule: TypeAlias = "Weights | Mapping[int, Weights]"
 _TOGETHER: Final = 2**10
 """Places whose samples are found at once: 1 us each for some parts, and one alone 0.5 ms."""
 _KEPT: Final = 64
+_LARGE: Final = 2.0**900
 _ENDED: Final = object()
 _PACKAGE: Final = __name__.partition(".")[0]
 
@@ -96,9 +99,7 @@ class Mixture(Dataset[Any]):
             raise DatasetError("A Mixture needs a part at least: Mixture({'name': dataset}, ...).")
         known = [number for number in lengths.values() if number is not None]
         whole = sum(known) if len(known) == len(lengths) else None
-        for name, value in (("length", length), ("samples_a_step", samples_a_step)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
+        check_whole(length=length, samples_a_step=samples_a_step)
         if length is None and whole is None:
             raise OptionsError(
                 "A part of the Mixture is a stream, which has no length: say by length= how many "
@@ -109,13 +110,13 @@ class Mixture(Dataset[Any]):
                 "A part of the Mixture is a stream, which has no length to weigh it by: give "
                 "weights."
             )
-        self.length: int = length or whole or 0
-        self.samples_a_step, self.seed, self.shuffle = samples_a_step, seed, shuffle
+        self.length = int(length or whole or 0)
+        self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
         self.epoch = 0
         self._lengths = lengths
         schedule = _schedule(lengths if weights is None else weights)  # type: ignore[arg-type]
         self._made_with = {
-            step * samples_a_step: _checked(each, lengths) for step, each in schedule.items()
+            step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()
         }
         self._set(self._made_with)
         self._streams = {
@@ -191,10 +192,13 @@ class Mixture(Dataset[Any]):
             at_step: The step of the training, counted from 0. Default: the next epoch's first.
 
         Raises:
-            OptionsError: Weights are negative, sum up to 0 or name other parts.
+            OptionsError: Weights are negative, sum up to 0 or name other parts, or ``at_step`` is
+                no whole number from 0.
         """
+        if at_step is not None and not _is_step(at_step):
+            raise OptionsError(f"at_step is {at_step!r}; give a whole number, at least 0.")
         first = (self.epoch + 1) * self.length
-        first = first if at_step is None else at_step * self.samples_a_step
+        first = first if at_step is None else int(at_step) * self.samples_a_step
         before = {start: each for start, each in self._schedule.items() if start < first}
         self._set({**before, first: _checked(weights, self._lengths)})
 
@@ -280,37 +284,51 @@ def _length_of(part: Any, name: str) -> int | None:
     return length
 
 
+def _is_step(step: object) -> bool:
+    return isinstance(step, int | np.integer) and not isinstance(step, bool) and step >= 0
+
+
 def _schedule(weights: Schedule) -> Mapping[int, Weights]:
+    if not isinstance(weights, Mapping):
+        return {0: weights}  # which is refused
     by_step = [isinstance(each, Mapping) for each in weights.values()]
     if not any(by_step):
         return {0: weights}  # type: ignore[dict-item]
     steps: list[Any] = list(weights)
-    whole = all(by_step) and all(type(step) is int and step >= 0 for step in steps)
+    whole = all(by_step) and all(map(_is_step, steps))
     steps = sorted(steps) if whole else steps
     if not whole or steps[0] != 0:
         raise OptionsError(
             f"weights of a Mixture change at {steps!r:.200}; give the weights of each part by the "
             "numbers of the steps from which they hold, the first of them 0."
         )
-    return {step: weights[step] for step in steps}  # type: ignore[misc]
+    return {int(step): weights[step] for step in steps}  # type: ignore[misc]
 
 
 def _checked(weights: Weights, names: Mapping[str, object]) -> dict[str, float]:
     """Return weights with a sum of 1, in the order of the parts."""
+    if not isinstance(weights, Mapping):
+        raise OptionsError(
+            f"The weights of a Mixture are {weights!r:.300}; give one for each part by its name, "
+            f"as {{{', '.join(f'{name!r}: 1' for name in names)}}}."
+        )
     if weights.keys() != names.keys():
         raise OptionsError(
             f"The weights name the parts {', '.join(map(repr, weights))}, and the Mixture has "
             f"{', '.join(map(repr, names))}. Give one weight for each; 0 leaves a part out."
         )
     given = {name: weights[name] for name in names}
-    fine = all(isinstance(w, int | float) and 0 <= w < math.inf for w in given.values())
-    total = sum(given.values()) if fine else 0
-    if not total:
+    fine = all(isinstance(w, Real) and 0 <= w < math.inf for w in given.values())
+    largest = max(map(float, given.values())) if fine else 0.0
+    if not largest:
         raise OptionsError(
             f"The weights of a Mixture are {given!r:.300}; give numbers from 0 that do not sum up "
             "to 0."
         )
-    return {name: weight / total for name, weight in given.items()}
+    if largest > _LARGE:  # the sum of such may be infinite
+        given = {name: float(weight) / largest for name, weight in given.items()}
+    total = sum(map(float, given.values()))
+    return {name: float(weight) / total for name, weight in given.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

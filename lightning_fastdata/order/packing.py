@@ -186,8 +186,9 @@ def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]
     if keyed and "input_ids" not in document:
         keys = ", ".join(map(repr, document))
         raise DatasetError(f'Document {at} has the keys {keys}; its ids are to be in "input_ids".')
-    ids = torch.as_tensor(document["input_ids"] if keyed else document)
-    labels = torch.as_tensor(document["labels"]) if keyed and "labels" in document else ids
+    ids = _tensor(document["input_ids"] if keyed else document, "input_ids", at)
+    given = document.get("labels") if keyed else None
+    labels = ids if given is None else _tensor(given, "labels", at)
     for name, row in (("input_ids", ids), ("labels", labels)):
         whole = not row.is_floating_point() or not row.numel()  # an empty list has no type
         if row.ndim != 1 or not whole or len(row) != len(ids):
@@ -196,6 +197,16 @@ def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]
                 f"{row.dtype}; ids and labels are whole numbers in a row, as many of both."
             )
     return ids.long(), labels.long()
+
+
+def _tensor(row: Any, name: str, at: int) -> torch.Tensor:
+    try:
+        if not isinstance(row, bytes | bytearray | str):
+            return torch.as_tensor(row)
+        why = "text, which is to be tokenized first"
+    except (TypeError, ValueError, RuntimeError) as error:
+        why = f"a {type(row).__name__} of which torch makes no tensor ({error})"
+    raise DatasetError(f"{name} of document {at} is {why}; give whole numbers in a row.")
 
 
 def _joined(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> Packed:

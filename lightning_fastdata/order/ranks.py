@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.order.buckets import check_whole
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -131,8 +132,8 @@ class SharedSampler(DistributedSampler[Any]):
         seed: By which, with the epoch, draws from global generators are keyed.
 
     Raises:
-        OptionsError: ``rank`` is none of the ranks, ``batch_size`` is below 1, or ``source`` is
-            split among ranks already.
+        OptionsError: ``rank`` is none of the ranks, ``batch_size`` is no whole number from 1, or
+            ``source`` is split among ranks already.
     """
 
     def __init__(
@@ -152,8 +153,7 @@ class SharedSampler(DistributedSampler[Any]):
             rank = torch.distributed.get_rank() if group else 0
         if not 0 <= rank < num_replicas:
             raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
-        if batch_size is not None and batch_size < 1:
-            raise OptionsError(f"batch_size is {batch_size!r}; it starts at 1.")
+        check_whole(batch_size=batch_size)
         already = ranks_of(source)
         if already is not None and already > 1:
             raise OptionsError(

@@ -359,7 +359,8 @@ def test_impossible_shares_are_refused():
     share = SharedSampler([1], batch_size=4)
     with pytest.raises(OptionsError, match=r"batch_size=3.*Give both the same"):
         FastDataLoader(range(9), 3, sampler=share)
-    for bad, name in (({"rank": 2}, "rank"), ({"batch_size": 0}, "batch_size")):
+    sizes = [({"batch_size": size}, "batch_size is .*whole number") for size in (0, 2.5, "4")]
+    for bad, name in (({"rank": 2}, "rank"), *sizes):
         with pytest.raises(OptionsError, match=name):
             SharedSampler([1], **{"batch_size": 1, "num_replicas": 2, "rank": 0, **bad})
 

@@ -363,6 +363,9 @@ TWO = {"a": range(3), "b": range(4)}
         ((TWO, {5: {"a": 1, "b": 1}}), "first of them 0"),
         ((TWO, {0: {"a": 1, "b": 1}, "x": 3}), "numbers of the steps"),
         (({"s": Letters()},), "length="),
+        ((TWO, [0.1, 0.9]), r"\[0.1, 0.9\]; give one for each part by its name"),
+        ((TWO, {0: [0.1, 0.9], 5: {"a": 1, "b": 1}}), "numbers of the steps"),
+        ((TWO, {"a": "1", "b": 2}), "numbers from 0"),
     ],
 )
 def test_what_makes_no_mixture_is_refused(arguments, names):
@@ -377,6 +380,28 @@ def test_a_length_and_a_shuffle_that_do_not_fit_are_refused():
         FastDataLoader(Mixture(TWO), 2, shuffle=True)
     with pytest.raises(IndexError, match="no sample 7"):
         Mixture(TWO)[7]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "5", True])
+def test_weights_are_set_at_whole_steps_alone(step):
+    mixed = Mixture(TWO)
+    with pytest.raises(OptionsError, match=r"at_step is .*whole number, at least 0"):
+        mixed.set_weights({"a": 1, "b": 1}, at_step=step)
+    with pytest.raises(OptionsError, match="by its name"):
+        mixed.set_weights([1, 1])
+
+
+def test_numbers_of_numpy_and_very_large_ones_are_taken():
+    half = {"a": np.float32(0.5), "b": np.int64(1)}
+    mixed = Mixture(TWO, {np.int64(0): half}, length=np.int64(9), samples_a_step=np.int64(3))
+    assert mixed.weights_at(0) == {"a": 1 / 3, "b": 2 / 3}
+    mixed.set_weights(half, at_step=np.int64(2))
+    assert len(mixed) == 9
+    plain = mixed.state_dict()["weights"]
+    assert {type(start) for start, _ in plain} == {int}
+    assert {type(weight) for _, each in plain for weight in each.values()} == {float}
+    large = Mixture({**TWO, "c": range(5)}, dict.fromkeys("abc", 1e308))
+    assert large.weights_at(0) == dict.fromkeys("abc", 1 / 3)
 
 
 def test_a_share_of_a_mixture_may_be_drawn_by_any_sampler():
