@@ -114,7 +114,7 @@ class Mixture(Dataset[Any]):
         self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
         self.epoch = 0
         self._lengths = lengths
-        schedule = _schedule(lengths if weights is None else weights)  # type: ignore[arg-type]
+        schedule = _schedule(lengths if weights is None else weights)
         self._made_with = {
             step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()
         }
@@ -285,15 +285,16 @@ def _length_of(part: Any, name: str) -> int | None:
 
 
 def _is_step(step: object) -> bool:
-    return isinstance(step, int | np.integer) and not isinstance(step, bool) and step >= 0
+    whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
+    return whole and bool(step >= 0)  # type: ignore[operator]
 
 
-def _schedule(weights: Schedule) -> Mapping[int, Weights]:
+def _schedule(weights: Any) -> Mapping[int, Any]:
     if not isinstance(weights, Mapping):
         return {0: weights}  # which is refused
     by_step = [isinstance(each, Mapping) for each in weights.values()]
     if not any(by_step):
-        return {0: weights}  # type: ignore[dict-item]
+        return {0: weights}
     steps: list[Any] = list(weights)
     whole = all(by_step) and all(map(_is_step, steps))
     steps = sorted(steps) if whole else steps
@@ -302,10 +303,10 @@ def _schedule(weights: Schedule) -> Mapping[int, Weights]:
             f"weights of a Mixture change at {steps!r:.200}; give the weights of each part by the "
             "numbers of the steps from which they hold, the first of them 0."
         )
-    return {int(step): weights[step] for step in steps}  # type: ignore[misc]
+    return {int(step): weights[step] for step in steps}
 
 
-def _checked(weights: Weights, names: Mapping[str, object]) -> dict[str, float]:
+def _checked(weights: Any, names: Mapping[str, object]) -> dict[str, float]:
     """Return weights with a sum of 1, in the order of the parts."""
     if not isinstance(weights, Mapping):
         raise OptionsError(
@@ -318,7 +319,7 @@ def _checked(weights: Weights, names: Mapping[str, object]) -> dict[str, float]:
             f"{', '.join(map(repr, names))}. Give one weight for each; 0 leaves a part out."
         )
     given = {name: weights[name] for name in names}
-    fine = all(isinstance(w, Real) and 0 <= w < math.inf for w in given.values())
+    fine = all(isinstance(w, Real) and 0 <= float(w) < math.inf for w in given.values())
     largest = max(map(float, given.values())) if fine else 0.0
     if not largest:
         raise OptionsError(
