@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, cast
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from lightning_fastdata.augment import StageTransform, warn_of_unkeyed
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
@@ -57,7 +57,7 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import SharedSampler, share_in
+from lightning_fastdata.order.ranks import SharedSampler, as_given, share_in, split_of
 from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch, share_of
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
@@ -245,6 +245,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             },
         )
         refuse_shuffle(dataset, shuffle)
+        sampler = as_given(sampler)
         if isinstance(sampler, SharedSampler):
             sampler.check_loader(batch_size, drop_last=drop_last)
         seed = global_seed() if seed is None else checked_seed(seed)
@@ -336,13 +337,17 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             self.set_workers(tune.workers or self.num_workers)
 
     def _show_share(self) -> None:
-        """Have what shares out a batch sampler among ranks stand where Lightning looks for it.
+        """Have what shares out an order among ranks stand where Lightning looks for it.
 
-        torch puts a sequential sampler there, which Lightning shares out once more.
+        torch puts a sequential sampler there for a batch sampler, which Lightning shares out once
+        more, as it does with a sampler that splits itself and is none of torch's.
         """
+        if isinstance(self.dataset, IterableDataset):
+            return
         share: Any = share_in(self.batch_sampler)
         share = share_of(self.batch_sampler) if share is None else share
-        if share is not None:
+        share = split_of(order_of(self)) if share is None else share
+        if share is not None and not isinstance(self.sampler, DistributedSampler):
             vars(self)["sampler"] = share
 
     def _nothing_is_read_yet(self) -> None:
@@ -417,7 +422,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         return batches if self.ahead is None else self.ahead(batches)
 
     def _settings(self) -> SourceSettings:
-        return SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
+        settings = SourceSettings(*(getattr(self, name) for name in SourceSettings._fields))
+        return settings._replace(sampler=as_given(self.sampler))
 
     def _batches(self, begun: Pass) -> Iterator[Batch]:
         """Begin the epoch, with the workers of the one before if they persist."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
@@ -24,7 +24,7 @@ from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices, Start, Stateful
 from lightning_fastdata.order.mixture import Mixture
-from lightning_fastdata.order.ranks import deciding, share_in
+from lightning_fastdata.order.ranks import deciding, ranks_of, share_in
 from lightning_fastdata.order.samplers import (
     RankSampler,
     ShuffleSampler,
@@ -44,7 +44,6 @@ _DIGESTS_KEPT: Final = 256
 
 def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> LoaderState:
     """Return the state of a loader at the start of epoch 0. ``indices``: None of a stream."""
-    sampler = None if indices is None else indices.sampler
     batch_size = loader.batch_size
     if batch_size is None:
         batch_size = rows_in(loader.batch_sampler)
@@ -55,7 +54,7 @@ def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Loade
         samples=0,
         length=None if stream else dataset_length(loader.dataset),
         batch_size=batch_size,
-        world_size=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1,
+        world_size=1 if indices is None else ranks_of(indices.source) or 1,
         seed=loader.seed,
         order="a stream" if stream else _name_of_order(indices),
         dataset=_fingerprint(loader.dataset),

@@ -10,12 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from numbers import Real
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.order.buckets import check_whole
 from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
 from lightning_fastdata.order.interleave import Interleaving
 from lightning_fastdata.torch_internals import unsplit_stream
@@ -29,8 +31,16 @@ Schedule: TypeAlias = "Weights | Mapping[int, Weights]"
 _TOGETHER: Final = 2**10
 """Places whose samples are found at once: 1 us each for some parts, and one alone 0.5 ms."""
 _KEPT: Final = 64
+_LARGE: Final = 2.0**900
 _ENDED: Final = object()
 _PACKAGE: Final = __name__.partition(".")[0]
+
+
+@runtime_checkable
+class _OfEpoch(Protocol):
+    """A dataset with other samples at each index in each epoch."""
+
+    def of_epoch(self, index: int, epoch: int) -> Batch: ...
 
 
 class Mixture(Dataset[Any]):
@@ -43,6 +53,8 @@ class Mixture(Dataset[Any]):
     number of ranks, reads the mixture. Draws within a sample are keyed by its place, so that a
     sample that comes twice in an epoch is augmented in two ways. ``FastDataModule`` does not
     shuffle it, resumes it exactly, and logs the proportions.
+
+    A :class:`PackedDataset` or another mixture may be a part; a pass over it is one of its epochs.
 
     An iterable dataset may be a part. It is read in its own order by each process that reads, which
     drops what others get: read it with one worker. At its end it begins anew.
@@ -87,9 +99,7 @@ class Mixture(Dataset[Any]):
             raise DatasetError("A Mixture needs a part at least: Mixture({'name': dataset}, ...).")
         known = [number for number in lengths.values() if number is not None]
         whole = sum(known) if len(known) == len(lengths) else None
-        for name, value in (("length", length), ("samples_a_step", samples_a_step)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
+        check_whole(length=length, samples_a_step=samples_a_step)
         if length is None and whole is None:
             raise OptionsError(
                 "A part of the Mixture is a stream, which has no length: say by length= how many "
@@ -100,14 +110,15 @@ class Mixture(Dataset[Any]):
                 "A part of the Mixture is a stream, which has no length to weigh it by: give "
                 "weights."
             )
-        self.length: int = length or whole or 0
-        self.samples_a_step, self.seed, self.shuffle = samples_a_step, seed, shuffle
+        self.length = int(length or whole or 0)
+        self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
         self.epoch = 0
         self._lengths = lengths
-        schedule = _schedule(lengths if weights is None else weights)  # type: ignore[arg-type]
-        self._set(
-            {step * samples_a_step: _checked(each, lengths) for step, each in schedule.items()}
-        )
+        schedule = _schedule(lengths if weights is None else weights)
+        self._made_with = {
+            step * self.samples_a_step: _checked(each, lengths) for step, each in schedule.items()
+        }
+        self._set(self._made_with)
         self._streams = {
             name: _Stream(part, name)
             for name, part in self.datasets.items()
@@ -119,22 +130,32 @@ class Mixture(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Batch:
         """Return the sample at a place of the epoch that was set last."""
-        name, row = self.place(index)
+        return self.of_epoch(index, self.epoch)
+
+    def of_epoch(self, index: int, epoch: int) -> Batch:
+        """Return the sample at a place of any epoch."""
+        name, row, number = self._found(index, epoch)
         if name in self._streams:
             return self._streams[name].get(row)
-        return self.datasets[name][row]
+        part = self.datasets[name]
+        # What has other samples in each epoch is to have the same ones throughout a pass.
+        return part.of_epoch(row, number) if isinstance(part, _OfEpoch) else part[row]
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the part that the sample at a place is of, and its index there.
 
         Of a stream, that is how many of its samples come before it, in all epochs.
         """
+        return self._found(index, self.epoch)[:2]
+
+    def _found(self, index: int, epoch: int) -> tuple[str, int, int]:
+        """Return the part, the index there, and the number of the pass over it."""
         index = index + self.length if index < 0 else index
         if not 0 <= index < self.length:
             raise IndexError(f"There is no sample {index} in an epoch of {self.length}.")
-        number, at = divmod(self.epoch * self.length + index, _TOGETHER)
-        parts, rows = _together(self._order, number)
-        return self._order.names[parts[at]], rows[at]
+        number, at = divmod(epoch * self.length + index, _TOGETHER)
+        parts, rows, passes = _together(self._order, number)
+        return self._order.names[parts[at]], rows[at], passes[at]
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the samples of an epoch, counted from 0; loaders of this package call it."""
@@ -171,10 +192,13 @@ class Mixture(Dataset[Any]):
             at_step: The step of the training, counted from 0. Default: the next epoch's first.
 
         Raises:
-            OptionsError: Weights are negative, sum up to 0 or name other parts.
+            OptionsError: Weights are negative, sum up to 0 or name other parts, or ``at_step`` is
+                no whole number from 0.
         """
+        if at_step is not None and not _is_step(at_step):
+            raise OptionsError(f"at_step is {at_step!r}; give a whole number, at least 0.")
         first = (self.epoch + 1) * self.length
-        first = first if at_step is None else at_step * self.samples_a_step
+        first = first if at_step is None else int(at_step) * self.samples_a_step
         before = {start: each for start, each in self._schedule.items() if start < first}
         self._set({**before, first: _checked(weights, self._lengths)})
 
@@ -185,15 +209,19 @@ class Mixture(Dataset[Any]):
     # -- going on ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights that held so far, as plain data; the loader knows the place."""
+        """Return the weights, those that were set included, as plain data.
+
+        The loader knows the place.
+        """
         return {
             "weights": [[start, dict(each)] for start, each in self._schedule.items()],
+            "made_with": [[start, dict(each)] for start, each in self._made_with.items()],
             "lengths": dict(self._lengths),
             "seed": self.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the weights that held before; :meth:`go_on_at` puts the present ones behind them.
+        """Take the weights of before, with which :meth:`go_on_at` goes on.
 
         Raises:
             OptionsError: A part that was there before is missing.
@@ -215,19 +243,27 @@ class Mixture(Dataset[Any]):
                 FastDataWarning,
                 stacklevel=2,
             )
-        none = dict.fromkeys(self._lengths, 0.0)
-        self._saved = {int(start): {**none, **each} for start, each in state["weights"]}
+        self._saved = state
 
     def go_on_at(self, epoch: int, samples: int) -> None:
-        """Go on behind so many samples of an epoch, with the weights that this one was made with.
+        """Go on behind so many samples of an epoch, with the state that was loaded.
 
-        What came before was by the weights that were loaded.
+        Made with the same weights as the mixture of that state, this one takes all of its weights:
+        what :meth:`set_weights` set there holds, also from later steps on, and what it set here
+        before is forgotten. Made with other weights, it has those from this place on, and what was
+        set there holds no more; what came before was by the weights of the state.
         """
         saved, own = vars(self).pop("_saved", None), self._schedule
         if saved is None:
             return
+        none = dict.fromkeys(self._lengths, 0.0)
+        before = {int(start): {**none, **each} for start, each in saved["weights"]}
+        made_with = {int(start): each for start, each in saved.get("made_with", ())}
+        if made_with == self._made_with:
+            self._set(before)
+            return
         place = epoch * self.length + samples
-        joined = {start: each for start, each in saved.items() if start < place} or dict(own)
+        joined = {start: each for start, each in before.items() if start < place} or dict(own)
         now = self._order.segment(place).weights
         if joined and joined[max(joined)] != now:
             joined[place] = now
@@ -248,37 +284,52 @@ def _length_of(part: Any, name: str) -> int | None:
     return length
 
 
-def _schedule(weights: Schedule) -> Mapping[int, Weights]:
+def _is_step(step: object) -> bool:
+    whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
+    return whole and bool(step >= 0)  # type: ignore[operator]
+
+
+def _schedule(weights: Any) -> Mapping[int, Any]:
+    if not isinstance(weights, Mapping):
+        return {0: weights}  # which is refused
     by_step = [isinstance(each, Mapping) for each in weights.values()]
     if not any(by_step):
-        return {0: weights}  # type: ignore[dict-item]
+        return {0: weights}
     steps: list[Any] = list(weights)
-    whole = all(by_step) and all(type(step) is int and step >= 0 for step in steps)
+    whole = all(by_step) and all(map(_is_step, steps))
     steps = sorted(steps) if whole else steps
     if not whole or steps[0] != 0:
         raise OptionsError(
             f"weights of a Mixture change at {steps!r:.200}; give the weights of each part by the "
             "numbers of the steps from which they hold, the first of them 0."
         )
-    return {step: weights[step] for step in steps}  # type: ignore[misc]
+    return {int(step): weights[step] for step in steps}
 
 
-def _checked(weights: Weights, names: Mapping[str, object]) -> dict[str, float]:
+def _checked(weights: Any, names: Mapping[str, object]) -> dict[str, float]:
     """Return weights with a sum of 1, in the order of the parts."""
+    if not isinstance(weights, Mapping):
+        raise OptionsError(
+            f"The weights of a Mixture are {weights!r:.300}; give one for each part by its name, "
+            f"as {{{', '.join(f'{name!r}: 1' for name in names)}}}."
+        )
     if weights.keys() != names.keys():
         raise OptionsError(
             f"The weights name the parts {', '.join(map(repr, weights))}, and the Mixture has "
             f"{', '.join(map(repr, names))}. Give one weight for each; 0 leaves a part out."
         )
     given = {name: weights[name] for name in names}
-    fine = all(isinstance(w, int | float) and 0 <= w < math.inf for w in given.values())
-    total = sum(given.values()) if fine else 0
-    if not total:
+    fine = all(isinstance(w, Real) and 0 <= float(w) < math.inf for w in given.values())
+    largest = max(map(float, given.values())) if fine else 0.0
+    if not largest:
         raise OptionsError(
             f"The weights of a Mixture are {given!r:.300}; give numbers from 0 that do not sum up "
             "to 0."
         )
-    return {name: weight / total for name, weight in given.items()}
+    if largest > _LARGE:  # the sum of such may be infinite
+        given = {name: float(weight) / largest for name, weight in given.items()}
+    total = sum(map(float, given.values()))
+    return {name: float(weight) / total for name, weight in given.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -332,8 +383,8 @@ class _Order:
         both = zip(self.names, segment.before, more, strict=True)
         return {name: before + own for name, before, own in both}
 
-    def at(self, places: Any) -> tuple[Any, Any]:
-        """Return the part at each place, and the index there; int64."""
+    def at(self, places: Any) -> tuple[Any, Any, Any]:
+        """Return the part at each place, the index there, and the number of the pass; int64."""
         firsts = [segment.first for segment in self.segments]
         in_segment = np.searchsorted(firsts, places, side="right") - 1
         parts, rows = np.empty_like(places), np.empty_like(places)
@@ -341,28 +392,29 @@ class _Order:
             segment, which = self.segments[number], in_segment == number
             found, before = segment.parts.at(places[which] - segment.first)
             parts[which], rows[which] = found, before + np.array(segment.before)[found]
+        passes = np.zeros_like(places)
         for part in np.unique(parts):
             which = parts == part
-            rows[which] = self._rows(int(part), rows[which])
-        return parts, rows
+            rows[which], passes[which] = self._rows(int(part), rows[which])
+        return parts, rows, passes
 
-    def _rows(self, part: int, numbers: Any) -> Any:
-        """Return the indices of samples of a part, by how many of it come before them."""
+    def _rows(self, part: int, numbers: Any) -> tuple[Any, Any]:
+        """Return indices in a part, and passes over it, by how many of its samples come before."""
         length, seed = self.lengths[part], self.seeds[part]
         if length is None:
-            return numbers
+            return numbers, 0
         passes, rows = np.divmod(numbers, length)
         for number in np.unique(passes) if seed is not None else ():
             order = KeyedPermutation(length, seed=seed or 0, epoch=int(number))
             rows[passes == number] = order.at(rows[passes == number])
-        return rows
+        return rows, passes
 
 
 @lru_cache(maxsize=_KEPT)  # not in the dataset, whose state would change as it is read
-def _together(order: _Order, number: int) -> tuple[list[int], list[int]]:
+def _together(order: _Order, number: int) -> tuple[list[int], list[int], list[int]]:
     start = number * _TOGETHER
-    parts, rows = order.at(np.arange(start, start + _TOGETHER))
-    return parts.tolist(), rows.tolist()
+    parts, rows, passes = order.at(np.arange(start, start + _TOGETHER))
+    return parts.tolist(), rows.tolist(), passes.tolist()
 
 
 def _seed_of(seed: int, name: str) -> int:

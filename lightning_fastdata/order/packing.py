@@ -19,6 +19,7 @@ from lightning_fastdata.order.buckets import (
     shuffled_within,
 )
 from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation
+from lightning_fastdata.types import has_own_order
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,8 +61,8 @@ def pack(
         seed: Seed of the run.
 
     Raises:
-        DatasetError: There is no length, lengths do not fit the dataset, or, with ``split=False``,
-            a document is longer than a pack.
+        DatasetError: ``dataset`` is a :class:`Mixture`, there is no length, lengths do not fit the
+            dataset, or, with ``split=False``, a document is longer than a pack.
         OptionsError: ``tokens`` is below 1.
 
     Example:
@@ -70,6 +71,12 @@ def pack(
         ([-100, 6, 7, -100, 9], [0, 3, 5])
     """
     check_whole(tokens=tokens)
+    if has_own_order(dataset):
+        raise DatasetError(
+            f"A {type(dataset).__name__} has other samples at each index in each epoch, and what "
+            "is packed together is known by their lengths. Pack its parts, and mix the packs: "
+            "Mixture({'a': pack(a), ...})."
+        )
     count = dataset_length(dataset)
     if count is None:
         raise DatasetError(
@@ -127,17 +134,22 @@ class PackedDataset(Dataset[Packed]):
         return 1 - held / (plan.packs * plan.tokens) if plan.packs else 0.0
 
     def __getitem__(self, index: int) -> Packed:
-        """Return a pack.
+        """Return a pack of the epoch that was set.
 
         Raises:
             IndexError: There is none of this number.
             DatasetError: A document is not as long as its length says, or is no row of ids.
         """
+        return self.of_epoch(index, self._epoch)
+
+    def of_epoch(self, index: int, epoch: int) -> Packed:
+        """Return a pack of any epoch, as ``self[index]`` does of the one that was set."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"There is no pack {index} of {len(self)}.")
-        if self._drawn is None or self._drawn[0] != self._epoch:
-            self._drawn = self._epoch, self._plan.drawn(self._epoch)
-        pieces = self._plan.pieces(index % len(self), *self._drawn[1])
+        drawn = self._drawn  # once, as other threads may draw another epoch
+        if drawn is None or drawn[0] != epoch:
+            self._drawn = drawn = epoch, self._plan.drawn(epoch)
+        pieces = self._plan.pieces(index % len(self), *drawn[1])
         ids, labels = [], []
         for at, begin, end in zip(*map(np.ndarray.tolist, pieces), strict=True):
             own_ids, own_labels = _ids_and_labels(self.dataset[at], at)
@@ -174,8 +186,9 @@ def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]
     if keyed and "input_ids" not in document:
         keys = ", ".join(map(repr, document))
         raise DatasetError(f'Document {at} has the keys {keys}; its ids are to be in "input_ids".')
-    ids = torch.as_tensor(document["input_ids"] if keyed else document)
-    labels = torch.as_tensor(document["labels"]) if keyed and "labels" in document else ids
+    ids = _tensor(document["input_ids"] if keyed else document, "input_ids", at)
+    given = document.get("labels") if keyed else None
+    labels = ids if given is None else _tensor(given, "labels", at)
     for name, row in (("input_ids", ids), ("labels", labels)):
         whole = not row.is_floating_point() or not row.numel()  # an empty list has no type
         if row.ndim != 1 or not whole or len(row) != len(ids):
@@ -184,6 +197,16 @@ def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]
                 f"{row.dtype}; ids and labels are whole numbers in a row, as many of both."
             )
     return ids.long(), labels.long()
+
+
+def _tensor(row: Any, name: str, at: int) -> torch.Tensor:
+    try:
+        if not isinstance(row, bytes | bytearray | str):
+            return torch.as_tensor(row)
+        why = "text, which is to be tokenized first"
+    except (TypeError, ValueError, RuntimeError) as error:
+        why = f"a {type(row).__name__} of which torch makes no tensor ({error})"
+    raise DatasetError(f"{name} of document {at} is {why}; give whole numbers in a row.")
 
 
 def _joined(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> Packed:

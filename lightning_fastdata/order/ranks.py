@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.order.buckets import check_whole
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -39,13 +40,17 @@ def ranks_of(source: object) -> int | None:
     Those that do have ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or
     ``world_size``. None: it does not.
     """
+    return _split_in(source)[1]
+
+
+def _split_in(source: object) -> tuple[Any, int | None]:
     for one in (source, getattr(source, "sampler", None)):
         if type(getattr(one, "rank", None)) is int:
             found = (getattr(one, name, None) for name in _RANKS)
             ranks = next((each for each in found if type(each) is int), None)
             if ranks is not None:
-                return ranks
-    return None
+                return one, ranks
+    return None, None
 
 
 def knows_ranks(source: object) -> bool:
@@ -108,7 +113,9 @@ class SharedSampler(DistributedSampler[Any]):
     Otherwise the ranks share it, so that the batches of the last step are smaller, and differ by
     one sample at most. If fewer samples than ranks are left over, the step before gives up what is
     missing, where it can; else the first samples of the epoch are taken again, and a warning says
-    how many. Items that are no lists cannot be cut, and the first of them are taken again likewise.
+    how many. torch's own ``DataLoader(sampler=...)`` cuts the samples of a rank anew, so that there
+    they are always taken again. Items that are no lists cannot be cut, and the first of them are
+    taken again likewise.
 
     Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
     epoch.
@@ -125,8 +132,8 @@ class SharedSampler(DistributedSampler[Any]):
         seed: By which, with the epoch, draws from global generators are keyed.
 
     Raises:
-        OptionsError: ``rank`` is none of the ranks, ``batch_size`` is below 1, or ``source`` is
-            split among ranks already.
+        OptionsError: ``rank`` is none of the ranks, ``batch_size`` is no whole number from 1, or
+            ``source`` is split among ranks already.
     """
 
     def __init__(
@@ -146,8 +153,7 @@ class SharedSampler(DistributedSampler[Any]):
             rank = torch.distributed.get_rank() if group else 0
         if not 0 <= rank < num_replicas:
             raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
-        if batch_size is not None and batch_size < 1:
-            raise OptionsError(f"batch_size is {batch_size!r}; it starts at 1.")
+        check_whole(batch_size=batch_size)
         already = ranks_of(source)
         if already is not None and already > 1:
             raise OptionsError(
@@ -176,17 +182,21 @@ class SharedSampler(DistributedSampler[Any]):
         tell_samplers(self.source, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        steps = KeyedDraws(lambda: self.steps(self._batches()), self.seed, self.epoch)
+        # Who puts the samples into batches anew knows no steps: none may be smaller but the last.
+        items, even = self._batches(), self.gives_samples
+        steps = KeyedDraws(lambda: self.steps(items, even=even), self.seed, self.epoch)
         owns = (step.own for step in steps)
         return chain.from_iterable(owns) if self.gives_samples else owns
 
     def __len__(self) -> int:
         """Return the samples of this rank, or the items if the source's are ready batches."""
         steps = self.number_of_steps()
-        if not self.gives_samples:
+        if not self.gives_samples or not steps:
             return steps
-        rest = len(cast("Sized", self.source)) - self.full * (steps - 1)
-        return max(0, steps - 1) * cast("int", self.batch_size) + len(self._part(range(rest)))
+        full, rest = divmod(len(cast("Sized", self.source)), self.full)
+        whole = full * cast("int", self.batch_size)
+        # A rest of fewer samples than ranks is filled up, see __iter__().
+        return whole + (max(1, len(self._part(range(rest)))) if steps > full else 0)
 
     @property
     def gives_samples(self) -> bool:
@@ -216,15 +226,17 @@ class SharedSampler(DistributedSampler[Any]):
             f"(a step is {self.full} {what})"
         )
 
-    def steps(self, items: Iterable[Indices]) -> Iterator[Step]:
+    def steps(self, items: Iterable[Indices], *, even: bool = False) -> Iterator[Step]:
         """Yield the steps of a rank.
 
         ``items``: of a sampler its samples in batches of all ranks, of a batch sampler its batches.
+        ``even``: all steps but the last are full; samples come again rather than from the step
+        before.
         """
         if not self.gives_samples:
             yield from self._of_batches(iter(items))
             return
-        for batch in self._complete(items):
+        for batch in self._complete(items, even=even):
             yield Step((batch,), self._part(batch))
 
     def _batches(self) -> Iterator[Indices]:
@@ -238,11 +250,11 @@ class SharedSampler(DistributedSampler[Any]):
         start = self.rank * each + min(self.rank, more)
         return whole[start : start + each + (self.rank < more)]
 
-    def _complete(self, batches: Iterable[Indices]) -> Iterator[Indices]:
+    def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
         """Yield the samples of each step; a rest is dropped, or made to do for all ranks."""
         first: Indices | None = None
         before: Indices | None = None
-        waits = self._waits()
+        waits = not even and self._waits()
         for batch in batches:
             if self.drop_last and len(batch) < self.full:
                 break
@@ -302,6 +314,46 @@ def _joined(parts: Sequence[Indices]) -> Indices:
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)
     return [index for part in parts for index in part]
+
+
+class OwnSplit(DistributedSampler[Any]):
+    """What splits itself among ranks, as it is.
+
+    Lightning and Fabric put no sampler of theirs in the place of a ``DistributedSampler``, and set
+    its epoch, which is passed on.
+
+    Args:
+        source: The sampler, or the batch sampler. It has a ``rank``.
+        num_replicas: Ranks that it splits itself among.
+    """
+
+    def __init__(self, source: Any, num_replicas: int) -> None:
+        super().__init__(cast("Any", range(0)), num_replicas, source.rank, shuffle=False)
+        self.source = source
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the source, if it has one."""
+        super().set_epoch(epoch)
+        tell_samplers(self.source, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def split_of(source: object) -> DistributedSampler[Any] | None:
+    """Return the sampler in what splits itself among ranks, as Lightning knows it; None: none."""
+    split, ranks = _split_in(source)
+    if ranks is None or ranks == 1:
+        return None
+    return split if isinstance(split, DistributedSampler) else OwnSplit(split, ranks)
+
+
+def as_given(sampler: Any) -> Any:
+    """Return the sampler that the user gave, where an :class:`OwnSplit` stands for it."""
+    return sampler.source if isinstance(sampler, OwnSplit) else sampler
 
 
 def share_in(source: object) -> SharedSampler | None:

@@ -71,7 +71,9 @@ def test_what_is_padding_is_seen(name) -> None:
     lengths = np.sort(LENGTHS[:24].ravel()).reshape(24, 8)
     in_order = 1 - lengths.sum() / (8 * lengths.max(1)).sum()
     assert found.sorted_share == pytest.approx(in_order)
-    assert found.left == pytest.approx((1 - found.share) / (1 - in_order))
+    least = SHARE if name == "text_lengths" else in_order
+    assert found.to_longest_share == (pytest.approx(SHARE) if name == "text_lengths" else None)
+    assert found.left == pytest.approx((1 - found.share) / (1 - least))
     batch = FORMS[name](LENGTHS[0])
     width = 200 if name == "text_lengths" else int(LENGTHS[0].max())
     assert meter.tokens_of(batch) == pytest.approx(8 * width * (1 - found.share))
@@ -128,9 +130,14 @@ def summary(stall_ms=0.0, compute_ms=20.0):
     )  # fmt: skip
 
 
-def judged(share=0.4, *, stall_ms=0.0, closed=None, sorted_share=0.04):
+def judged(share=0.4, *, stall_ms=0.0, closed=None, sorted_share=0.04, to_longest_share=None):
     padding = Padding(
-        share=share, sorted_share=sorted_share, shown_by="lengths", batches=24, tokens=4000
+        share=share,
+        sorted_share=sorted_share,
+        shown_by="lengths",
+        batches=24,
+        tokens=4000,
+        to_longest_share=to_longest_share,
     )
     step_ms = stall_ms + 20.0
     how = {"stall_ms": stall_ms, "wait_ms": stall_ms, "step_ms": step_ms, "closed": closed or {}}
@@ -147,6 +154,18 @@ def test_the_verdict_has_the_share_the_remedy_and_its_gain() -> None:
     assert "BucketBatchSampler(lengths, tokens=4000), of which 4%" in first.remedy
     assert first.gain.after_ms == pytest.approx(20.0 * 0.6 / 0.96)
     assert first.gain.basis == "floor"
+
+
+def test_of_one_width_for_all_the_remedy_is_the_longest_of_each_batch() -> None:
+    (finding,) = [f for f in judged(0.8, to_longest_share=0.5).findings if f.code == "FD337"]
+    assert "longest sample of each batch in collate_fn" in finding.remedy
+    assert "50%" in finding.remedy
+    assert "BucketBatchSampler" not in finding.remedy
+    assert finding.gain.after_ms == pytest.approx(20.0 * 0.2 / 0.5)
+    # Batches of one width that is the longest sample of each are not padded to a fixed one.
+    lengths = LENGTHS.copy()
+    lengths[:, 0] = LENGTHS.max()
+    assert met(named_mask, lengths).found().to_longest_share is None
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -173,6 +174,56 @@ def test_what_does_not_divide_is_shared_as_by_the_packages_own_order(
         assert found == [batch.tolist() for batch in plan.batches()]
 
 
+@max_examples(100)
+@given(
+    length=st.integers(0, 60),
+    size=st.integers(1, 5),
+    ranks=st.integers(1, 6),
+    drop_last=st.booleans(),
+    sized=st.booleans(),
+)
+@example(length=0, size=2, ranks=2, drop_last=False, sized=True)
+@example(length=1, size=2, ranks=2, drop_last=True, sized=True)
+@example(length=57, size=2, ranks=4, drop_last=False, sized=True)
+@example(length=57, size=2, ranks=4, drop_last=False, sized=False)
+@example(length=101, size=2, ranks=4, drop_last=True, sized=True)
+@pytest.mark.filterwarnings("ignore:The last .* of an epoch")
+def test_all_ranks_have_the_batches_that_they_say_in_any_loader(
+    length, size, ranks, drop_last, sized
+):
+    class Own:
+        def __iter__(self):
+            return iter(range(length))
+
+    if sized:
+        Own.__len__ = lambda _: length
+    counts, taken = set(), {kind: [] for kind in ("ours", "ours by hand", "torch")}
+    for rank in range(ranks):
+        how = {"num_replicas": ranks, "rank": rank, "drop_last": drop_last}
+        share = SharedSampler(Own(), batch_size=size, **how)
+        loaders = {
+            "ours": FastDataLoader(
+                range(99), batch_sampler=RankBatchSampler(share, size, drop_last), executor="inline"
+            ),
+            "ours by hand": FastDataLoader(
+                range(99), size, sampler=share, drop_last=drop_last, executor="inline"
+            ),
+            "torch": DataLoader(range(99), size, sampler=share, drop_last=drop_last),
+        }
+        if sized:
+            assert len(share) == len(list(share))
+        for kind, loader in loaders.items():
+            batches = read(loader)
+            assert not sized or len(loader) == len(batches)
+            counts.add(len(batches))
+            taken[kind] += joined(batches)
+    (steps,) = counts
+    assert steps == (length // (size * ranks) if drop_last else -(-length // (size * ranks)))
+    for indices in taken.values():
+        assert set(indices) == set(range(steps * size * ranks if drop_last else length))
+    assert taken["ours"] == taken["ours by hand"]
+
+
 @pytest.mark.parametrize(("length", "size"), [(3, 2), (9, 1), (65, 1)])
 def test_too_few_for_the_ranks_are_filled_up_and_that_is_said_or_left_out(length, size):
     ranks = 64 if length > 64 else 4
@@ -308,7 +359,8 @@ def test_impossible_shares_are_refused():
     share = SharedSampler([1], batch_size=4)
     with pytest.raises(OptionsError, match=r"batch_size=3.*Give both the same"):
         FastDataLoader(range(9), 3, sampler=share)
-    for bad, name in (({"rank": 2}, "rank"), ({"batch_size": 0}, "batch_size")):
+    sizes = [({"batch_size": size}, "batch_size is .*whole number") for size in (0, 2.5, "4")]
+    for bad, name in (({"rank": 2}, "rank"), *sizes):
         with pytest.raises(OptionsError, match=name):
             SharedSampler([1], **{"batch_size": 1, "num_replicas": 2, "rank": 0, **bad})
 

@@ -14,7 +14,7 @@ from misses import each
 from thoroughness import max_examples
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fastdata import FastDataLoader, Mixture
+from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.order.interleave import OFF_BY, Interleaving
 from lightning_fastdata.order.ranks import SharedSampler
@@ -140,6 +140,33 @@ def test_weights_that_are_set_hold_from_the_next_epoch_or_a_step_on():
     assert {part for part, _ in read(mixed, 2)[150:]} == {"a"}
 
 
+def test_a_part_that_each_epoch_draws_anew_is_read_in_whole_passes():
+    def mixed():
+        packs = pack([[i] * 3 for i in range(40)], 6, split=False)
+        inner = Mixture({"x": range(30), "y": range(30, 40)}, {"x": 3, "y": 1}, seed=2)
+        parts = {"packs": packs, "inner": inner, "rest": [0] * 5}
+        return Mixture(parts, {"packs": 5, "inner": 3, "rest": 2}, length=17)
+
+    whole, documents, inner = mixed(), [], []
+    loader = FastDataLoader(mixed(), batch_size=None, executor="inline")
+    for epoch in range(14):
+        whole.set_epoch(epoch)
+        for i, sample in enumerate(loader):
+            name, _ = whole.place(i)
+            if name == "packs":
+                assert sample["input_ids"].tolist() == whole[i]["input_ids"].tolist()
+                documents += sample["input_ids"][::3].tolist()
+            elif name == "inner":
+                inner.append(sample)
+    passes = [documents[at : at + 40] for at in range(0, len(documents) - 39, 40)]
+    assert len(passes) > 1
+    assert all(sorted(one) == list(range(40)) for one in passes)
+    pairs = [{frozenset(one[at : at + 2]) for at in range(0, 40, 2)} for one in passes]
+    assert pairs[0] != pairs[1]
+    alone = Mixture({"x": range(30), "y": range(30, 40)}, {"x": 3, "y": 1}, seed=2)
+    assert sorted(inner[:40]) == sorted(read(alone, 1))
+
+
 # -- on ranks, and going on ------------------------------------------------------------------------
 
 
@@ -225,6 +252,34 @@ def test_other_weights_after_a_checkpoint_hold_from_there_on():
     assert steps(2, again, weights={"a": 0, "b": 1}) == anew[1:]
 
 
+@pytest.mark.parametrize(("set_in", "at_step"), [(3, None), (3, 70), (7, None), (8, 60)])
+def test_weights_that_were_set_hold_on_after_a_checkpoint_unless_it_is_made_with_others(
+    set_in, at_step
+):
+    loader = next(loaders(1))
+    given = (batch.tolist() for _ in range(3) for batch in loader)
+    before = []
+    for _ in range(8):
+        before.append(next(given))
+        if len(before) == set_in:
+            loader.dataset.set_weights({"a": 0.1, "b": 0.9}, at_step)
+    state = loader.state_dict()
+    rest = list(given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        assert steps(1, state) == rest
+    later = next(loaders(1))
+    later.load_state_dict(state)
+    first = next(iter(later)).tolist()
+    assert [first, *steps(1, later.state_dict())] == rest
+    # Set here before the state is loaded, weights are forgotten; made with others, it has those.
+    again = next(loaders(1))
+    again.dataset.set_weights({"a": 1, "b": 0})
+    again.load_state_dict(state)
+    assert [batch.tolist() for _ in range(2) for batch in again] == rest
+    assert max(joined(steps(1, state, weights={"a": 1, "b": 0}))) < 1000
+
+
 def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told():
     state = numbered().state_dict()
     more = Mixture(
@@ -308,6 +363,9 @@ TWO = {"a": range(3), "b": range(4)}
         ((TWO, {5: {"a": 1, "b": 1}}), "first of them 0"),
         ((TWO, {0: {"a": 1, "b": 1}, "x": 3}), "numbers of the steps"),
         (({"s": Letters()},), "length="),
+        ((TWO, [0.1, 0.9]), r"\[0.1, 0.9\]; give one for each part by its name"),
+        ((TWO, {0: [0.1, 0.9], 5: {"a": 1, "b": 1}}), "numbers of the steps"),
+        ((TWO, {"a": "1", "b": 2}), "numbers from 0"),
     ],
 )
 def test_what_makes_no_mixture_is_refused(arguments, names):
@@ -322,6 +380,28 @@ def test_a_length_and_a_shuffle_that_do_not_fit_are_refused():
         FastDataLoader(Mixture(TWO), 2, shuffle=True)
     with pytest.raises(IndexError, match="no sample 7"):
         Mixture(TWO)[7]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "5", True])
+def test_weights_are_set_at_whole_steps_alone(step):
+    mixed = Mixture(TWO)
+    with pytest.raises(OptionsError, match=r"at_step is .*whole number, at least 0"):
+        mixed.set_weights({"a": 1, "b": 1}, at_step=step)
+    with pytest.raises(OptionsError, match="by its name"):
+        mixed.set_weights([1, 1])
+
+
+def test_numbers_of_numpy_and_very_large_ones_are_taken():
+    half = {"a": np.float32(0.5), "b": np.int64(1)}
+    mixed = Mixture(TWO, {np.int64(0): half}, length=np.int64(9), samples_a_step=np.int64(3))
+    assert mixed.weights_at(0) == {"a": 1 / 3, "b": 2 / 3}
+    mixed.set_weights(half, at_step=np.int64(2))
+    assert len(mixed) == 9
+    plain = mixed.state_dict()["weights"]
+    assert {type(start) for start, _ in plain} == {int}
+    assert {type(weight) for _, each in plain for weight in each.values()} == {float}
+    large = Mixture({**TWO, "c": range(5)}, dict.fromkeys("abc", 1e308))
+    assert large.weights_at(0) == dict.fromkeys("abc", 1 / 3)
 
 
 def test_a_share_of_a_mixture_may_be_drawn_by_any_sampler():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.lengths import LAWS, MOST, drawn
-from lightning_fastdata import FastDataLoader, FastDataModule, pack
+from lightning_fastdata import FastDataLoader, FastDataModule, Mixture, pack
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.packing import IGNORED, best_fit
 from lightning_fastdata.order.samplers import ShuffleSampler
@@ -228,11 +228,21 @@ def test_documents_in_torchs_own_loader_and_as_plain_rows() -> None:
         ([{"ids": [1]}], {}, DatasetError, "has the keys 'ids'"),
         ([{"input_ids": [1], "labels": [1, 2]}], {}, DatasetError, "labels of document 0"),
         ([[0.5]], {}, DatasetError, "float32"),
+        (["ab"], {}, DatasetError, "input_ids of document 0 is text, which is to be tokenized"),
+        ([[1], b"ab"], {}, DatasetError, "input_ids of document 1 is text"),
+        ([[1], [None]], {}, DatasetError, "document 1 is a list of which torch makes no tensor"),
+        ([[1], np.array([1], ">i4")], {}, DatasetError, "document 1 is a ndarray .*byte"),
+        (Mixture({"a": [[1]]}), {}, DatasetError, "Pack its parts, and mix the packs"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents, how, error, match) -> None:
     with pytest.raises(error, match=match):
         pack(documents, **{"tokens": 8, **how})
+
+
+def test_labels_that_are_none_are_the_ids() -> None:
+    packs = pack([{"input_ids": [4, 5, 6], "labels": None}], 8)
+    assert packs[0]["labels"].tolist() == [-100, 5, 6]
 
 
 def test_lengths_that_the_dataset_does_not_keep_are_an_error() -> None:

@@ -12,6 +12,7 @@ from conformance.pieces import RowsModule, make_trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
+from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.order.samplers import EvaluationBatchSampler, RankBatchSampler
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 
@@ -60,6 +61,98 @@ class Pairs:
 
     def __len__(self):
         return 5
+
+
+class Split:
+    """A sampler that splits itself, as in many projects."""
+
+    rank, num_replicas = 1, 2
+
+    def __init__(self):
+        self.epochs = []
+
+    def __iter__(self):
+        return iter([1, 3, 5, 7])
+
+    def __len__(self):
+        return 4
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class SplitPairs(Split):
+    """A batch sampler that splits itself."""
+
+    def __iter__(self):
+        return iter([[1, 3], [5, 7]])
+
+    def __len__(self):
+        return 2
+
+
+class PairsOfSplit:
+    """A batch sampler whose sampler splits itself."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return iter([[1, 3], [5, 7]])
+
+    def __len__(self):
+        return 2
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def halved():
+    return DistributedSampler(range(8), 2, 1, shuffle=False)
+
+
+SPLIT = {
+    "sampler": lambda: {"sampler": Split()},
+    "torch's batches of one": lambda: {"batch_sampler": BatchSampler(Split(), 2, drop_last=False)},
+    "torch's batches of torch's": lambda: {"batch_sampler": BatchSampler(halved(), 2, False)},
+    "own batches of one": lambda: {"batch_sampler": PairsOfSplit(Split())},
+    "own batches of torch's": lambda: {"batch_sampler": PairsOfSplit(halved())},
+    "own batches": lambda: {"batch_sampler": SplitPairs()},
+    "ready batches": lambda: {"sampler": SplitPairs(), "batch_size": None},
+}
+
+
+def user_samplers(how):
+    given = how.get("sampler") or how["batch_sampler"]
+    return [
+        one for one in (given, getattr(given, "sampler", None)) if type(one) in (Split, SplitPairs)
+    ]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("module", [True, False])
+def test_what_splits_itself_is_read_as_it_is_and_told_the_epoch(tmp_path, name, module):
+    how, rows = SPLIT[name](), Rows()
+    if module:
+        data = RowsModule(batch_size=2, length=8, guard="off")
+        data.trainer = ranks_of(tmp_path)
+        loader = data.make_loader(rows, stage="train", **how)
+    else:
+        loader = FastDataLoader(rows, **{"batch_size": 1 + ("sampler" in how), **how})
+    found = [batch.tolist() for batch in loader]
+    assert found == [[1, 3], [5, 7]]
+    assert len(loader) == 2
+    assert isinstance(loader.sampler, DistributedSampler)  # Lightning leaves it alone
+    assert (loader.sampler.rank, loader.sampler.num_replicas) == (1, 2)
+    loader.sampler.set_epoch(7)  # as Lightning does
+    assert all(one.epochs[-1] == 7 for one in user_samplers(how))
+    again = [batch.tolist() for batch in FastDataModule.from_loaders(loader).train_dataloader()]
+    assert again == found
 
 
 TRAINED = {

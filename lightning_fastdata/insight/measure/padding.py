@@ -48,11 +48,20 @@ class Padding:
     """That were looked at."""
     tokens: int
     """Of a batch, with padding: the mean."""
+    to_longest_share: float | None = None
+    """The same, if each batch were padded to its longest sample; None: it is.
+
+    Else all of them have one width, above the longest sample of some.
+    """
 
     @property
     def left(self) -> float:
-        """Part of the tokens that batches of like length would have, 0 to 1."""
-        return (1 - self.share) / (1 - self.sorted_share)
+        """Part of the tokens that batches without this padding would have, 0 to 1.
+
+        They are padded to their longest sample, or, if they are already, of samples of like length.
+        """
+        least = self.sorted_share if self.to_longest_share is None else self.to_longest_share
+        return (1 - self.share) / (1 - least)
 
 
 class _Seen(NamedTuple):
@@ -106,6 +115,8 @@ class PaddingMeter:
         sizes = np.diff(ends)
         if not (sizes.all() and lengths.all()):
             return None
+        to_longest = sum(len(one.lengths) * int(one.lengths.max()) for one in seen)
+        fixed = len({one.places for one in seen}) == 1 and to_longest < places
         in_order = int((sizes * lengths[ends[1:] - 1]).sum())
         return Padding(
             share=1 - int(lengths.sum()) / places,
@@ -113,6 +124,7 @@ class PaddingMeter:
             shown_by=seen[0].shown_by,
             batches=len(seen),
             tokens=places // len(seen),
+            to_longest_share=1 - int(lengths.sum()) / to_longest if fixed else None,
         )
 
     def tokens_of(self, batch: Batch) -> float:

@@ -140,18 +140,24 @@ def _padding(e: Evidence) -> Finding | None:
     if padding is None or padding.share < _PADDING_HIGH or compute is None or e.stalls:
         return None
     saved_ms = (1 - padding.left) * compute.mean_ms
-    remedy = Advice(
+    bucketed = Advice(
         text="batches of samples of like length, batch_sampler=BucketBatchSampler(lengths, "
         f"tokens={padding.tokens}), of which {padding.sorted_share:.0%} would be padding; or pack()"
         " for a language model",
         changes=("batch_sampler",),
+    )
+    one_width = padding.to_longest_share is not None
+    to_longest = Advice(
+        text="pad to the longest sample of each batch in collate_fn, and not all to one width: "
+        f"{padding.to_longest_share or 0.0:.0%} would be padding",
+        changes=("collate_fn",),
     )
     return found(
         "FD337",
         e.of_step(saved_ms),
         f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by} of "
         f"{padding.batches} batches)",
-        remedy,
+        to_longest if one_width else bucketed,
         remedies.without(e, saved_ms),
         "the loader's workers",
     )
