@@ -423,7 +423,7 @@ class _Digesting(pickle.Pickler):
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
         code, _, *kept = self._looks.parts(_OF_FUNCTION, function)
-        yield from (id(code), *kept, *self._looks.parts(closed_over, function))
+        yield from (hash(code), *kept, *self._looks.parts(closed_over, function))
         self._meet(function.__module__, function.__globals__.get("__name__"))
 
     def _is_first(self, what: str, obj: object) -> bool:
@@ -475,7 +475,7 @@ class _Digesting(pickle.Pickler):
         if isinstance(value, FunctionType) and not method:
             return id(value), tuple(self._of_outer_function(value))
         if isinstance(value, _METHODS):
-            return id(value)
+            return tuple(map(_of_method, _functions_of(value)))
         return (value,) if _is_plain(value) else None
 
     def _of_outer_function(self, function: FunctionType) -> Iterator[object]:
@@ -484,7 +484,7 @@ class _Digesting(pickle.Pickler):
         if not any(map(is_users, homes)):
             return
         code, closure, defaults, keywords, attributes = self._looks.parts(_OF_FUNCTION, function)
-        yield id(code)
+        yield hash(code)
         found = [*(defaults or ()), *(self._looks.parts(closed_over, function) if closure else ())]
         for items in (keywords or {}), attributes:
             self._items(items)
@@ -535,6 +535,27 @@ def closed_over(function: FunctionType) -> list[object]:
         except ValueError:
             contents.append(None)
     return contents
+
+
+def _functions_of(method: Any) -> tuple[object, ...]:
+    """Return the functions that a method or a property is made of."""
+    if isinstance(method, property):
+        return method.fget, method.fset, method.fdel
+    if isinstance(method, functools.cached_property):
+        return (method.func,)
+    return (getattr(method, "__func__", method),)
+
+
+def _of_method(function: object) -> tuple[object, ...]:
+    """Return what a method is compared by: its code, and the plain data that it keeps.
+
+    Not which object it is: cloudpickle gives a class the same methods once more whenever it reads
+    something of it that was pickled by value, as what Ray's actors send.
+    """
+    if not isinstance(function, FunctionType):
+        return (None if function is None else id(function),)
+    kept = (*(function.__defaults__ or ()), *closed_over(function))
+    return hash(function.__code__), *((each,) if _is_plain(each) else () for each in kept)
 
 
 def _of_member(name: str, value: object) -> tuple[object, ...]:

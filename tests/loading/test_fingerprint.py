@@ -8,15 +8,15 @@ import functools
 import itertools
 import multiprocessing
 import sys
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from front_door.test_changing_world import KINDS, Rows, beside_an_open_file
 from misses import each
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.host import clock
@@ -216,3 +216,24 @@ def test_of_large_tensors_their_count_of_changes_is_enough_for_a_rough_one() -> 
 @pytest.mark.parametrize("roughly", [False, True])
 def test_an_array_of_no_elements_is_one(roughly) -> None:
     assert fingerprint(np.zeros((0, 3)), torch.zeros(0), roughly=roughly) is not None
+
+
+class Row(NamedTuple):
+    number: int
+
+
+class ReadsRows(Dataset):
+    def __getitem__(self, index):
+        return Row(index)
+
+
+def test_methods_that_are_made_anew_of_the_same_code_are_no_change(monkeypatch):
+    before = fingerprint(ReadsRows())
+    for name in ("_asdict", "__repr__"):
+        old = vars(Row)[name]
+        again = FunctionType(old.__code__, old.__globals__, name, old.__defaults__, old.__closure__)
+        monkeypatch.setattr(Row, name, again)
+    assert before is not None
+    assert fingerprint(ReadsRows()) == before
+    monkeypatch.setattr(Row, "_asdict", lambda row: {"number": row.number + 1})
+    assert fingerprint(ReadsRows()) != before
