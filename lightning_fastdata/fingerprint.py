@@ -34,6 +34,7 @@ from operator import attrgetter, is_, itemgetter, methodcaller
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -125,6 +126,8 @@ _OF_TENSOR: Final = (
 )
 
 
+_CODES: Final[dict[CodeType, CodeType]] = {}
+"""The first of the code objects that are equal; each is kept, so that none has its address."""
 _NOTED_BY_PICKLE: Final = "__slotnames__"
 """What ``copyreg`` writes into a class when the first object of it is pickled."""
 
@@ -423,7 +426,7 @@ class _Digesting(pickle.Pickler):
 
     def _of_function(self, function: FunctionType) -> Iterator[object]:
         code, _, *kept = self._looks.parts(_OF_FUNCTION, function)
-        yield from (hash(code), *kept, *self._looks.parts(closed_over, function))
+        yield from (_code(code), *kept, *self._looks.parts(closed_over, function))
         self._meet(function.__module__, function.__globals__.get("__name__"))
 
     def _is_first(self, what: str, obj: object) -> bool:
@@ -475,7 +478,7 @@ class _Digesting(pickle.Pickler):
         if isinstance(value, FunctionType) and not method:
             return id(value), tuple(self._of_outer_function(value))
         if isinstance(value, _METHODS):
-            return tuple(map(_of_method, _functions_of(value)))
+            return tuple(_of_method(one, ()) for one in _functions_of(value))
         return (value,) if _is_plain(value) else None
 
     def _of_outer_function(self, function: FunctionType) -> Iterator[object]:
@@ -484,7 +487,7 @@ class _Digesting(pickle.Pickler):
         if not any(map(is_users, homes)):
             return
         code, closure, defaults, keywords, attributes = self._looks.parts(_OF_FUNCTION, function)
-        yield hash(code)
+        yield _code(code)
         found = [*(defaults or ()), *(self._looks.parts(closed_over, function) if closure else ())]
         for items in (keywords or {}), attributes:
             self._items(items)
@@ -546,16 +549,30 @@ def _functions_of(method: Any) -> tuple[object, ...]:
     return (getattr(method, "__func__", method),)
 
 
-def _of_method(function: object) -> tuple[object, ...]:
-    """Return what a method is compared by: its code, and the plain data that it keeps.
+def _of_method(function: object, within: tuple[object, ...]) -> object:
+    """Return what a method is compared by: its code, and what it keeps.
 
     Not which object it is: cloudpickle gives a class the same methods once more whenever it reads
     something of it that was pickled by value, as what Ray's actors send.
+
+    Args:
+        function: The method, or what one keeps.
+        within: The functions that keep it.
     """
-    if not isinstance(function, FunctionType):
-        return (None if function is None else id(function),)
-    kept = (*(function.__defaults__ or ()), *closed_over(function))
-    return hash(function.__code__), *((each,) if _is_plain(each) else () for each in kept)
+    if not isinstance(function, FunctionType) or function in within:
+        return (function,) if _is_plain(function) else id(function)
+    defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+    kept = (*defaults, *keywords.values(), *closed_over(function), *vars(function).values())
+    inside = (*within, function)
+    return _code(function.__code__), tuple(_of_method(each, inside) for each in kept)
+
+
+def _code(code: CodeType) -> int:
+    """Return a number that all code objects that are equal have in common.
+
+    Their hash would not do: that of Python 3.11 leaves out what they compute.
+    """
+    return id(_CODES.setdefault(code, code))
 
 
 def _of_member(name: str, value: object) -> tuple[object, ...]:

@@ -237,3 +237,44 @@ def test_methods_that_are_made_anew_of_the_same_code_are_no_change(monkeypatch):
     assert fingerprint(ReadsRows()) == before
     monkeypatch.setattr(Row, "_asdict", lambda row: {"number": row.number + 1})
     assert fingerprint(ReadsRows()) != before
+
+
+def added(a, b):
+    return a + b
+
+
+def subtracted(a, b):
+    return a - b
+
+
+def kept_by(inner, number=1, **kept):
+    def method(row):
+        return inner(row, number)
+
+    vars(method).update(kept)
+    return method
+
+
+METHODS = {
+    "as it is": lambda: kept_by(added),
+    "other code of the same form": lambda: kept_by(subtracted),
+    "another number": lambda: kept_by(added, 2),
+    "a function of a function": lambda: kept_by(kept_by(subtracted)),
+    "another function of a function": lambda: kept_by(kept_by(added)),
+    "another attribute": lambda: kept_by(added, told=1),
+}
+
+
+def test_methods_are_told_apart_by_all_that_they_are_made_of(monkeypatch):
+    monkeypatch.setattr(subtracted, "__code__", subtracted.__code__.replace(
+        co_name=added.__code__.co_name, co_qualname=added.__code__.co_qualname,
+        co_firstlineno=added.__code__.co_firstlineno,
+    ))  # fmt: skip
+    found = {}
+    for name, make in METHODS.items():
+        monkeypatch.setattr(Row, "method", make(), raising=False)
+        found[name] = fingerprint(ReadsRows())
+        monkeypatch.setattr(Row, "method", make())
+        assert fingerprint(ReadsRows()) == found[name], name
+    assert None not in found.values()
+    assert len(set(found.values())) == len(METHODS)
