@@ -114,18 +114,6 @@ class HurriedClock(clock.Clock):
         return super().monotonic_ns() + self._asked * 60 * _A_SECOND_NS
 
 
-class LateClock(clock.Clock):
-    """The machine's, which is ten minutes on whenever it is asked again."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def monotonic_ns(self) -> int:
-        """Return the time; after the first one, that of ten minutes later."""
-        late_ns, self._asked = 600 * _A_SECOND_NS * self._asked, True
-        return super().monotonic_ns() + late_ns
-
-
 class PatientClock(VirtualClock):
     """Moves on by :meth:`advance` only; who sleeps does so really.
 

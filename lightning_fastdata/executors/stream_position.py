@@ -249,11 +249,6 @@ class StreamHistory:
         self.drew = False
         """The stream was seen to draw from global generators."""
 
-    @property
-    def skipping(self) -> bool:
-        """Whether a lane still reads what was delivered before the epoch was resumed."""
-        return bool(self._skipping)
-
     def made(self, lane: int, note: StreamNote | None) -> None:
         """Note that a lane has made its next batch, and what its reader tells with it."""
         one = self._lanes[lane]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Ints: TypeAlias = NDArray[np.int64]
 
-OFF_BY: Final = 3.36
-"""In any run, a part comes fewer times than this more or less than its weight says."""
 _WHOLE: Final = 2**20
 """Weights count in parts of this: products with 2**42 samples are exact."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -27,8 +27,6 @@ from lightning_fastdata.sources.shared import share
 from lightning_fastdata.torch_internals import MAKES_BATCHES
 from lightning_fastdata.tree import leaves, replace_leaves
 from lightning_fastdata.types import STAGE_WORDS, Batch, Stage
-
-_OF_WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory")
 
 
 def reader_of(loader: object) -> Reader:

@@ -13,8 +13,6 @@ Reader: TypeAlias = Literal["torch", "fast", "chosen", "other"]
 _CPU_BOUND: Final = 0.7
 """Of the CPUs that could read, the part in use from which on more workers than CPUs are no use."""
 _MOST_WORKERS: Final = 16
-_A_THOUSAND: Final = 1000
-"""Workers weigh as much as one more argument."""
 _KEEP_UP: Final = 0.03
 """Of a step, the part below which workers keep up with the training."""
 _START_SHARE: Final = 0.015
