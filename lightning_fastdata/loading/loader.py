@@ -112,8 +112,9 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     To a type checker its batches are what ``collate_fn`` returns; ``FastDataLoader[Batch]`` says
     what those of torch's collation are.
 
-    All of torch's arguments keep their meaning and are found under the same attributes, so that
-    Lightning, Fabric and every sampler tool treat it as the DataLoader it is. Albumentations
+    All of torch's arguments keep their meaning (``timeout`` is about progress, where workers of
+    this package read) and are found under the same attributes, so that Lightning, Fabric and every
+    sampler tool treat it as the DataLoader it is. Albumentations
     pipelines inside the dataset are seeded per sample from ``(seed, epoch, index)``.
 
     Args:
