@@ -71,8 +71,9 @@ def share(dataset: T) -> T:
     objects that it holds, as the dataset of a ``Subset``. They hold text, bytes, numbers, ``None``,
     paths, dates, arrays, and lists, tuples and dicts of these. They are read as before: by index,
     slice and key, ``len``, ``in``, ``==``, ``copy``, iteration. What is read is equal to what was
-    there, but another object each time, and cannot be changed. A warning names each that holds
-    something else.
+    there, but another object each time, and cannot be changed; only what writes to a tensor that
+    torch has made over an array does so, in the copy of its own process. A warning names each that
+    holds something else.
 
     Args:
         dataset: A dataset, which is changed in place; or a list or a dict.
