@@ -8,6 +8,7 @@ they are those of before is seen by their digest.
 from __future__ import annotations
 
 import base64
+import re
 import sys
 import warnings
 import zlib
@@ -452,12 +453,14 @@ def _as_bytes(batch: object) -> Any:
         with suppress(TypeError, OverflowError):  # which other lists raise
             return array("q", batch).tobytes()  # in a half of NumPy's time
     if isinstance(batch, np.ndarray | list | tuple | int):
-        numbers = np.asarray(batch)
-        if numbers.dtype.kind in "iu":
-            return numbers.astype("<i8", copy=False).tobytes()
-    # One after another, so that another cut of the same indices has the same digest.
+        with suppress(ValueError):  # of items of several lengths, such as lhotse's cuts
+            numbers = np.asarray(batch)
+            if numbers.dtype.kind in "iu":
+                return numbers.astype("<i8", copy=False).tobytes()
+    # One after another, so that another cut of the same indices has the same digest; without
+    # addresses, which another process does not have.
     items = batch if isinstance(batch, list) else [batch]
-    return "".join(f"{item!r}," for item in items).encode()
+    return re.sub(" at 0x[0-9a-f]+", "", "".join(f"{item!r}," for item in items)).encode()
 
 
 def _packed(state: torch.Tensor) -> str:
