@@ -33,7 +33,7 @@ from torch.utils.data import (
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.buckets import BucketOrder
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of
-from lightning_fastdata.order.ranks import KeyedDraws, Step, deciding, share_in
+from lightning_fastdata.order.ranks import KeyedDraws, Step, deciding, share_in, tell_samplers
 from lightning_fastdata.order.samplers import (
     draws_at_start,
     epoch_order,
@@ -164,8 +164,12 @@ class EpochIndices:
         return {"ahead": held} if held else {}
 
     def prepare(self, drawn: Drawn) -> None:
-        """Set the sampler to what :meth:`to_draw` returned."""
-        _restore(deciding(self.source), drawn.get("ahead", {}))
+        """Set the sampler to what :meth:`to_draw` returned, which is of the epoch before."""
+        sampler, held = deciding(self.source), drawn.get("ahead", {})
+        epoch: int = getattr(sampler, "epoch", self.epoch)
+        _restore(sampler, held)
+        if "sampler" in held:  # lhotse's stay at that one's end until they are told of another
+            tell_samplers(sampler, epoch)
 
     def digest(self, epoch: int, samples: int, batches: int) -> int | None:
         """Return the CRC-32 of the indices of an epoch before a position; None: not known.
