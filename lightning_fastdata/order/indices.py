@@ -8,6 +8,7 @@ they are those of before is seen by their digest.
 from __future__ import annotations
 
 import base64
+import copy
 import re
 import sys
 import warnings
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -314,7 +316,7 @@ class _Began:
         self._torch = torch.get_rng_state()
         generator = getattr(sampler, "generator", None)
         self._generator = generator.get_state() if isinstance(generator, torch.Generator) else None
-        self._state = sampler.state_dict() if isinstance(sampler, Stateful) else None
+        self._state = _state_of(sampler)
 
     def drawn(self) -> Drawn:
         if self._again:
@@ -332,6 +334,17 @@ class _Began:
         return {"torch": _packed(self._torch)} if type(self._sampler) in _DRAW_FROM_TORCH else {}
 
 
+def _state_of(sampler: object) -> dict[str, Any] | None:
+    """Return the state that a sampler saves, if an epoch is drawn from it; None: there is none.
+
+    torchdata's ``StatefulDistributedSampler`` draws from (seed, epoch), and says how many samples
+    it gave: with the number of the epoch before it would go on behind them.
+    """
+    state = sampler.state_dict() if isinstance(sampler, Stateful) else None
+    counts = isinstance(sampler, DistributedSampler) and [*(state or ())] == ["yielded"]
+    return None if counts else copy.deepcopy(state)
+
+
 def _restore(sampler: object, drawn: Drawn) -> None:
     """Set a sampler, or the generator that it holds, to what an epoch was, or will be, drawn from.
 
@@ -339,7 +352,8 @@ def _restore(sampler: object, drawn: Drawn) -> None:
         OptionsError: The state of a generator was expected, and something else was saved.
     """
     if "sampler" in drawn and isinstance(sampler, Stateful):
-        sampler.load_state_dict(drawn["sampler"])
+        # A copy: lhotse's samplers take out of a state what they have loaded.
+        sampler.load_state_dict(copy.deepcopy(drawn["sampler"]))
     generator = getattr(sampler, "generator", None)
     if "generator" in drawn and isinstance(generator, torch.Generator):
         generator.set_state(_unpacked(drawn["generator"]))
