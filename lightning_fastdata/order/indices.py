@@ -246,8 +246,12 @@ class EpochIndices:
         if share.gives_samples and start.samples % share.full:
             source = _Rest(source, start.samples)
             start = replace(start, samples=0, digest=None)
-        items = shared_items(share, source)
-        yield from share.steps(_behind(items, start, self._ahead, deciding(share.source)))
+        # lhotse's samplers begin anew whenever iter() is called.
+        items, first = (each for each in shared_items(share, source)), list[Any]()
+        if start.samples:  # a last step may take again what the first one took
+            first = list(islice(items, 1 if share.gives_samples else share.num_replicas))
+        items = _behind(chain(first, items), start, self._ahead, deciding(share.source))
+        yield from share.steps(items, first=first)
 
     def _watched(self, start: Start, digests: _Digests) -> Iterator[Any]:
         share, decides = self._share, deciding(self.source)

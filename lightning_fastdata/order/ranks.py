@@ -226,17 +226,19 @@ class SharedSampler(DistributedSampler[Any]):
             f"(a step is {self.full} {what})"
         )
 
-    def steps(self, items: Iterable[Indices], *, even: bool = False) -> Iterator[Step]:
+    def steps(
+        self, items: Iterable[Indices], *, even: bool = False, first: Sequence[Indices] = ()
+    ) -> Iterator[Step]:
         """Yield the steps of a rank.
 
         ``items``: of a sampler its samples in batches of all ranks, of a batch sampler its batches.
         ``even``: all steps but the last are full; samples come again rather than from the step
-        before.
+        before. ``first``: items of the first step, where these begin behind it.
         """
         if not self.gives_samples:
-            yield from self._of_batches(iter(items))
+            yield from self._of_batches((each for each in items), list(first))
             return
-        for batch in self._complete(items, even=even):
+        for batch in self._complete(items, next(iter(first), None), even=even):
             yield Step((batch,), self._part(batch))
 
     def _batches(self) -> Iterator[Indices]:
@@ -250,9 +252,10 @@ class SharedSampler(DistributedSampler[Any]):
         start = self.rank * each + min(self.rank, more)
         return whole[start : start + each + (self.rank < more)]
 
-    def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
+    def _complete(
+        self, batches: Iterable[Indices], first: Indices | None, *, even: bool
+    ) -> Iterator[Indices]:
         """Yield the samples of each step; a rest is dropped, or made to do for all ranks."""
-        first: Indices | None = None
         before: Indices | None = None
         waits = not even and self._waits()
         for batch in batches:
@@ -279,8 +282,7 @@ class SharedSampler(DistributedSampler[Any]):
         rest = None if length is None else length % self.full
         return not self.drop_last and (rest is None or 0 < rest < self.num_replicas)
 
-    def _of_batches(self, batches: Iterator[Indices]) -> Iterator[Step]:
-        first: list[Indices] = []
+    def _of_batches(self, batches: Iterator[Indices], first: list[Indices]) -> Iterator[Step]:
         while group := list(islice(batches, self.num_replicas)):
             first = first or group
             if len(group) == self.num_replicas:
