@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DistributedSampler,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -246,10 +245,9 @@ class EpochIndices:
         if share.gives_samples and start.samples % share.full:
             source = _Rest(source, start.samples)
             start = replace(start, samples=0, digest=None)
-        # lhotse's samplers begin anew whenever iter() is called.
-        items, first = (each for each in shared_items(share, source)), list[Any]()
-        if start.samples:  # a last step may take again what the first one took
-            first = list(islice(items, 1 if share.gives_samples else share.num_replicas))
+        items = (each for each in shared_items(share, source))  # lhotse's have iter() begin anew
+        of_step = 1 if share.gives_samples else share.num_replicas
+        first = list(islice(items, of_step if start.samples else 0))
         items = _behind(chain(first, items), start, self._ahead, deciding(share.source))
         yield from share.steps(items, first=first)
 
@@ -320,7 +318,9 @@ class _Began:
         self._torch = torch.get_rng_state()
         generator = getattr(sampler, "generator", None)
         self._generator = generator.get_state() if isinstance(generator, torch.Generator) else None
-        self._state = _state_of(sampler)
+        state = copy.deepcopy(sampler.state_dict()) if isinstance(sampler, Stateful) else None
+        # torchdata's says how many samples it gave of the epoch before, and would go on from there.
+        self._state = None if [*(state or ())] == ["yielded"] else state
 
     def drawn(self) -> Drawn:
         if self._again:
@@ -336,17 +336,6 @@ class _Began:
             generator.set_state(self._torch)
             return {"draw": int(torch.empty((), dtype=torch.int64).random_(generator=generator))}
         return {"torch": _packed(self._torch)} if type(self._sampler) in _DRAW_FROM_TORCH else {}
-
-
-def _state_of(sampler: object) -> dict[str, Any] | None:
-    """Return the state that a sampler saves, if an epoch is drawn from it; None: there is none.
-
-    torchdata's ``StatefulDistributedSampler`` draws from (seed, epoch), and says how many samples
-    it gave: with the number of the epoch before it would go on behind them.
-    """
-    state = sampler.state_dict() if isinstance(sampler, Stateful) else None
-    counts = isinstance(sampler, DistributedSampler) and [*(state or ())] == ["yielded"]
-    return None if counts else copy.deepcopy(state)
 
 
 def _restore(sampler: object, drawn: Drawn) -> None:
@@ -479,8 +468,7 @@ def _as_bytes(batch: object) -> Any:
             numbers = np.asarray(batch)
             if numbers.dtype.kind in "iu":
                 return numbers.astype("<i8", copy=False).tobytes()
-    # One after another, so that another cut of the same indices has the same digest; without
-    # addresses, which another process does not have.
+    # One after another, so that another cut has the same digest; addresses are of this process.
     items = batch if isinstance(batch, list) else [batch]
     return re.sub(" at 0x[0-9a-f]+", "", "".join(f"{item!r}," for item in items)).encode()
 

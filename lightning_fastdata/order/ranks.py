@@ -226,9 +226,7 @@ class SharedSampler(DistributedSampler[Any]):
             f"(a step is {self.full} {what})"
         )
 
-    def steps(
-        self, items: Iterable[Indices], *, even: bool = False, first: Sequence[Indices] = ()
-    ) -> Iterator[Step]:
+    def steps(self, items: Iterable[Any], *, even: bool = False, first: Any = ()) -> Iterator[Step]:
         """Yield the steps of a rank.
 
         ``items``: of a sampler its samples in batches of all ranks, of a batch sampler its batches.
@@ -252,9 +250,7 @@ class SharedSampler(DistributedSampler[Any]):
         start = self.rank * each + min(self.rank, more)
         return whole[start : start + each + (self.rank < more)]
 
-    def _complete(
-        self, batches: Iterable[Indices], first: Indices | None, *, even: bool
-    ) -> Iterator[Indices]:
+    def _complete(self, batches: Iterable[Indices], first: Any, *, even: bool) -> Iterator[Any]:
         """Yield the samples of each step; a rest is dropped, or made to do for all ranks."""
         before: Indices | None = None
         waits = not even and self._waits()

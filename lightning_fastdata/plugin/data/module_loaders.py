@@ -29,7 +29,6 @@ from lightning_fastdata.insight.report.run_report import Explanation
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import order_of, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
-from lightning_fastdata.order.buckets import BucketShare
 from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
 from lightning_fastdata.order.ranks import SharedSampler, as_given, deciding, knows_ranks
 from lightning_fastdata.order.samplers import (
@@ -72,13 +71,10 @@ from lightning_fastdata.plugin.data.training_run import TrainingProgress, Traini
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.placing.trial import device_type
 from lightning_fastdata.plugin.seams.internals import spreads_samples
-from lightning_fastdata.plugin.seams.loaders import (
-    average_exactly,
-    of_ranks,
-    silence_padding_warning,
-)
+from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
 from lightning_fastdata.plugin.seams.trainer import (
     first_epoch,
+    of_ranks,
     print_line,
     running_stage,
 )
@@ -546,45 +542,39 @@ def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
 
 
 def _tell_of_uneven_parts(parts: object, trainer: Trainer) -> None:
-    even = isinstance(trainer.limit_train_batches, int)
-    even |= any(is_a(parts, package) for package in ("litdata", "lhotse"))
-    if trainer.world_size > 1 and not even:
+    even = any(is_a(parts, package) for package in ("litdata", "lhotse"))
+    if not (even or isinstance(trainer.limit_train_batches, int)):
         warnings.warn(
-            f"{trainer.world_size} ranks train on {type(parts).__name__}, each on its part. If a "
-            "part gives fewer batches than another, its rank ends the epoch first, and "
-            "the others wait for it for ever, as Lightning does not compare them. Give "
-            "Trainer(limit_train_batches=N) a number of batches that each rank has.",
+            f"{trainer.world_size} ranks train on {type(parts).__name__}, each on its part. If one "
+            "gives fewer batches, the others wait for it for ever, as Lightning does not compare "
+            "them. Give Trainer(limit_train_batches=N) a number of batches that each rank has.",
             FastDataWarning,
             stacklevel=2,
         )
 
 
-def _check_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
+def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
     """Compare what the ranks, which all call this, have of a sampler of the user's."""
     share, sampler = loader.sampler, deciding(as_given(order_of(loader)))
-    ours = type(share) in (DistributedSampler, RankSampler, BucketShare)
-    if ours or not isinstance(share, DistributedSampler) or not torch.distributed.is_initialized():
+    if not (isinstance(share, DistributedSampler) and torch.distributed.is_initialized()):
         return
-    batches, limit = dataset_length(loader), trainer.limit_train_batches
-    if batches is None and not isinstance(share, SharedSampler):
+    limit, length = trainer.limit_train_batches, dataset_length(loader)
+    if length is None and not isinstance(share, SharedSampler):
         _tell_of_uneven_parts(sampler, trainer)
-    batches = min(batches or 0, limit) if isinstance(limit, int) else batches or 0
-    fewest, most = of_ranks(trainer, batches, smallest=True), of_ranks(trainer, batches)
+    batches = min(length or 0, limit) if isinstance(limit, int) else length or 0
+    fewest, most = -of_ranks(trainer, -batches), of_ranks(trainer, batches)
     about = f"{name}: {type(sampler).__name__}"
     if fewest < most:
         raise OptionsError(
             f"{about} gives ranks {fewest} to {most} batches, and those with more would wait for "
-            "ever. Have it give all as many (MONAI's with even_divisible=True), or set "
-            f"Trainer(limit_train_batches={fewest})."
+            f"ever. Have it give all as many, or set Trainer(limit_train_batches={fewest})."
         )
-    generator = getattr(sampler, "generator", None)
-    held = isinstance(generator, torch.Generator)
-    state = zlib.crc32(generator.get_state().numpy()) if held else 0
-    if of_ranks(trainer, state, smallest=True) < of_ranks(trainer, state):
+    drawn = getattr(sampler, "generator", None)
+    state = zlib.crc32(drawn.get_state().numpy()) if isinstance(drawn, torch.Generator) else 0
+    if -of_ranks(trainer, -state) < of_ranks(trainer, state):
         warnings.warn(
-            f"{about} has a generator that is not seeded alike on all ranks: an order that they "
-            "share is not the same, and what goes on from a checkpoint has that of rank 0 on all. "
-            "Seed it by one number.",
+            f"{about} has a generator that is not seeded alike on all ranks. They share out other "
+            "orders, or have that of rank 0 behind a checkpoint. Seed it by one number.",
             FastDataWarning,
             stacklevel=2,
         )
@@ -595,17 +585,17 @@ def settle_sharing(
 ) -> None:
     """Make sure that what the ranks share in evaluation can be, and is averaged as on one device.
 
-    Of a stream that several ranks train on it is said what happens if their parts are not as long.
-    A loader that Lightning shares in its own way is left alone.
+    What ranks train on is compared. A loader that Lightning shares in its own way is left alone.
 
     Raises:
         DatasetError: There is less to predict than there are ranks, whereupon Lightning ends those
             that have nothing and leaves the others waiting.
     """
-    if trainer is not None and stage == "train" and isinstance(loader.dataset, IterableDataset):
-        _tell_of_uneven_parts(loader.dataset, trainer)
-    elif trainer is not None and stage == "train" and trainer.world_size > 1:
-        _check_ranks(loader, name, trainer)
+    if trainer is not None and stage == "train" and trainer.world_size > 1:
+        if isinstance(loader.dataset, IterableDataset):
+            _tell_of_uneven_parts(loader.dataset, trainer)
+        else:
+            _compare_ranks(loader, name, trainer)
     if isinstance(loader.sampler, SharedSampler) and (left := loader.sampler.left_over()):
         _tell(trainer, name, left)
     if trainer is None or not isinstance(loader.batch_sampler, EvaluationBatchSampler):

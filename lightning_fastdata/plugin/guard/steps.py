@@ -51,8 +51,7 @@ from lightning_fastdata.plugin.guard.snapshots import (
 )
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
-from lightning_fastdata.plugin.seams.loaders import of_ranks
-from lightning_fastdata.plugin.seams.trainer import loss_scaler, unseen_steps
+from lightning_fastdata.plugin.seams.trainer import loss_scaler, of_ranks, unseen_steps
 from lightning_fastdata.torch_internals import not_compiled
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ def _decided(
 ) -> GuardDecision:
     """Return the decision by the probes so far and the memory that is free now, on all ranks."""
     free = min(free_before, reader.free_bytes())
-    budget = of_ranks(trainer, free - reserve_bytes(reader.total_bytes()), smallest=True)
+    budget = -of_ranks(trainer, reserve_bytes(reader.total_bytes()) - free)
     return decide(probes=probes, budget_bytes=budget, **asked)
 
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 
 from lightning_fastdata.insight.waits.causes import LoaderKey
@@ -159,16 +158,6 @@ def _reduce(
         whole = not (tensor.is_floating_point() or tensor.is_complex())
         tensor = tensor.to(torch.get_default_dtype()) if whole else tensor
     return reduce(tensor, group=group, reduce_op=reduce_op)
-
-
-def of_ranks(trainer: Trainer, value: int, *, smallest: bool = False) -> int:
-    """Return the largest of what all ranks give here, or the smallest."""
-    if trainer.world_size == 1:
-        return value
-    operation = ReduceOp.MIN if smallest else ReduceOp.MAX
-    shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
-    torch.distributed.all_reduce(shared, op=operation)
-    return int(shared)
 
 
 def silence_padding_warning(trainer: Trainer) -> None:
