@@ -248,8 +248,8 @@ class EpochIndices:
         items = (each for each in shared_items(share, source))  # lhotse's have iter() begin anew
         of_step = 1 if share.gives_samples else share.num_replicas
         first = list(islice(items, of_step if start.samples else 0))
-        items = _behind(chain(first, items), start, self._ahead, deciding(share.source))
-        yield from share.steps(items, first=first)
+        rest = _behind(chain(first, items), start, self._ahead, deciding(share.source))
+        yield from share.steps(rest, first=first)
 
     def _watched(self, start: Start, digests: _Digests) -> Iterator[Any]:
         share, decides = self._share, deciding(self.source)

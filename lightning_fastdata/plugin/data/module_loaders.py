@@ -570,7 +570,8 @@ def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
             f"ever. Have it give all as many, or set Trainer(limit_train_batches={fewest})."
         )
     drawn = getattr(sampler, "generator", None)
-    state = zlib.crc32(drawn.get_state().numpy()) if isinstance(drawn, torch.Generator) else 0
+    held = drawn.get_state().numpy().tobytes() if isinstance(drawn, torch.Generator) else b""
+    state = zlib.crc32(held)
     if -of_ranks(trainer, -state) < of_ranks(trainer, state):
         warnings.warn(
             f"{about} has a generator that is not seeded alike on all ranks. They share out other "

@@ -91,10 +91,9 @@ def running_stage(trainer: Trainer | None) -> Stage | None:
 
 def of_ranks(trainer: Trainer, value: int) -> int:
     """Return the largest of what all ranks give here."""
-    if trainer.world_size == 1:
-        return value
     shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
-    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    if trainer.world_size > 1:
+        torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
     return int(shared)
 
 
