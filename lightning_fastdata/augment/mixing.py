@@ -631,8 +631,8 @@ class MixedTransform(StageTransform):
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        plan = None if self.pipeline is None else cast("BatchTransform", self.pipeline).plan
-        rows = [(row.name, row.where, row.why) for row in (plan.placements if plan else ())]
+        plan = getattr(self.pipeline, "plan", None)
+        rows = [] if plan is None else plan.rows
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
         return table(rows + steps)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.torchvision import kernels
@@ -28,12 +28,6 @@ Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
 """Operations by name, in the order in which they run."""
 _How: TypeAlias = "tuple[Any, Any, Form]"
 """How pixels are read: the interpolation, the fill, and the form of the image or mask."""
-_AS_NEAREST: Final = tuple(
-    each
-    for mode in (InterpolationMode.NEAREST, InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
-    for each in (mode, mode.value)
-)
-"""Ways of reading for which torchvision reads the nearest pixel of masks."""
 _MOST_CHANNELS: Final = 4
 """Of images that torch resizes as bytes."""
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
@@ -51,12 +45,11 @@ def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str
         given: what it was called with besides the tensor: parameters, or those of a policy.
         form: of the image or mask.
     """
-    name = type(transform).__name__
-    known = _OF_TRANSFORMS.get(name)
+    known = _OF_TRANSFORMS.get(type(transform).__name__)
     try:
         if known is not None:
             return list(known(transform, given[0], form))
-        return list(_policy(transform, given, form)) if isinstance(given[0], str) else None
+        return list(_policy(given, form)) if isinstance(given[0], str) else None
     except UnknownFormError:
         return None
 
@@ -70,6 +63,12 @@ def _number(name: str, **values: Any) -> tuple[str, Encoded]:
     return name, Encoded((), {key: np.asarray(value) for key, value in values.items()})
 
 
+def _need_colours(form: Form) -> None:
+    """Leave to torchvision what it refuses."""
+    if form.shape[0] not in {1, 3}:
+        raise UnknownFormError
+
+
 def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) -> Noted:
     _need_colours(form)
     for name in order:
@@ -78,27 +77,16 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
             yield _number(name, factor=np.float64(factor))
 
 
-def _need_colours(form: Form) -> None:
-    """Leave to torchvision what it refuses."""
-    if form.shape[0] not in {1, 3}:
-        raise UnknownFormError
-
-
 def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     return _of_colours(params, [_COLOURS[at] for at in params["fn_idx"].tolist()], form)
 
 
 def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    before = ["contrast"] if params["contrast_before"] else []
-    behind = [] if params["contrast_before"] else ["contrast"]
-    yield from _of_colours(params, ["brightness", *before, "saturation", "hue", *behind], form)
-    order = params["channel_permutation"]
-    if order is not None:
-        yield _number("permute", order=order.numpy())
-
-
-def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    yield _number("permute", order=params["permutation"].numpy())
+    order = ["brightness", "saturation", "hue"]
+    order.insert(1 if params["contrast_before"] else 3, "contrast")
+    yield from _of_colours(params, order, form)
+    if params["channel_permutation"] is not None:
+        yield _number("permute", order=params["channel_permutation"].numpy())
 
 
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
@@ -108,12 +96,13 @@ def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  #
 
 def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     value = params["v"]
-    if value is not None and value.shape[1:] != (1, 1):
+    if value is None:
+        return
+    if value.shape[1:] != (1, 1):
         raise UnknownFormError
-    if value is not None:
-        colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
-        box = [params[name] for name in ("i", "j", "h", "w")]
-        yield _number("erase", box=np.array(box, np.int64), value=colour)
+    colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
+    box = [params[name] for name in ("i", "j", "h", "w")]
+    yield _number("erase", box=np.array(box, np.int64), value=colour)
 
 
 def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -121,7 +110,7 @@ def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     static = (
         ("size", (params["height"], params["width"])),
         ("padding", padding),
-        ("fill", fill_for(transform.fill, form)),
+        ("fill", _fill_for(transform.fill, form)),
         ("mode", transform.padding_mode),
         ("type", form.type_name),
     )
@@ -129,27 +118,20 @@ def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    box = [params[name] for name in ("top", "left", "height", "width")]
-    return _window(transform, box, form)
-
-
-def _resized_whole(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    """Resize a window, or all, as bytes are resized on CPUs, on any device."""
     if transform.size is None or len(transform.size) != 2:
         raise UnknownFormError
-    return _window(transform, [0, 0, *form.shape[-2:]], form)
-
-
-def _window(transform: Any, box: Sequence[int], form: Form) -> Noted:
-    """Resize a window as bytes are resized on CPUs, on any device."""
-    mode = getattr(transform.interpolation, "value", transform.interpolation)
+    how = getattr(transform.interpolation, "value", transform.interpolation)
     smooth = "antialias" if transform.antialias else "bilinear"
-    mode = {"nearest": "nearest", "bilinear": smooth}.get(mode)
+    mode = {"nearest": "nearest", "bilinear": smooth}.get(how)
     if form.type_name == "Mask":
-        mode = "nearest" if transform.interpolation in _AS_NEAREST else None
+        mode = None if how == "nearest-exact" else "nearest"
     elif form.shape[0] > _MOST_CHANNELS:
         mode = None
     if mode is None:
         raise UnknownFormError
+    whole = dict(zip(("top", "left", "height", "width"), (0, 0, *form.shape[-2:]), strict=True))
+    box = [params.get(name, place) for name, place in whole.items()]
     static = ("size", tuple(transform.size)), ("mode", mode)
     yield "resized_crop", Encoded(static, {"box": np.array(box, np.int64)})
 
@@ -161,7 +143,7 @@ def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     how = transform.interpolation, transform.fill, form
-    return _affine(**params, center=transform.center, how=how)
+    return _affine(how, **params, center=transform.center)
 
 
 def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -170,25 +152,7 @@ def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     yield "perspective", Encoded(static, {"coefficients": numbers})
 
 
-_OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
-    "ColorJitter": _jitter,
-    "GaussianBlur": _blurred,
-    "RandomAffine": _moved,
-    "RandomChannelPermutation": _permuted,
-    "RandomCrop": _cropped,
-    "RandomErasing": _erased,
-    "RandomPerspective": _projected,
-    "RandomPhotometricDistort": _distort,
-    "RandomResizedCrop": _resized,
-    "RandomRotation": _rotated,
-    "Resize": _resized_whole,
-}
-
-
-# -- warps -----------------------------------------------------------------------------------------
-
-
-def fill_for(fill: Any, form: Form) -> Any:
+def _fill_for(fill: Any, form: Form) -> Any:
     """Return what torchvision fills an image or mask with: None, a number, or a tuple of some."""
     if isinstance(fill, Mapping):
         kind = TYPES[form.type_name]
@@ -199,10 +163,10 @@ def fill_for(fill: Any, form: Form) -> Any:
 def _reading(interpolation: Any, fill: Any, form: Form) -> tuple[tuple[str, Any], ...]:
     mode = getattr(interpolation, "value", interpolation)
     mode = "nearest" if form.type_name == "Mask" else mode
-    fill = fill_for(fill, form)
+    fill = _fill_for(fill, form)
     channels = form.shape[0] if len(form.shape) == 3 else 1
     fits = not isinstance(fill, tuple) or len(fill) in {1, channels}
-    if mode not in {InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value} or not fits:
+    if mode not in {"nearest", "bilinear"} or not fits:
         raise UnknownFormError
     return ("mode", mode), ("fill", fill)
 
@@ -211,63 +175,47 @@ def _rotation(angle: float, center: Any, how: _How) -> Noted:
     angle %= 360
     if center is None and angle % 90 == 0:  # torchvision turns the pixels themselves
         raise UnknownFormError
-    return _affine(-angle, (0, 0), 1.0, (0.0, 0.0), center=center, how=how)
+    return _affine(how, -angle, center=center)
 
 
 def _affine(
-    angle: float,
-    translate: Sequence[float],
-    scale: float,
-    shear: Sequence[float],
-    *,
-    center: Sequence[float] | None,
     how: _How,
+    angle: float = 0.0,
+    translate: Sequence[float] = (0, 0),
+    scale: float = 1.0,
+    shear: Sequence[float] = (0.0, 0.0),
+    center: Sequence[float] | None = None,
 ) -> Noted:
+    """Turn, shear, scale and move about a place in pixels, or about the middle."""
+    module = getattr(functional, "_geometry", None)
+    inverse = getattr(module, "_get_inverse_affine_matrix", None)
+    if inverse is None:  # it has no public name
+        raise UnknownFormError
     height, width = how[2].shape[-2:]
     middle = [0.0, 0.0]
     if center is not None:
         middle = [place - size * 0.5 for place, size in zip(center, (width, height), strict=True)]
-    matrix = _inverse(angle, [float(by) for by in translate], scale, shear, middle)
+    matrix = inverse(middle, angle, [float(by) for by in translate], scale, shear)
     array = torch.tensor(matrix, dtype=torch.float32).view(2, 3).numpy()
     yield "affine", Encoded(_reading(*how), {"matrix": array})
 
 
-def _inverse(
-    angle: float,
-    translate: Sequence[float],
-    scale: float,
-    shear: Sequence[float],
-    middle: Sequence[float],
-) -> list[float]:
-    """Return the matrix that reads an image turned, sheared, scaled and moved about its middle."""
-    turn, along, down = map(math.radians, (angle, *shear))
-    (x, y), (right, below) = middle, translate
-    a = math.cos(turn - down) / math.cos(down)
-    b = -(a * math.tan(along) + math.sin(turn))
-    c = math.sin(turn - down) / math.cos(down)
-    d = math.cos(turn) - c * math.tan(along)
-    matrix = [d / scale, -b / scale, 0.0, -c / scale, a / scale, 0.0]
-    matrix[2] += x - matrix[0] * (x + right) - matrix[1] * (y + below)
-    matrix[5] += y - matrix[3] * (x + right) - matrix[4] * (y + below)
-    return matrix
+_OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
+    "ColorJitter": _jitter,
+    "GaussianBlur": _blurred,
+    "RandomAffine": _moved,
+    "RandomCrop": _cropped,
+    "RandomErasing": _erased,
+    "RandomPerspective": _projected,
+    "RandomPhotometricDistort": _distort,
+    "RandomResizedCrop": _resized,
+    "RandomRotation": _rotated,
+    "Resize": _resized,
+}
 
 
-# -- policies --------------------------------------------------------------------------------------
-
-
-def _sheared(along: float, down: float, how: _How) -> Noted:
-    """Shear about the upper left corner."""
-    degrees = (math.degrees(math.atan(along)), math.degrees(math.atan(down)))
-    return _affine(0.0, (0, 0), 1.0, degrees, center=(0, 0), how=how)
-
-
-def _shifted(right: float, down: float, how: _How) -> Noted:
-    """Move by whole pixels."""
-    return _affine(0.0, (int(right), int(down)), 1.0, (0.0, 0.0), center=None, how=how)
-
-
-def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noqa: ARG001
-    name, magnitude, interpolation, fill = given
+def _policy(given: tuple[Any, ...], form: Form) -> Noted:
+    name, magnitude, *reading = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
         yield _number(_POLICY_FACTORS[name], factor=np.float64(1.0 + magnitude))
@@ -277,9 +225,15 @@ def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noq
         bound = 1.0 if form.dtype.is_floating_point else 255
         yield _number("solarize", threshold=np.float64(bound * magnitude))
     elif name in _POLICY_WARPS:
-        yield from _POLICY_WARPS[name](magnitude, (interpolation, fill, form))
+        yield from _POLICY_WARPS[name](magnitude, (*reading, form))
     else:
         raise UnknownFormError
+
+
+def _sheared(how: _How, *slopes: float) -> Noted:
+    """Shear about the upper left corner."""
+    degrees = [math.degrees(math.atan(slope)) for slope in slopes]
+    return _affine(how, shear=degrees, center=(0, 0))
 
 
 _POLICY_FACTORS: Final = {
@@ -290,10 +244,10 @@ _POLICY_FACTORS: Final = {
 }
 _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
     "Rotate": lambda by, how: _rotation(by, None, how),
-    "ShearX": lambda by, how: _sheared(by, 0.0, how),
-    "ShearY": lambda by, how: _sheared(0.0, by, how),
-    "TranslateX": lambda by, how: _shifted(by, 0.0, how),
-    "TranslateY": lambda by, how: _shifted(0.0, by, how),
+    "ShearX": lambda by, how: _sheared(how, by, 0.0),
+    "ShearY": lambda by, how: _sheared(how, 0.0, by),
+    "TranslateX": lambda by, how: _affine(how, translate=(int(by), 0)),
+    "TranslateY": lambda by, how: _affine(how, translate=(0, int(by))),
 }
 
 

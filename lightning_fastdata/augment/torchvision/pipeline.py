@@ -59,16 +59,14 @@ def children_of(transform: Any) -> Sequence[Any] | None:
     if kind in {v2.Compose, v2.RandomApply, v2.RandomChoice, v2.RandomOrder}:
         held: Sequence[Any] = transform.transforms
         return list(held)
-    if kind in {nn.Sequential, nn.ModuleList}:
-        return list(transform)
-    return None
+    return list(transform) if kind is nn.Sequential else None
 
 
 def with_children(transform: Any, children: Sequence[Any]) -> Any:
     """Return a container like another one that holds something else."""
     kind = type(transform)
-    if kind in {nn.Sequential, nn.ModuleList}:
-        return kind(*children) if kind is nn.Sequential else kind(children)
+    if kind is nn.Sequential:
+        return kind(*children)
     twin = kind(children)
     if hasattr(transform, "p"):
         twin.p = transform.p
