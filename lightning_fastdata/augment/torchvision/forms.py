@@ -17,7 +17,7 @@ from torchvision.transforms import InterpolationMode
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.torchvision import kernels
 from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
-from lightning_fastdata.augment.torchvision.windows import resized_crop
+from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,12 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
     for name in order:
         factor = factors[f"{name}_factor"]
         if factor is not None:
-            yield _number(name, factor=np.float64(factor))
+            yield _factor(name, factor)
+
+
+def _factor(name: str, factor: float) -> tuple[str, Encoded]:
+    """Return an operation with a factor and what it lacks of one, rounded as torch does it."""
+    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor))
 
 
 def _need_colours(form: Form) -> None:
@@ -101,9 +106,16 @@ def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  
     yield _number("permute", order=params["permutation"].numpy())
 
 
-def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    static = (("size", tuple(transform.kernel_size)),)
-    yield "blur", Encoded(static, {"sigma": np.array(params["sigma"], np.float64)})
+def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    sizes = tuple(transform.kernel_size)
+    across, down = map(_gaussian, sizes, params["sigma"])
+    kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
+    yield "blur", Encoded((("size", sizes),), {"kernel": kernel.numpy()})
+
+
+def _gaussian(size: int, sigma: float) -> torch.Tensor:
+    limit = (size - 1) / (2.0 * math.sqrt(2.0))
+    return torch.softmax(torch.linspace(-limit, limit, size).div(sigma).pow(2).neg(), 0)
 
 
 def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
@@ -112,20 +124,28 @@ def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # 
         raise UnknownFormError
     if value is not None:
         colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
-        box = [params[name] for name in ("i", "j", "h", "w")]
-        yield _number("erase", box=np.array(box, np.int64), value=colour)
+        top, left, height, width = (params[name] for name in ("i", "j", "h", "w"))
+        rows, columns = (np.arange(length) for length in form.shape[-2:])
+        yield _number(
+            "erase",
+            rows=(rows >= top) & (rows < top + height),
+            columns=(columns >= left) & (columns < left + width),
+            value=colour,
+        )
 
 
 def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     padding = tuple(params["padding"]) if params["needs_pad"] else None
     static = (
-        ("size", (params["height"], params["width"])),
         ("padding", padding),
         ("fill", fill_for(transform.fill, form)),
         ("mode", transform.padding_mode),
         ("type", form.type_name),
     )
-    yield "crop", Encoded(static, {"corner": np.array([params["top"], params["left"]], np.int64)})
+    rows = params["top"] + np.arange(params["height"])
+    yield "crop", Encoded(
+        static, {"rows": rows, "columns": params["left"] + np.arange(params["width"])}
+    )
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -150,8 +170,12 @@ def _window(transform: Any, box: Sequence[int], form: Form) -> Noted:
         mode = None
     if mode is None:
         raise UnknownFormError
-    static = ("size", tuple(transform.size)), ("mode", mode)
-    yield "resized_crop", Encoded(static, {"box": np.array(box, np.int64)})
+    floats = form.dtype.is_floating_point
+    numbers = window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
+    if mode == "nearest":
+        yield "crop", Encoded((("padding", None),), numbers)
+    else:
+        yield "resized_crop", Encoded((), numbers)
 
 
 def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -165,9 +189,10 @@ def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 
 def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    static = _reading(transform.interpolation, transform.fill, form)
-    numbers = np.array(params["coefficients"], np.float32)
-    yield "perspective", Encoded(static, {"coefficients": numbers})
+    *above, right, below = params["coefficients"]
+    divisors = np.array([[right, below, 1.0]] * 2, np.float32)
+    numbers = {"above": _to_middle(above, form), "below": divisors.T}
+    yield _warp("perspective", numbers, (transform.interpolation, transform.fill, form))
 
 
 _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
@@ -196,15 +221,29 @@ def fill_for(fill: Any, form: Form) -> Any:
     return fill if fill is None or isinstance(fill, int | float) else tuple(map(float, fill))
 
 
-def _reading(interpolation: Any, fill: Any, form: Form) -> tuple[tuple[str, Any], ...]:
+def _warp(name: str, numbers: Mapping[str, np.ndarray], how: _How) -> tuple[str, Encoded]:
+    interpolation, fill, form = how
     mode = getattr(interpolation, "value", interpolation)
     mode = "nearest" if form.type_name == "Mask" else mode
-    fill = fill_for(fill, form)
-    channels = form.shape[0] if len(form.shape) == 3 else 1
-    fits = not isinstance(fill, tuple) or len(fill) in {1, channels}
-    if mode not in {InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value} or not fits:
+    if mode not in {InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value}:
         raise UnknownFormError
-    return ("mode", mode), ("fill", fill)
+    fill, channels = fill_for(fill, form), form.shape[0] if len(form.shape) == 3 else 1
+    around = np.array([] if fill is None else fill, np.float32).reshape(-1)
+    if around.size not in {0, 1, channels}:
+        raise UnknownFormError
+    if mode == "nearest" and not form.dtype.is_floating_point:
+        around = around.round()
+    black = not around.any()
+    if around.size and not (black and mode == "nearest"):  # outside, zeros are read
+        numbers = {**numbers, "fill": around}
+    return name, Encoded((("mode", mode), ("black", black)), numbers)
+
+
+def _to_middle(matrix: Sequence[float], form: Form) -> np.ndarray:
+    """Return a matrix of six numbers as float32 ``[3, 2]``, in halves of the image."""
+    height, width = form.shape[-2:]
+    half = np.array([0.5 * width, 0.5 * height], np.float32)
+    return np.array(matrix, np.float32).reshape(2, 3).T / half
 
 
 def _rotation(angle: float, center: Any, how: _How) -> Noted:
@@ -228,8 +267,7 @@ def _affine(
     if center is not None:
         middle = [place - size * 0.5 for place, size in zip(center, (width, height), strict=True)]
     matrix = _inverse(angle, [float(by) for by in translate], scale, shear, middle)
-    array = torch.tensor(matrix, dtype=torch.float32).view(2, 3).numpy()
-    yield "affine", Encoded(_reading(*how), {"matrix": array})
+    yield _warp("affine", {"matrix": _to_middle(matrix, how[2])}, how)
 
 
 def _inverse(
@@ -270,12 +308,16 @@ def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noq
     name, magnitude, interpolation, fill = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
-        yield _number(_POLICY_FACTORS[name], factor=np.float64(1.0 + magnitude))
+        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude)
     elif name == "Posterize":
-        yield _number("posterize", bits=np.int64(int(magnitude)))
+        bits = int(magnitude)
+        step, mask = 0.5**bits, 255 << (8 - bits) & 255
+        levels = np.array([step, 0.0, 1.0 - step], np.float32)
+        floats = form.dtype.is_floating_point
+        yield _number("posterize", **({"levels": levels} if floats else {"mask": np.uint8(mask)}))
     elif name == "Solarize":
         bound = 1.0 if form.dtype.is_floating_point else 255
-        yield _number("solarize", threshold=np.float64(bound * magnitude))
+        yield _number("solarize", threshold=np.float32(bound * magnitude))
     elif name in _POLICY_WARPS:
         yield from _POLICY_WARPS[name](magnitude, (interpolation, fill, form))
     else:
