@@ -17,6 +17,7 @@ from torchvision.transforms import InterpolationMode
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.torchvision import kernels
 from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
+from lightning_fastdata.augment.torchvision.plan import NEARLY
 from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _AS_NEAREST: Final = tuple(
 """Ways of reading for which torchvision reads the nearest pixel of masks."""
 _MOST_CHANNELS: Final = 4
 """Of images that torch resizes as bytes."""
+_BOX: Final = ("top", "left", "height", "width")
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -43,15 +45,20 @@ class UnknownFormError(Exception):
     """The parameters have no form for batches; never seen by users."""
 
 
-def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str, Encoded]] | None:
+def encode(
+    transform: Any, given: tuple[Any, ...], form: Form, *, exact: bool = False
+) -> list[tuple[str, Encoded]] | None:
     """Return the operations that a transform comes down to; None: it has its general form.
 
     Args:
         transform: of torchvision's v2 itself.
         given: what it was called with besides the tensor: parameters, or those of a policy.
         form: of the image or mask.
+        exact: whether floats have to be torchvision's to the last bit.
     """
     name = type(transform).__name__
+    if exact and form.dtype.is_floating_point and name in NEARLY:
+        return None
     known = _OF_TRANSFORMS.get(name)
     try:
         if known is not None:
@@ -63,7 +70,9 @@ def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str
 
 def has_form(transform: Any) -> bool:
     """Return whether samples that take a transform share a call, whatever each of them drew."""
-    return type(transform).__name__ in _OF_TRANSFORMS
+    mode = getattr(transform, "interpolation", InterpolationMode.NEAREST)
+    known = mode in _AS_NEAREST[:4] and getattr(transform, "value", None) != "random"
+    return known and type(transform).__name__ in _OF_TRANSFORMS
 
 
 def _number(name: str, **values: Any) -> tuple[str, Encoded]:
@@ -107,10 +116,9 @@ def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  
 
 
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    sizes = tuple(transform.kernel_size)
-    across, down = map(_gaussian, sizes, params["sigma"])
+    across, down = map(_gaussian, transform.kernel_size, params["sigma"])
     kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
-    yield "blur", Encoded((("size", sizes),), {"kernel": kernel.numpy()})
+    yield _number("blur", kernel=kernel.numpy())
 
 
 def _gaussian(size: int, sigma: float) -> torch.Tensor:
@@ -124,14 +132,10 @@ def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # 
         raise UnknownFormError
     if value is not None:
         colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
-        top, left, height, width = (params[name] for name in ("i", "j", "h", "w"))
-        rows, columns = (np.arange(length) for length in form.shape[-2:])
-        yield _number(
-            "erase",
-            rows=(rows >= top) & (rows < top + height),
-            columns=(columns >= left) & (columns < left + width),
-            value=colour,
-        )
+        rows, columns = (np.zeros(length, bool) for length in form.shape[-2:])
+        rows[params["i"] : params["i"] + params["h"]] = True
+        columns[params["j"] : params["j"] + params["w"]] = True
+        yield _number("erase", rows=rows, columns=columns, value=colour)
 
 
 def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -142,15 +146,13 @@ def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
         ("mode", transform.padding_mode),
         ("type", form.type_name),
     )
-    rows = params["top"] + np.arange(params["height"])
-    yield "crop", Encoded(
-        static, {"rows": rows, "columns": params["left"] + np.arange(params["width"])}
-    )
+    top, left, height, width = (params[name] for name in _BOX)
+    picked = {"rows": top + np.arange(height), "columns": left + np.arange(width)}
+    yield "crop", Encoded(static, picked)
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    box = [params[name] for name in ("top", "left", "height", "width")]
-    return _window(transform, box, form)
+    return _window(transform, [params[name] for name in _BOX], form)
 
 
 def _resized_whole(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001

@@ -97,16 +97,13 @@ def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: 
     return images[rows, arrays["order"]]
 
 
-def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
+def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Correlate each channel with a kernel ``[C, rows, columns]``, the borders mirrored."""
-    count, channels, height, width = images.shape
-    across, down = (size // 2 for size in static["size"])
-    padded = pad(_floats(images), [across, across, down, down], mode="reflect")
-    out = conv2d(
-        padded.view(1, count * channels, *padded.shape[-2:]),
-        arrays["kernel"].flatten(0, 1).unsqueeze(1),
-        groups=count * channels,
-    ).view(count, channels, height, width)
+    kernels = arrays["kernel"].flatten(0, 1).unsqueeze(1)
+    down, across = (size // 2 for size in kernels.shape[-2:])
+    padded = pad(images.to(kernels.dtype), [across, across, down, down], mode="reflect")
+    planes = padded.view(1, len(kernels), *padded.shape[-2:])
+    out = conv2d(planes, kernels, groups=len(kernels)).view(images.shape)
     return out if images.is_floating_point() else out.round_().to(images.dtype)
 
 
@@ -119,9 +116,10 @@ def erase(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: AR
 def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Pad, all samples alike, and pick rows and columns out."""
     if static["padding"] is not None:
-        how = {"fill": thawed_fill(static["fill"]), "padding_mode": static["mode"]}
-        typed = as_type(batch, static["type"])
-        batch = plain(functional.pad(typed, list(static["padding"]), **how))
+        fill = static["fill"]
+        fill = list(fill) if isinstance(fill, tuple) else fill
+        typed, padding = as_type(batch, static["type"]), list(static["padding"])
+        batch = plain(functional.pad(typed, padding, fill, static["mode"]))
     planes = batch.reshape(-1, *batch.shape[-2:])
     each = torch.arange(len(planes), device=batch.device).view(len(batch), -1, 1, 1)
     made = planes[each, arrays["rows"][:, None, :, None], arrays["columns"][:, None, None, :]]
@@ -131,23 +129,15 @@ def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
 def affine(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Read each pixel at the place that a matrix ``[3, 2]`` says, from the middle of the image."""
     height, width = batch.shape[-2:]
-    begin = (1.0 - height) * 0.5, (1.0 - width) * 0.5
-    base = _base_grid(height, width, *begin, batch.device, _stream(batch.device))
-    grid = base.expand(len(batch), -1, -1).bmm(arrays["matrix"])
-    return _read(batch, grid, static, arrays)
+    base = _base(batch, (1.0 - height) * 0.5, (1.0 - width) * 0.5)
+    return _read(batch, base.bmm(arrays["matrix"]), static, arrays)
 
 
 def perspective(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     """Read each pixel at the place that two matrices ``[3, 2]`` say: a point, and its divisors."""
-    height, width = batch.shape[-2:]
-    base = _base_grid(height, width, 0.5, 0.5, batch.device, _stream(batch.device))
-    above, below = (base.expand(len(batch), -1, -1).bmm(arrays[name]) for name in ("above", "below"))
-    return _read(batch, above.div_(below).sub_(1.0), static, arrays)
-
-
-def thawed_fill(fill: Any) -> Any:
-    """Return a fill as torchvision takes it: a number, a list of numbers, or None."""
-    return list(fill) if isinstance(fill, tuple) else fill
+    base = _base(batch, 0.5, 0.5)
+    grid = base.bmm(arrays["above"]).div_(base.bmm(arrays["below"])).sub_(1.0)
+    return _read(batch, grid, static, arrays)
 
 
 # -- parts of these --------------------------------------------------------------------------------
@@ -156,10 +146,6 @@ def thawed_fill(fill: Any) -> Any:
 def _each(numbers: Tensor) -> Tensor:
     """Return a number for each sample, as it is spread over an image."""
     return numbers.view(-1, 1, 1, 1)
-
-
-def _floats(images: Tensor) -> Tensor:
-    return images if images.is_floating_point() else images.float()
 
 
 def _limited(values: Tensor, like: Tensor) -> Tensor:
@@ -189,13 +175,8 @@ def multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
     return (values.double() + shares.double() * others.double()).float()
 
 
-def _stream(device: torch.device) -> torch.Stream | None:
-    """Return where a device computes now: what is kept for later is in the order of its stream."""
-    return current_stream(device) if has_streams(device) else None
-
-
 @lru_cache(maxsize=64)
-def _smoothing(channels: int, device: torch.device, stream: torch.Stream | None) -> Tensor:  # noqa: ARG001
+def _smoothing(channels: int, device: torch.device, stream: object) -> Tensor:  # noqa: ARG001
     """Return the kernel that smooths, ``[C, 1, 3, 3]``."""
     kernel = torch.full((channels, 1, 3, 3), 1.0 / 13.0, device=device)
     kernel[..., 1, 1].fill_(5.0 / 13.0)
@@ -204,18 +185,27 @@ def _smoothing(channels: int, device: torch.device, stream: torch.Stream | None)
 
 @lru_cache(maxsize=64)
 def _base_grid(
-    height: int,
-    width: int,
-    top: float,
-    left: float,
-    device: torch.device,
-    stream: torch.Stream | None,  # noqa: ARG001
-) -> Tensor:
-    """Return ``[1, H * W, 3]``: column, row and one of each pixel, from ``left`` and ``top`` on."""
-    across = torch.linspace(left, left + width - 1.0, width, device=device)
-    down = torch.linspace(top, top + height - 1.0, height, device=device)
-    rows, columns = torch.meshgrid(down, across, indexing="ij")
+    size: tuple[int, int], first: tuple[float, float], device: torch.device, stream: object
+) -> Tensor:  # noqa: ARG001
+    """Return ``[1, H * W, 3]``: column, row and one of each pixel; the ``first`` row and column."""
+    axes = (
+        torch.linspace(at, at + n - 1.0, n, device=device)
+        for at, n in zip(first, size, strict=True)
+    )
+    rows, columns = torch.meshgrid(*axes, indexing="ij")
     return torch.stack([columns, rows, torch.ones_like(rows)], -1).view(1, -1, 3)
+
+
+def _base(batch: Tensor, top: float, left: float) -> Tensor:
+    """Return the base grid of each sample of a batch, ``[n, H * W, 3]``."""
+    height, width = batch.shape[-2:]
+    base = _base_grid((height, width), (top, left), batch.device, _stream(batch.device))
+    return base.expand(len(batch), -1, -1)
+
+
+def _stream(device: torch.device) -> object:
+    """Return where a device computes now: what is kept is in the order of its stream."""
+    return current_stream(device) if has_streams(device) else None
 
 
 def _read(batch: Tensor, grid: Tensor, static: Values, arrays: Arrays) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.pipeline.plan import OpPlacement
@@ -81,6 +82,13 @@ MOVES: Final = frozenset(
 
 LEAVE_MASKS: Final = _KEEP_FORM - MOVES
 """Transforms that pass masks through as they are."""
+NEARLY: Final = frozenset({"RandomResizedCrop", "Resize"})
+"""Transforms whose form for batches has not always torchvision's last bit of floats."""
+_ROUND: Final = _POLICIES | {"RandomEqualize", "RandomPosterize", "RandomSolarize"}
+"""Transforms that show it; so do those to whole numbers."""
+_ALONE: Final = (
+    "torchvision's own kernel on samples with equal parameters: up to a call for each sample"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,19 +184,31 @@ def _place(leaf: Leaf, why: str | None, behind: Leaf | None) -> OpPlacement:
     return OpPlacement(name=leaf.name, where="device", why=why)
 
 
+def rounds(transform: Any) -> bool:
+    """Return whether a transform may show the last bit of a float: by levels, or whole numbers."""
+    kinds = getattr(transform, "dtype", None)
+    by_type = kinds if isinstance(kinds, dict) else {None: kinds}
+    images = (kind for name, kind in by_type.items() if name is not tv_tensors.Mask)
+    whole = any(kind is not None and not kind.is_floating_point for kind in images)
+    return whole or type(transform).__name__ in _ROUND
+
+
+def lacks_form(transform: Any) -> bool:
+    """Return whether samples of parameters of their own are transformed one after the other."""
+    return kind_of(transform) == "pixels" or how_on_batch(transform) == _ALONE
+
+
 def how_on_batch(transform: Any) -> str:
     """Return how a transform is carried out on a batch, and what that costs."""
     from lightning_fastdata.augment.torchvision.forms import has_form
 
     if has_form(transform):
-        return "one call for all samples"
+        floats = "; of floats that are rounded behind it, up to a call for each"
+        return "one call for all samples" + floats * (type(transform).__name__ in NEARLY)
     if type(transform).__name__ in _POLICIES:
         return "for each operation, a call for all samples or for each group of equal parameters"
     if draws_parameters(transform):
-        return (
-            "torchvision's own kernel on samples with equal parameters: up to a call for each "
-            "sample"
-        )
+        return _ALONE
     return "torchvision's own kernel, one call for all samples"
 
 
@@ -201,7 +221,8 @@ def may_draw(leaf: Leaf) -> bool:
 def draws_parameters(transform: Any) -> bool:
     """Return whether samples that take a transform may have parameters of their own."""
     base = v2.Transform.make_params
-    return getattr(type(transform), "make_params", base) is not base
+    alike = type(transform).__name__ == "RandomGrayscale"  # whose parameters are the image's form
+    return not alike and getattr(type(transform), "make_params", base) is not base
 
 
 def _why_in_worker(leaf: Leaf, boundary: int, leaves: Sequence[Leaf]) -> str | None:

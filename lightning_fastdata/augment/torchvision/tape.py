@@ -44,6 +44,7 @@ from lightning_fastdata.augment.torchvision.plan import (
     Kind,
     keeps_size,
     kind_of,
+    rounds,
 )
 from lightning_fastdata.tree import replace_leaves
 
@@ -112,6 +113,8 @@ class Recorder:
         self._targets: dict[int, Target] = {}
         self._forms: dict[tuple[object, ...], Form] = {}
         """The form behind an operation, by its number and what it depends on of the form before."""
+        rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
+        self._rounding = max(rounding, default=-1)
         self.pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
 
     def __call__(
@@ -198,7 +201,8 @@ class Recorder:
         after = self._form_after(leaf, form, given, before)
         if leaf.conditional and after != form:
             return call(target.flush(), *given, **named)
-        steps = encode(leaf.transform, (*given, *named.values()), form)
+        exact = leaf.number < self._rounding
+        steps = encode(leaf.transform, (*given, *named.values()), form, exact=exact)
         if steps is None:
             steps = [(general_name(leaf), general(form.type_name, given, named))]
         target.noted += [TapeOp(leaf.number, step, encoded) for step, encoded in steps]

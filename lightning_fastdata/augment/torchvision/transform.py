@@ -20,7 +20,7 @@ from lightning_fastdata.augment.stage_transform import (
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.operations import device_ops
 from lightning_fastdata.augment.torchvision.pipeline import is_own, is_v1, is_v2
-from lightning_fastdata.augment.torchvision.plan import make_plan, may_draw
+from lightning_fastdata.augment.torchvision.plan import lacks_form, make_plan, may_draw
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
 from lightning_fastdata.augment.torchvision.samples import (
     check_convertible,
@@ -37,7 +37,7 @@ from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
     from lightning_fastdata.augment.pipeline.fields import Fields
@@ -102,6 +102,11 @@ class TorchvisionTransform(StageTransform):
     def defers(self) -> bool:
         """Whether a device can do any part of it."""
         return self.plan.defers
+
+    def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
+        """Return what torchvision itself or the user's own code does; functions have no times."""
+        listed = ((leaf.name, leaf.transform) for leaf in self.plan.leaves)
+        return [one for one in listed if isinstance(one[1], torch.nn.Module) and lacks_form(one[1])]
 
     def made_of(self) -> tuple[object, ...]:
         """Return the pipeline."""

@@ -99,7 +99,11 @@ def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
     """Return weighted sums along an axis of ``[n, C, H, W]``, rounded as the dtype needs."""
-    places, weights, rounding = arrays[name], arrays[f"{name} weights"], arrays.get(f"{name} rounding")
+    places, weights, rounding = (
+        arrays[name],
+        arrays[f"{name} weights"],
+        arrays.get(f"{name} rounding"),
+    )
     one, made = [len(planes), 1, 1, 1], [*planes.shape]
     one[axis] = made[axis] = places.shape[-1]
     first = places.view(one).expand(made)
