@@ -35,6 +35,7 @@ _AS_NEAREST: Final = tuple(
     for each in (mode, mode.value)
 )
 """Ways of reading for which torchvision reads the nearest pixel of masks."""
+_MODES: Final = frozenset({InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value})
 _MOST_CHANNELS: Final = 4
 """Of images that torch resizes as bytes."""
 _BOX: Final = ("top", "left", "height", "width")
@@ -71,7 +72,8 @@ def encode(
 def has_form(transform: Any) -> bool:
     """Return whether samples that take a transform share a call, whatever each of them drew."""
     mode = getattr(transform, "interpolation", InterpolationMode.NEAREST)
-    known = mode in _AS_NEAREST[:4] and getattr(transform, "value", None) != "random"
+    known = getattr(mode, "value", mode) in _MODES
+    known = known and getattr(transform, "value", None) != "random"  # noise of an erasing
     return known and type(transform).__name__ in _OF_TRANSFORMS
 
 
@@ -227,11 +229,9 @@ def _warp(name: str, numbers: Mapping[str, np.ndarray], how: _How) -> tuple[str,
     interpolation, fill, form = how
     mode = getattr(interpolation, "value", interpolation)
     mode = "nearest" if form.type_name == "Mask" else mode
-    if mode not in {InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value}:
-        raise UnknownFormError
     fill, channels = fill_for(fill, form), form.shape[0] if len(form.shape) == 3 else 1
     around = np.array([] if fill is None else fill, np.float32).reshape(-1)
-    if around.size not in {0, 1, channels}:
+    if mode not in _MODES or around.size not in {0, 1, channels}:
         raise UnknownFormError
     if mode == "nearest" and not form.dtype.is_floating_point:
         around = around.round()

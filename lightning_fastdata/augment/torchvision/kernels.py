@@ -158,8 +158,8 @@ def _gray(images: Tensor) -> Tensor:
     """Return the gray image, of bytes the whole levels, as floats if there were colours."""
     if images.shape[-3] != _RGB:
         return images
-    red, green, blue = images.split(1, -3)
-    gray = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    red, green, blue = images.unsqueeze(-4).unbind(-3)
+    gray: Tensor = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
     return gray if images.is_floating_point() else gray.floor_()
 
 
@@ -175,7 +175,7 @@ def multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
     return (values.double() + shares.double() * others.double()).float()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _smoothing(channels: int, device: torch.device, stream: object) -> Tensor:  # noqa: ARG001
     """Return the kernel that smooths, ``[C, 1, 3, 3]``."""
     kernel = torch.full((channels, 1, 3, 3), 1.0 / 13.0, device=device)
@@ -183,23 +183,21 @@ def _smoothing(channels: int, device: torch.device, stream: object) -> Tensor:  
     return kernel
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _base_grid(
-    size: tuple[int, int], first: tuple[float, float], device: torch.device, stream: object
-) -> Tensor:  # noqa: ARG001
-    """Return ``[1, H * W, 3]``: column, row and one of each pixel; the ``first`` row and column."""
-    axes = (
-        torch.linspace(at, at + n - 1.0, n, device=device)
-        for at, n in zip(first, size, strict=True)
-    )
-    rows, columns = torch.meshgrid(*axes, indexing="ij")
+    height: int, width: int, top: float, left: float, device: torch.device,
+    stream: object,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
+    """Return ``[1, H * W, 3]``: column, row and one of each pixel, from ``left`` and ``top`` on."""
+    down = torch.linspace(top, top + height - 1.0, height, device=device)
+    across = torch.linspace(left, left + width - 1.0, width, device=device)
+    rows, columns = torch.meshgrid(down, across, indexing="ij")
     return torch.stack([columns, rows, torch.ones_like(rows)], -1).view(1, -1, 3)
 
 
 def _base(batch: Tensor, top: float, left: float) -> Tensor:
     """Return the base grid of each sample of a batch, ``[n, H * W, 3]``."""
-    height, width = batch.shape[-2:]
-    base = _base_grid((height, width), (top, left), batch.device, _stream(batch.device))
+    base = _base_grid(*batch.shape[-2:], top, left, batch.device, _stream(batch.device))
     return base.expand(len(batch), -1, -1)
 
 

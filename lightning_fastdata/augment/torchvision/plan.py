@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+import torch
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -189,8 +190,8 @@ def rounds(transform: Any) -> bool:
     kinds = getattr(transform, "dtype", None)
     by_type = kinds if isinstance(kinds, dict) else {None: kinds}
     images = (kind for name, kind in by_type.items() if name is not tv_tensors.Mask)
-    whole = any(kind is not None and not kind.is_floating_point for kind in images)
-    return whole or type(transform).__name__ in _ROUND
+    whole = any(isinstance(one, torch.dtype) and not one.is_floating_point for one in images)
+    return is_own(transform) and (whole or type(transform).__name__ in _ROUND)
 
 
 def lacks_form(transform: Any) -> bool:

@@ -3,6 +3,7 @@
 What each row and column is made of is computed with the draws, in the arithmetic of torch's own
 kernels for the CPU, and the sums are taken in their order: first along rows, then along columns.
 Bytes have weights of 16 bits, and each pass is rounded to bytes. So a device has the same pixels.
+Of floats the last bit may be another one: compilers round products and sums at once, or apart.
 """
 
 from __future__ import annotations
@@ -70,18 +71,18 @@ def _averages(
 
     All windows of a batch have as many taps. ``smooth``: what is made smaller is averaged.
     """
-    kind = np.float32 if floats else np.float64
+    kind: Any = np.float32 if floats else np.float64
     scale = kind(length) / kind(size)
     wide = np.maximum(scale, kind(1.0)) if smooth else kind(1.0)
     taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
-    center = (np.float64(scale) * (np.arange(size) + 0.5)).astype(kind)
-    begin = np.maximum(((center - wide).astype(np.float64) + 0.5).astype(np.int64), 0)
-    end = np.minimum(((center + wide).astype(np.float64) + 0.5).astype(np.int64), length)
+    half = np.float64(0.5)  # of which torch makes doubles, too
+    center = ((np.arange(size) + half) * scale).astype(kind)
+    begin = np.maximum((center - wide + half).astype(np.int64), 0)
+    end = np.minimum((center + wide + half).astype(np.int64), length)
     # Taps before the window or behind it weigh nothing.
     start = np.minimum(first + begin, whole - taps)
-    at = start - first + np.arange(taps)[:, None]
-    away = (at.astype(kind) - center).astype(np.float64) + 0.5
-    away = np.abs((away * np.float64(kind(1.0 / np.float64(wide)))).astype(kind))
+    at = (start - first + np.arange(taps)[:, None]).astype(kind)
+    away = np.abs(((at - center + half) * kind(1.0 / np.float64(wide))).astype(kind))
     inside = (at >= begin) & (at < end) & (away < 1.0)
     weights = np.where(inside, kind(1.0) - away, kind(0.0))
     return start, weights / np.add.accumulate(weights)[-1]
@@ -99,15 +100,12 @@ def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
     """Return weighted sums along an axis of ``[n, C, H, W]``, rounded as the dtype needs."""
-    places, weights, rounding = (
-        arrays[name],
-        arrays[f"{name} weights"],
-        arrays.get(f"{name} rounding"),
-    )
+    places, weights = arrays[name], arrays[f"{name} weights"]
+    rounding = arrays.get(f"{name} rounding")
     one, made = [len(planes), 1, 1, 1], [*planes.shape]
     one[axis] = made[axis] = places.shape[-1]
     first = places.view(one).expand(made)
-    total: Any = 0 if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
+    total = planes if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
     for tap in range(weights.shape[1]):
         # The place of a tap is that of the first one in a batch that begins so much later.
         later = planes.narrow(axis, tap, planes.shape[axis] - tap)
@@ -116,7 +114,7 @@ def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
             total = total.addcmul(values, weight) if tap == 0 else total.addcmul_(values, weight)
         else:
             total = values * weight if tap == 0 else multiply_add(total, weight, values)
-    if rounding is None:
-        return total
-    # Weights of bytes add up to one, nearly, so that no sum is above 255.
-    return total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)
+    if rounding is not None:
+        # Weights of bytes add up to one, nearly, so that no sum is above 255.
+        total = total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)
+    return total
