@@ -72,9 +72,8 @@ def encode(
 def has_form(transform: Any) -> bool:
     """Return whether samples that take a transform share a call, whatever each of them drew."""
     mode = getattr(transform, "interpolation", InterpolationMode.NEAREST)
-    known = getattr(mode, "value", mode) in _MODES
-    known = known and getattr(transform, "value", None) != "random"  # noise of an erasing
-    return known and type(transform).__name__ in _OF_TRANSFORMS
+    known = type(transform).__name__ in _OF_TRANSFORMS and getattr(mode, "value", mode) in _MODES
+    return known and getattr(transform, "value", ()) is not None  # by which an erasing is noise
 
 
 def _number(name: str, **values: Any) -> tuple[str, Encoded]:
