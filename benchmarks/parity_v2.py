@@ -8,7 +8,7 @@ with masks, boxes or points where it is of that kind: by torchvision, sample by 
 of the sample, and through ``FastDataModule`` and ``FastDataLoader``, where all of it runs in the
 workers, and where the device computes what it can (here the CPU takes its place). It prints a
 table, or writes it into the page. What is called draws are the numbers themselves that torch draws
-for a sample, in their order. All takes about MINUTES minutes on one core; no time is measured.
+for a sample, in their order. All of it takes about five minutes of a core, and no time is measured.
 
 ``--launches`` prints what a device is given for a batch of 256, by operation (``v2_launches.py``).
 """
