@@ -16,8 +16,9 @@ from torchvision.transforms.v2 import functional
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.torchvision import kernels
+from lightning_fastdata.augment.torchvision.kinds import NEARLY
 from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
-from lightning_fastdata.augment.torchvision.windows import resized_crop
+from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +29,10 @@ Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
 """Operations by name, in the order in which they run."""
 _How: TypeAlias = "tuple[Any, Any, Form]"
 """How pixels are read: the interpolation, the fill, and the form of the image or mask."""
+_MODES: Final = frozenset({"nearest", "bilinear"})
 _MOST_CHANNELS: Final = 4
 """Of images that torch resizes as bytes."""
+_BOX: Final = ("top", "left", "height", "width")
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -37,15 +40,21 @@ class UnknownFormError(Exception):
     """The parameters have no form for batches; never seen by users."""
 
 
-def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str, Encoded]] | None:
+def encode(
+    transform: Any, given: tuple[Any, ...], form: Form, *, exact: bool = False
+) -> list[tuple[str, Encoded]] | None:
     """Return the operations that a transform comes down to; None: it has its general form.
 
     Args:
         transform: of torchvision's v2 itself.
         given: what it was called with besides the tensor: parameters, or those of a policy.
         form: of the image or mask.
+        exact: whether floats have to be torchvision's to the last bit.
     """
-    known = _OF_TRANSFORMS.get(type(transform).__name__)
+    name = type(transform).__name__
+    if exact and form.dtype.is_floating_point and name in NEARLY:
+        return None
+    known = _OF_TRANSFORMS.get(name)
     try:
         if known is not None:
             return list(known(transform, given[0], form))
@@ -56,7 +65,9 @@ def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str
 
 def has_form(transform: Any) -> bool:
     """Return whether samples that take a transform share a call, whatever each of them drew."""
-    return type(transform).__name__ in _OF_TRANSFORMS
+    mode = getattr(transform, "interpolation", "nearest")
+    known = type(transform).__name__ in _OF_TRANSFORMS and getattr(mode, "value", mode) in _MODES
+    return known and getattr(transform, "value", ()) is not None  # by which an erasing is noise
 
 
 def _number(name: str, **values: Any) -> tuple[str, Encoded]:
@@ -74,7 +85,12 @@ def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) ->
     for name in order:
         factor = factors[f"{name}_factor"]
         if factor is not None:
-            yield _number(name, factor=np.float64(factor))
+            yield _factor(name, factor)
+
+
+def _factor(name: str, factor: float) -> tuple[str, Encoded]:
+    """Return an operation with a factor and what it lacks of one, rounded as torch does it."""
+    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor))
 
 
 def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
@@ -89,9 +105,15 @@ def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  #
         yield _number("permute", order=params["channel_permutation"].numpy())
 
 
-def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    static = (("size", tuple(transform.kernel_size)),)
-    yield "blur", Encoded(static, {"sigma": np.array(params["sigma"], np.float64)})
+def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    across, down = map(_gaussian, transform.kernel_size, params["sigma"])
+    kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
+    yield _number("blur", kernel=kernel.numpy())
+
+
+def _gaussian(size: int, sigma: float) -> torch.Tensor:
+    limit = (size - 1) / (2.0 * math.sqrt(2.0))
+    return torch.softmax(torch.linspace(-limit, limit, size).div(sigma).pow(2).neg(), 0)
 
 
 def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
@@ -101,20 +123,23 @@ def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # 
     if value.shape[1:] != (1, 1):
         raise UnknownFormError
     colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
-    box = [params[name] for name in ("i", "j", "h", "w")]
-    yield _number("erase", box=np.array(box, np.int64), value=colour)
+    rows, columns = (np.zeros(length, bool) for length in form.shape[-2:])
+    rows[params["i"] : params["i"] + params["h"]] = True
+    columns[params["j"] : params["j"] + params["w"]] = True
+    yield _number("erase", rows=rows, columns=columns, value=colour)
 
 
 def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     padding = tuple(params["padding"]) if params["needs_pad"] else None
     static = (
-        ("size", (params["height"], params["width"])),
         ("padding", padding),
         ("fill", _fill_for(transform.fill, form)),
         ("mode", transform.padding_mode),
         ("type", form.type_name),
     )
-    yield "crop", Encoded(static, {"corner": np.array([params["top"], params["left"]], np.int64)})
+    top, left, height, width = (params[name] for name in _BOX)
+    picked = {"rows": top + np.arange(height), "columns": left + np.arange(width)}
+    yield "crop", Encoded(static, picked)
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -130,10 +155,14 @@ def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
         mode = None
     if mode is None:
         raise UnknownFormError
-    whole = dict(zip(("top", "left", "height", "width"), (0, 0, *form.shape[-2:]), strict=True))
+    whole = dict(zip(_BOX, (0, 0, *form.shape[-2:]), strict=True))
     box = [params.get(name, place) for name, place in whole.items()]
-    static = ("size", tuple(transform.size)), ("mode", mode)
-    yield "resized_crop", Encoded(static, {"box": np.array(box, np.int64)})
+    floats = form.dtype.is_floating_point
+    numbers = window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
+    if mode == "nearest":
+        yield "crop", Encoded((("padding", None),), numbers)
+    else:
+        yield "resized_crop", Encoded((), numbers)
 
 
 def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -147,9 +176,10 @@ def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 
 def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    static = _reading(transform.interpolation, transform.fill, form)
-    numbers = np.array(params["coefficients"], np.float32)
-    yield "perspective", Encoded(static, {"coefficients": numbers})
+    *above, right, below = params["coefficients"]
+    divisors = np.array([[right, below, 1.0]] * 2, np.float32)
+    numbers = {"above": _to_middle(above, form), "below": divisors.T}
+    yield _warp("perspective", numbers, (transform.interpolation, transform.fill, form))
 
 
 def _fill_for(fill: Any, form: Form) -> Any:
@@ -160,15 +190,27 @@ def _fill_for(fill: Any, form: Form) -> Any:
     return fill if fill is None or isinstance(fill, int | float) else tuple(map(float, fill))
 
 
-def _reading(interpolation: Any, fill: Any, form: Form) -> tuple[tuple[str, Any], ...]:
+def _warp(name: str, numbers: Mapping[str, np.ndarray], how: _How) -> tuple[str, Encoded]:
+    interpolation, fill, form = how
     mode = getattr(interpolation, "value", interpolation)
     mode = "nearest" if form.type_name == "Mask" else mode
-    fill = _fill_for(fill, form)
-    channels = form.shape[0] if len(form.shape) == 3 else 1
-    fits = not isinstance(fill, tuple) or len(fill) in {1, channels}
-    if mode not in {"nearest", "bilinear"} or not fits:
+    fill, channels = _fill_for(fill, form), form.shape[0] if len(form.shape) == 3 else 1
+    around = np.array([] if fill is None else fill, np.float32).reshape(-1)
+    if mode not in _MODES or around.size not in {0, 1, channels}:
         raise UnknownFormError
-    return ("mode", mode), ("fill", fill)
+    if mode == "nearest" and not form.dtype.is_floating_point:
+        around = around.round()
+    black = not around.any()
+    if around.size and not (black and mode == "nearest"):  # outside, zeros are read
+        numbers = {**numbers, "fill": around}
+    return name, Encoded((("mode", mode), ("black", black)), numbers)
+
+
+def _to_middle(matrix: Sequence[float], form: Form) -> np.ndarray:
+    """Return a matrix of six numbers as float32 ``[3, 2]``, in halves of the image."""
+    height, width = form.shape[-2:]
+    half = np.array([0.5 * width, 0.5 * height], np.float32)
+    return np.array(matrix, np.float32).reshape(2, 3).T / half
 
 
 def _rotation(angle: float, center: Any, how: _How) -> Noted:
@@ -196,8 +238,7 @@ def _affine(
     if center is not None:
         middle = [place - size * 0.5 for place, size in zip(center, (width, height), strict=True)]
     matrix = inverse(middle, angle, [float(by) for by in translate], scale, shear)
-    array = torch.tensor(matrix, dtype=torch.float32).view(2, 3).numpy()
-    yield "affine", Encoded(_reading(*how), {"matrix": array})
+    yield _warp("affine", {"matrix": _to_middle(matrix, how[2])}, how)
 
 
 _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
@@ -218,12 +259,16 @@ def _policy(given: tuple[Any, ...], form: Form) -> Noted:
     name, magnitude, *reading = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
-        yield _number(_POLICY_FACTORS[name], factor=np.float64(1.0 + magnitude))
+        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude)
     elif name == "Posterize":
-        yield _number("posterize", bits=np.int64(int(magnitude)))
+        bits = int(magnitude)
+        step, mask = 0.5**bits, 255 << (8 - bits) & 255
+        levels = np.array([step, 0.0, 1.0 - step], np.float32)
+        floats = form.dtype.is_floating_point
+        yield _number("posterize", **({"levels": levels} if floats else {"mask": np.uint8(mask)}))
     elif name == "Solarize":
         bound = 1.0 if form.dtype.is_floating_point else 255
-        yield _number("solarize", threshold=np.float64(bound * magnitude))
+        yield _number("solarize", threshold=np.float32(bound * magnitude))
     elif name in _POLICY_WARPS:
         yield from _POLICY_WARPS[name](magnitude, (*reading, form))
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal, TypeAlias
 
+import torch
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lightning_fastdata.augment.torchvision.pipeline import Leaf, is_own
@@ -54,6 +56,11 @@ NEED_BOXES: Final = frozenset({*_TARGETS, *_MASKS, "RandomIoUCrop"})
 MOVES: Final = _WARP | _RESIZE | _FIX_SIZE | _VARY_SIZE | {"ElasticTransform"}
 """Transforms that move the pixels of an image."""
 
+NEARLY: Final = frozenset({"RandomResizedCrop", "Resize"})
+"""Transforms whose form for batches has not always torchvision's last bit of floats."""
+_ROUND: Final = _POLICIES | {"RandomEqualize", "RandomPosterize", "RandomSolarize"}
+"""Transforms that show it; so do those to whole numbers."""
+
 _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys(LEAVE_MASKS | _WARP | _CHANGE_FORM, "noted"),
     **dict.fromkeys(_POLICIES, "policy"),
@@ -101,6 +108,15 @@ def fixes_size(transform: Any) -> bool:
     return is_own(transform) and (whole or name in _FIX_SIZE)
 
 
+def rounds(transform: Any) -> bool:
+    """Return whether a transform may show the last bit of a float: by levels, or whole numbers."""
+    kinds = getattr(transform, "dtype", None)
+    by_type = kinds if isinstance(kinds, dict) else {None: kinds}
+    images = (kind for name, kind in by_type.items() if name is not tv_tensors.Mask)
+    whole = any(isinstance(one, torch.dtype) and not one.is_floating_point for one in images)
+    return is_own(transform) and (whole or type(transform).__name__ in _ROUND)
+
+
 def changes_form(transform: Any) -> bool:
     """Return whether a transform may change the size, channels or dtype of images."""
     return not is_own(transform) or type(transform).__name__ in _CHANGE_FORM
@@ -115,4 +131,5 @@ def may_draw(leaf: Leaf) -> bool:
 def draws_parameters(transform: Any) -> bool:
     """Return whether samples that take a transform may have parameters of their own."""
     base = v2.Transform.make_params
-    return getattr(type(transform), "make_params", base) is not base
+    alike = type(transform).__name__ == "RandomGrayscale"  # whose parameters are the image's form
+    return not alike and getattr(type(transform), "make_params", base) is not base

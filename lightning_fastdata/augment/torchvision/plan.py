@@ -14,12 +14,13 @@ What comes behind it is noted for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.augment.pipeline.plan import OpPlacement, Placements
 from lightning_fastdata.augment.torchvision.forms import has_form
 from lightning_fastdata.augment.torchvision.kinds import (
     FROM_PIL,
+    NEARLY,
     changes_form,
     draws_parameters,
     fixes_size,
@@ -31,6 +32,10 @@ from lightning_fastdata.augment.torchvision.pipeline import Leaf, leaves_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_ALONE: Final = (
+    "torchvision's own kernel on samples with equal parameters: up to a call for each sample"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +104,18 @@ def _place(leaf: Leaf, why: str | None) -> OpPlacement:
     return OpPlacement(name=leaf.name, where="device", why=_how_on_batch(leaf.transform))
 
 
+def lacks_form(transform: Any) -> bool:
+    """Return whether samples of parameters of their own are transformed one after the other."""
+    return kind_of(transform) == "pixels" or _how_on_batch(transform) == _ALONE
+
+
 def _how_on_batch(transform: Any) -> str:
     """Return how a transform is carried out on a batch, and what that costs."""
     if has_form(transform):
-        return "one call for all samples"
+        floats = "; of floats that are rounded behind it, up to a call for each"
+        return "one call for all samples" + floats * (type(transform).__name__ in NEARLY)
     if kind_of(transform) == "policy":
         return "for each operation, a call for all samples or for each group of equal parameters"
     if draws_parameters(transform):
-        return (
-            "torchvision's own kernel on samples with equal parameters: up to a call for each "
-            "sample"
-        )
+        return _ALONE
     return "torchvision's own kernel, one call for all samples"

@@ -23,7 +23,7 @@ import torch
 
 from lightning_fastdata.augment.ops.operation import Tape, TapeOp, Track
 from lightning_fastdata.augment.torchvision.forms import encode
-from lightning_fastdata.augment.torchvision.kinds import LEAVE_MASKS, METHODS, kind_of
+from lightning_fastdata.augment.torchvision.kinds import LEAVE_MASKS, METHODS, kind_of, rounds
 from lightning_fastdata.augment.torchvision.operations import (
     TYPES,
     Call,
@@ -99,6 +99,8 @@ class Recorder:
         """The form behind an operation, by its number, its name in a policy, the form before."""
         self._masks_too = all(kind_of(leaf.transform) != "masks" for leaf in plan.leaves)
         """Whether masks are noted, which nothing needs."""
+        rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
+        self._rounding = max(rounding, default=-1)
         self.needs_pixels = plan.boundary >= 0
         """Whether it has to be given the pixels of samples; else phantoms will do."""
         self._pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
@@ -166,7 +168,8 @@ class Recorder:
         if leaves_it or (given and given[0] == "Identity"):
             return target.shown
         after = self._form_after(leaf, form, call, given, named)
-        steps = encode(leaf.transform, (*given, *named.values()), form)
+        exact = leaf.number < self._rounding
+        steps = encode(leaf.transform, (*given, *named.values()), form, exact=exact)
         if steps is None:
             steps = [(general_name(leaf), general(form.type_name, given, named))]
         target.noted += [TapeOp(leaf.number, step, encoded) for step, encoded in steps]
