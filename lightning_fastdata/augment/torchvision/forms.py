@@ -89,6 +89,10 @@ def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  #
         yield _number("permute", order=params["channel_permutation"].numpy())
 
 
+def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    yield _number("permute", order=params["permutation"].numpy())
+
+
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     static = (("size", tuple(transform.kernel_size)),)
     yield "blur", Encoded(static, {"sigma": np.array(params["sigma"], np.float64)})
@@ -204,6 +208,7 @@ _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
     "ColorJitter": _jitter,
     "GaussianBlur": _blurred,
     "RandomAffine": _moved,
+    "RandomChannelPermutation": _permuted,
     "RandomCrop": _cropped,
     "RandomErasing": _erased,
     "RandomPerspective": _projected,
