@@ -22,6 +22,7 @@ OPERATIONS = {
     "brightness, contrast": v2.ColorJitter(0.9, 0.9),
     "saturation, hue": v2.ColorJitter(saturation=(0, 3), hue=0.5),
     "distort": v2.RandomPhotometricDistort(p=0.8),
+    "channels": v2.RandomChannelPermutation(),
     "blur": v2.GaussianBlur((5, 9), (0.1, 3)),
     "erase": v2.RandomErasing(0.9, value=(0.2, 0.5, 0.7)),
     "crop": v2.RandomCrop((30, 20)),
@@ -39,7 +40,6 @@ OPERATIONS = {
     "perspective, nearest": v2.RandomPerspective(0.6, p=0.9, interpolation=NEAREST, fill=9),
 }
 POLICIES = {
-    "channels": v2.RandomChannelPermutation(),
     "RandAugment": v2.RandAugment(3, 12),
     "TrivialAugmentWide": v2.TrivialAugmentWide(interpolation=BILINEAR, fill=(9, 8, 7)),
     "AutoAugment": v2.AutoAugment(),

@@ -105,6 +105,10 @@ def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  #
         yield _number("permute", order=params["channel_permutation"].numpy())
 
 
+def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    yield _number("permute", order=params["permutation"].numpy())
+
+
 def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     across, down = map(_gaussian, transform.kernel_size, params["sigma"])
     kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
@@ -245,6 +249,7 @@ _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
     "ColorJitter": _jitter,
     "GaussianBlur": _blurred,
     "RandomAffine": _moved,
+    "RandomChannelPermutation": _permuted,
     "RandomCrop": _cropped,
     "RandomErasing": _erased,
     "RandomPerspective": _projected,

@@ -30,10 +30,9 @@ _WARP: Final = frozenset(
         "RandomVerticalFlip",
     }
 )
-_RECAST: Final = frozenset({"ConvertImageDtype", "Grayscale", "RGB", "ToDtype"})
-_RESIZE: Final = frozenset({"Pad", "Resize"})
 _FIX_SIZE: Final = frozenset({"CenterCrop", "RandomCrop", "RandomResizedCrop"})
-_CHANGE_FORM: Final = _RECAST | _RESIZE | _FIX_SIZE
+_RESIZE: Final = _FIX_SIZE | {"Pad", "Resize"}
+_CHANGE_FORM: Final = _RESIZE | {"ConvertImageDtype", "Grayscale", "RGB", "ToDtype"}
 """Transforms after which all images of one form have one other form."""
 _POLICIES: Final = frozenset({"AutoAugment", "RandAugment", "TrivialAugmentWide"})
 FROM_PIL: Final = frozenset({"ToImage", "PILToTensor", "ToTensor"})
@@ -53,7 +52,7 @@ _VARY_SIZE: Final = frozenset(
 )
 NEED_BOXES: Final = frozenset({*_TARGETS, *_MASKS, "RandomIoUCrop"})
 """Transforms that make no sense without boxes or keypoints."""
-MOVES: Final = _WARP | _RESIZE | _FIX_SIZE | _VARY_SIZE | {"ElasticTransform"}
+MOVES: Final = _WARP | _RESIZE | _VARY_SIZE | {"ElasticTransform"}
 """Transforms that move the pixels of an image."""
 
 NEARLY: Final = frozenset({"RandomResizedCrop", "Resize"})

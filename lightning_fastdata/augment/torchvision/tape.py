@@ -97,8 +97,8 @@ class Recorder:
         self._targets: dict[int, Target] = {}
         self._forms: dict[tuple[object, ...], Form] = {}
         """The form behind an operation, by its number, its name in a policy, the form before."""
+        # Else masks are real, for a transform that reads them.
         self._masks_too = all(kind_of(leaf.transform) != "masks" for leaf in plan.leaves)
-        """Whether masks are noted, which nothing needs."""
         rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
         self._rounding = max(rounding, default=-1)
         self.needs_pixels = plan.boundary >= 0
