@@ -1,7 +1,7 @@
 """How near whole torchvision v2 pipelines given as ``augment=`` are to torchvision itself.
 
     python benchmarks/parity_v2.py [--only NAME] [--write docs/parity.md]
-    python benchmarks/parity_v2.py --launches [--write benchmarks/results/torchvision.md]
+    python benchmarks/parity_v2.py --launches [--write docs/parity.md]
 
 Each pipeline of ``v2_pipelines.py`` runs on 48 photographs of several sizes, uint8 and float32,
 with masks, boxes or points where it is of that kind: by torchvision, sample by sample under the key
@@ -53,7 +53,6 @@ _SLACK: Final = 1e-6
 """Of the range: a level that went through a division and back."""
 _SAME_DRAWS: Final = 2 / 255
 """Of the range: with other draws, images of a sample differ by more than that on average."""
-BEGIN, END = "<!-- torchvision -->", "<!-- /torchvision -->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,18 +394,19 @@ def section(rows: Sequence[PipelineParity]) -> str:
     return "\n".join([*lines, ""])
 
 
-def written_into(page: str, part: str) -> str:
-    """Return a page with what is between the marks replaced."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{part}\n{END}{rest.split(END)[1]}"
+def written_into(page: str, name: str, part: str) -> str:
+    """Return a page with what is between the marks of a name replaced."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
 
 
-def show(part: str, page: Path | None) -> None:
-    """Print a part of a page, or write it there."""
+def show(name: str, part: str, page: Path | None) -> None:
+    """Print a part of a page, or write it there, between the marks of its name."""
     if page is None:
         print(part)
     else:
-        page.write_text(written_into(page.read_text(), part))
+        page.write_text(written_into(page.read_text(), name, part))
 
 
 def main() -> None:
@@ -419,7 +419,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.launches:
-        show(f"\n{table()}\n", options.write)
+        show("launches", f"\n{table()}\n", options.write)
         return
     images, rows = photographs(options.count), []
     places: Sequence[Place] = (options.place,) if options.place else ("workers", "device")
@@ -437,7 +437,7 @@ def main() -> None:
     bad = [row for row in rows if row.failure or row.other_draws or row.targets or row.near < 0.95]
     print(f"{len(chosen)} pipelines, {len(rows)} rows, {len(bad)} not as torchvision's")
     if options.write is not None:
-        show(section(rows), options.write)
+        show("torchvision", section(rows), options.write)
 
 
 if __name__ == "__main__":
