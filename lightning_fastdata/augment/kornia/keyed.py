@@ -25,7 +25,6 @@ Params: TypeAlias = Any
 
 _OF_BATCH: Final = frozenset({"MixAugmentationBaseV2", "OperationBase"})
 """Bases of modules that draw for a batch: mixing, and the policies of AutoAugment and its kin."""
-_GENERATORS: Final = ("torch",)
 
 
 class _Leaf(NamedTuple):
@@ -44,14 +43,14 @@ def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params
     Raises:
         TransformError: what it draws has no row for each sample.
     """
-    with keyed_draws(key_of_batch(keys[0]), _GENERATORS):
+    with keyed_draws(key_of_batch(keys[0]), ("torch",)):
         drawn = module.forward_parameters(Size(shape))
     if len(keys) != shape[0]:
         return drawn
     alone = [leaf for leaf in _leaves(module, drawn) if not is_of_batch(leaf.module)]
     rows: list[list[dict[str, Tensor]]] = [[] for _ in alone]
     for key in keys if alone else ():
-        with keyed_draws(key, _GENERATORS):
+        with keyed_draws(key, ("torch",)):
             for leaf, drawn_alone in zip(alone, rows, strict=True):
                 drawn_alone.append(leaf.module.forward_parameters(_as_one(leaf)))
     for leaf, drawn_alone in zip(alone, rows, strict=True):

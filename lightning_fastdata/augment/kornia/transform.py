@@ -200,9 +200,9 @@ class KorniaWorker(WorkerTransform):
         self, samples: Sequence[Batch], drawn: Sequence[_Drawn], batch: Batch = None
     ) -> bool:
         """Return whether the images make one tensor of the shape that is drawn for."""
-        alike = len({one.shape for one in drawn}) == 1
-        if batch is None or not alike:
-            return alike
+        shapes = {one.shape for one in drawn}
+        if batch is None or len(shapes) > 1:
+            return len(shapes) == 1
         images = get_field(batch, find_fields(batch, self._fields, batched=True).image)
         return tuple(images.shape) == (len(samples), *(drawn[0].shape or ()))
 
@@ -239,9 +239,8 @@ def _computed(
             # Not its __call__, which may copy the images back to the CPU.
             made = module.forward(*given, params=params, **told)
         made = [made] if isinstance(made, Tensor) else list(made)
-        return put_fields(
-            batch, {where: one for (_, where), one in zip(targets, made, strict=True)}
-        )
+        changed = {where: one for (_, where), one in zip(targets, made, strict=True)}
+        return put_fields(batch, changed)
 
 
 def _as_kornia_takes(images: Batch) -> Tensor:

@@ -302,13 +302,11 @@ _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
 
 
 FORMS: Final[Mapping[str, DeviceOp]] = {
-    "resized_crop": device_op("resized_crop", resized_crop),
-} | {
-    name: device_op(name, getattr(kernels, name))
-    for name in (
-        *_COLOURS,
-        *("affine", "blur", "crop", "erase", "permute", "perspective", "posterize", "sharpness"),
-        "solarize",
+    run.__name__: device_op(run.__name__, run)
+    for run in (
+        *(kernels.affine, kernels.blur, kernels.brightness, kernels.contrast, kernels.crop),
+        *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.posterize),
+        *(kernels.saturation, kernels.sharpness, kernels.solarize, resized_crop),
     )
 }
 """Operations with parameters of each sample's own, by name."""

@@ -17,10 +17,7 @@ from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_
 from lightning_fastdata.augment.stage_transform import CallableTransform, plain_tensors
 from lightning_fastdata.augment.torchvision.kinds import may_draw
 from lightning_fastdata.augment.torchvision.pipeline import MIXES, Leaf, children_of, leaves_of
-from lightning_fastdata.augment.torchvision.transform import (
-    TorchvisionTransform,
-    pipeline_transform,
-)
+from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform, transform_of
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import keyed_draws
 
@@ -46,7 +43,7 @@ def stage_transform(
     before = list(takewhile(lambda step: not any(map(_mixes, leaves_of(step))), steps))
     mixing = steps[len(before) :]
     if not mixing:
-        return pipeline_transform(transform, fields)
+        return transform_of(transform, fields)
     for leaf in (leaf for step in mixing for leaf in leaves_of(step)):
         if not _mixes(leaf) and may_draw(leaf):
             raise TransformError(

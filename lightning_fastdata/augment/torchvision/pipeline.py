@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 from torchvision.transforms import v2
 
+from lightning_fastdata.tree import name_of
+
 MIXES: Final = (v2.CutMix, v2.MixUp)
 """Transforms of whole batches."""
 _V1: Final = frozenset({"torchvision.transforms.autoaugment", "torchvision.transforms.transforms"})
@@ -27,8 +29,7 @@ class Leaf(NamedTuple):
     @property
     def name(self) -> str:
         """What messages and reports call it."""
-        named = getattr(self.transform, "__name__", None)
-        return named if isinstance(named, str) else type(self.transform).__name__
+        return name_of(self.transform)
 
 
 def is_v2(transform: object) -> bool:

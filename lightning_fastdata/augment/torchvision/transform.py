@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch, SampleKey
 
 
-def pipeline_transform(transform: object, fields: Fields) -> TorchvisionTransform | None:
+def transform_of(transform: object, fields: Fields) -> TorchvisionTransform | None:
     """Return the transform of batches of a v2 pipeline; None: it is none.
 
     Raises:
