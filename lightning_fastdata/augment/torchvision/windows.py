@@ -75,7 +75,7 @@ def _averages(
     scale = kind(length) / kind(size)
     wide = np.maximum(scale, kind(1.0)) if smooth else kind(1.0)
     taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
-    half = np.float64(0.5)  # of which torch makes doubles, too
+    half = np.array([0.5])  # as in torch, of doubles, whatever is added to it
     center = ((np.arange(size) + half) * scale).astype(kind)
     begin = np.maximum((center - wide + half).astype(np.int64), 0)
     end = np.minimum((center + wide + half).astype(np.int64), length)
