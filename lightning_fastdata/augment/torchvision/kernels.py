@@ -140,9 +140,6 @@ def perspective(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
     return _read(batch, grid, static, arrays)
 
 
-# -- parts of these --------------------------------------------------------------------------------
-
-
 def _each(numbers: Tensor) -> Tensor:
     """Return a number for each sample, as it is spread over an image."""
     return numbers.view(-1, 1, 1, 1)
