@@ -16,13 +16,13 @@ from typing import IO, Any, Final
 _ALIGNED: Final = 16
 _NAME: Final = "fastdata-shared"
 _DIGEST_BYTES: Final = 32
-"""Of what is before them; at the end of the memory."""
+"""At the end of the memory, of all that is before."""
 
 
 class Block(mmap.mmap):
-    """A file without a name, mapped.
+    """A file without a name, mapped: sent to a process that is being started as an open file.
 
-    It is sent to a process that is being started as an open file. Any other pickle has a copy.
+    Any other pickle has a copy.
     """
 
     descriptor: int
@@ -60,21 +60,17 @@ class BlockWriter:
     """Writes a block part by part."""
 
     def __init__(self) -> None:
-        self._file = _memory_file()
+        self._file, self._at = _memory_file(), 0
         self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._at = 0
 
-    def write(self, data: bytes) -> int:
-        """Write some bytes, and return where they begin."""
+    def write(self, data: bytes, *, aligned: bool = False) -> int:
+        """Write some bytes, and return where they begin; ``aligned``: they are numbers."""
+        if aligned:
+            self.write(b"\0" * (-self._at % _ALIGNED))
         began = self._at
         self._digest.update(data)
         self._at += self._file.write(data)
         return began
-
-    def write_aligned(self, data: bytes) -> int:
-        """Write numbers, and return where they begin."""
-        self.write(b"\0" * (-self._at % _ALIGNED))
-        return self.write(data)
 
     def finish(self) -> Block:
         """Return what was written, or the same that a process of this user had before."""
@@ -96,30 +92,23 @@ def _sealed(file: IO[bytes]) -> Block:
     with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
         import fcntl
 
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)  # of several ranks one is the first
             for link in Path("/proc").glob("[0-9]*/fd/*"):
                 with suppress(OSError):  # of other users, and what ends meanwhile
-                    found = _same(link, block)
-                    if found is not None:
-                        return found
-            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                    if _NAME in str(link.readlink()) and _may_be(link, block):
+                        other = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
+                        sealed = fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS) == seals
+                        if sealed and other[-_DIGEST_BYTES:] == block[-_DIGEST_BYTES:]:
+                            return other
             fcntl.fcntl(block.descriptor, fcntl.F_ADD_SEALS, seals)
         finally:
             os.close(folder)
     return block
 
 
-def _same(link: Path, block: Block) -> Block | None:
-    """Return the memory that an open file is, if it has the content of a block for good."""
-    import fcntl
-
-    if _NAME not in str(link.readlink()):
-        return None
-    found = link.stat()
-    if found.st_size != len(block) or found.st_uid != os.geteuid():  # root sees those of others
-        return None
-    other = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
-    sealed = fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
-    return other if sealed and other[-_DIGEST_BYTES:] == block[-_DIGEST_BYTES:] else None
+def _may_be(link: Path, block: Block) -> bool:
+    found = link.stat()  # root sees those of others, too
+    return (found.st_size, found.st_uid) == (len(block), os.geteuid())

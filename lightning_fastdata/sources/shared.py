@@ -16,7 +16,7 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from functools import partial, reduce
 from pathlib import PurePath
@@ -71,33 +71,26 @@ def share(dataset: T) -> T:
     Raises:
         DatasetError: It is a list or dict, and holds something that cannot be shared.
     """
-    if isinstance(dataset, SharedList | SharedDict):
+    if isinstance(dataset, _Shared):
         return dataset
-    writer = _Writer()
+    writer, made = _Writer(), dataset
     if type(dataset) in CONTAINERS:
-        try:
-            made = writer.shared(dataset, "dataset", least=-1)
-        except _NotShareableError as error:
-            raise DatasetError(f"Nothing is shared: {error}.") from None
-        writer.finish()
-        return made  # type: ignore[no-any-return]
+        made = writer.shared(dataset, "dataset", least=-1)
+        if writer.left:
+            raise DatasetError(f"Nothing is shared: {writer.left[0]}.")
     for each in attributes(dataset):
-        writer.share_parts(each.owner, [(each.key, each.value, each.name)])
+        writer.share(each.owner, each.key, each.name)
     writer.finish()
-    said = f"Not shared, and left as it is: {'; '.join(writer.left)}." if writer.left else ""
-    already = any(isinstance(each, SharedList | SharedDict) for each in held_by(dataset).values())
-    if not writer.left and not writer.places and not already:
+    if writer.left:
+        said = f"Not shared, and left as it is: {'; '.join(writer.left)}."
+        warnings.warn(said, FastDataWarning, stacklevel=2)
+    elif not writer.lists and not any(isinstance(x, _Shared) for x in held_by(dataset).values()):
         said = (
             f"Nothing of this {type(dataset).__name__} is shared: it holds no list or dict of more "
             f"than {_FEW} elements. Call share() when it is complete."
         )
-    if said:
         warnings.warn(said, FastDataWarning, stacklevel=2)
-    return dataset
-
-
-class _NotShareableError(Exception):
-    """Names what cannot be shared, and where it is."""
+    return made
 
 
 # -- what takes the place of a list or a dict ------------------------------------------------------
@@ -125,40 +118,26 @@ class _ReadOnly:
             setattr(cls, name, _refusal(name))
 
 
-class _Part(_ReadOnly):
-    """Within something shared. A copy or a pickle of it is as any other."""
+class ReadOnlyList(_ReadOnly, list[Any], refused=_OF_LISTS):
+    """A list within something shared. A copy or a pickle of it is as any other."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
-        plain: Any = _PLAIN[type(self)]
-        return plain, (plain(self),)
-
-    def __copy__(self) -> Any:
-        return _PLAIN[type(self)](self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(copy.copy(self), memo)
+        return list, (list(self),)
 
 
-class ReadOnlyList(_Part, list[Any], refused=_OF_LISTS):
-    """A list within something shared."""
+class ReadOnlyDict(_ReadOnly, dict[Any, Any], refused=_OF_DICTS):
+    """A dict within something shared. A copy or a pickle of it is as any other."""
 
     __slots__ = ()
 
-
-class ReadOnlyDict(_Part, dict[Any, Any], refused=_OF_DICTS):
-    """A dict within something shared."""
-
-    __slots__ = ()
-
-
-_PLAIN: Final[dict[type, Any]] = {ReadOnlyList: list, ReadOnlyDict: dict}
+    def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 class _Shared(_ReadOnly):
     __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return repr(copy.copy(self))
@@ -192,11 +171,10 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
     def attach(self, block: Block) -> None:
         """Read from this memory from now on."""
         code, start, length, form = self._layout
-        whole = memoryview(block).toreadonly()
+        whole, numbers = memoryview(block).toreadonly(), {"q": int, "d": float}
         self._block = block
         self._table: Any = whole[start : start + 8 * length].cast(code)  # type: ignore[call-overload]
-        numbers: Any = {"q": int, "d": float}
-        self._read = numbers.get(code) or _reader(form, whole)
+        self._read: Callable[[Any], Any] = numbers.get(code) or _reader(form, whole)
 
     def __len__(self) -> int:
         return self._layout.length
@@ -237,51 +215,26 @@ def _hash(key: Any) -> int:
     return 0 if key is None else hash(key)
 
 
-class _Items(ItemsView[Any, Any]):
-    _mapping: SharedDict
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return self._mapping.pairs()
-
-
-class _Values(ValuesView[Any]):
-    _mapping: SharedDict
-
-    def __iter__(self) -> Iterator[Any]:
-        return (value for _, value in self._mapping.pairs())
-
-
 class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
     """What takes the place of a dict. ``copy`` and ``dict(x)`` are plain dicts.
 
     Args:
-        keys: In the order of the dict.
-        values: In the same.
-        hashes: Of the keys, sorted.
-        order: Where the key of each hash is.
         default: Makes the value of a missing key, as that of a ``defaultdict`` does.
+        lists: Keys, values, sorted hashes of keys, and where the key of each hash is.
     """
 
     __slots__ = ("_default", "_hashes", "_keys", "_order", "_values")
 
-    def __init__(
-        self,
-        keys: SharedList,
-        values: SharedList,
-        hashes: SharedList,
-        order: SharedList,
-        default: Callable[[], Any] | None,
-    ) -> None:
-        self._keys, self._values, self._default = keys, values, default
-        self._hashes, self._order = hashes, order
+    def __init__(self, default: Callable[[], Any] | None, *lists: SharedList) -> None:
+        self._default = default
+        self._keys, self._values, self._hashes, self._order = lists
 
     def _place(self, key: Any) -> int | None:
         wanted = _hash(key)
         at = self._hashes.first_at(wanted)
         while at < len(self) and self._hashes[at] == wanted:
-            place: int = self._order[at]
-            if self._keys[place] == key:
-                return place
+            if self._keys[self._order[at]] == key:
+                return int(self._order[at])
             at += 1
         return None
 
@@ -307,10 +260,6 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._keys)
 
-    def pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Return keys and values, none of which is looked up."""
-        return zip(self._keys, self._values, strict=True)
-
     def items(self) -> ItemsView[Any, Any]:
         """Return keys and values."""
         return _Items(self)
@@ -320,14 +269,25 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
         return _Values(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedDict, (self._keys, self._values, self._hashes, self._order, self._default)
+        lists = self._keys, self._values, self._hashes, self._order
+        return SharedDict, (self._default, *lists)
 
     def __copy__(self) -> dict[Any, Any]:
         made: dict[Any, Any] = {} if self._default is None else defaultdict(self._default)
-        made.update(self.pairs())
+        made.update(self.items())
         return made
 
     copy = __copy__
+
+
+class _Items(ItemsView[Any, Any]):
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self._mapping._keys, self._mapping._values, strict=True)  # type: ignore[attr-defined]
+
+
+class _Values(ValuesView[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._mapping._values)  # type: ignore[attr-defined]
 
 
 # -- reading items ---------------------------------------------------------------------------------
@@ -400,22 +360,22 @@ def _frozen(value: Any, whole: memoryview | None = None) -> Any:
 
 
 class _NotShareableError(Exception):
-    """Has what cannot be shared, or names it."""
+    """Its argument is what cannot be shared."""
 
 
 def _path(value: Any, culprit: object) -> str | None:
     """Return where in a value something is; None: nowhere."""
     if value is culprit:
         return ""
-    for key, part in _pairs(value) if isinstance(value, list | tuple | dict) else ():
-        found = _path(part, culprit)
+    for key in _keys(value) if isinstance(value, list | tuple | dict) else ():
+        found = _path(value[key], culprit)
         if found is not None:
             return f"[{key!r}]{found}"
     return None
 
 
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
+def _keys(value: Any) -> list[Any]:
+    return list(value if isinstance(value, dict) else range(len(value)))
 
 
 class _Writer:
@@ -423,61 +383,55 @@ class _Writer:
 
     def __init__(self) -> None:
         self._block = BlockWriter()
-        self._lists: list[SharedList] = []
         self._arrays: dict[bytes, int] = {}
         """Where an array is, by a digest of its content: what many items hold is written once."""
         self._known: dict[int, tuple[Any, Any]] = {}
         """By the ids of originals, which are kept so that nothing else gets their ids."""
-        self.places: list[tuple[Any, Any, Any]] = []
+        self._places: list[tuple[Any, Any, Any]] = []
         """Container, key, and what is to be there."""
+        self.lists: list[SharedList] = []
         self.left: list[str] = []
         """What is not shared, and why."""
 
-    def share_parts(self, container: Any, parts: Iterable[tuple[Any, Any, str]]) -> None:
-        """Share what a container holds: key, value, and what it is called."""
-        for key, value, name in parts:
-            try:
-                made = self.shared(value, name)
-            except _NotShareableError as error:
-                self.left.append(str(error))
-                continue
-            if made is not value:
-                self.places.append((container, key, made))
+    def share(self, container: Any, key: Any, name: str) -> None:
+        """Share what a container holds."""
+        made = self.shared(container[key], name)
+        if made is not container[key]:
+            self._places.append((container, key, made))
 
     def shared(self, value: Any, name: str, least: int = _FEW) -> Any:
         """Return what takes the place of a value; the value where nothing is to be shared.
 
         Of a list or dict with no more elements than ``least`` the parts are.
         """
-        if id(value) in self._known:
-            return self._known[id(value)][1]
-        if type(value) not in CONTAINERS:
-            return value
-        made = value
+        if type(value) not in CONTAINERS or id(value) in self._known:
+            return self._known.get(id(value), (value, value))[1]
+        self._known[id(value)] = value, value
         if len(value) <= least:
-            parts = [(key, part, f"{name}[{key!r}]") for key, part in _pairs(value)]
-            self.share_parts(value, parts)
-        else:
-            try:
-                made = self._list(value) if type(value) is list else self._dict(value)
-            except RecursionError:
-                why = f"{name} holds itself, or lists within lists without end"
-                raise _NotShareableError(why) from None
-            except _NotShareableError as error:
-                (culprit,) = error.args
-                path, kind = _path(value, culprit), type(culprit).__name__
-                hint = _HINTS.get(kind, "turn it into a dict or a tuple of text, numbers and arrays")
-                why = f"{path} is a {kind}; {hint}" if path else f" has a {kind} among its keys"
-                raise _NotShareableError(name + why) from None
+            for key in _keys(value):
+                self.share(value, key, f"{name}[{key!r}]")
+            return value
+        try:
+            made: Any = self._list(value) if type(value) is list else self._dict(value)
+        except RecursionError:
+            self.left.append(f"{name} holds itself, or lists within lists without end")
+            return value
+        except _NotShareableError as error:
+            (culprit,) = error.args
+            path, kind = _path(value, culprit), type(culprit).__name__
+            hint = _HINTS.get(kind, "turn it into a dict or a tuple of text, numbers and arrays")
+            why = f"{path} is a {kind}; {hint}" if path else f" has a {kind} among its keys"
+            self.left.append(name + why)
+            return value
         self._known[id(value)] = value, made
         return made
 
     def finish(self) -> None:
         """Make the memory, and put everything in its place."""
         block = self._block.finish()
-        for each in self._lists:
+        for each in self.lists:
             each.attach(block)
-        for container, key, made in self.places:
+        for container, key, made in self._places:
             container[key] = made
 
     def _dict(self, value: Any) -> SharedDict:
@@ -487,20 +441,18 @@ class _Writer:
         hashes = np.fromiter(map(_hash, value), np.int64, len(value))
         order = np.argsort(hashes, kind="stable")
         parts = list(value), list(value.values()), hashes[order].tolist(), order.tolist()
-        return SharedDict(*map(self._list, parts), getattr(value, "default_factory", None))
+        return SharedDict(getattr(value, "default_factory", None), *map(self._list, parts))
 
     def _list(self, value: list[Any]) -> SharedList:
         made = SharedList(self._numbers(value) or self._items(value))
-        self._lists.append(made)
+        self.lists.append(made)
         return made
 
     def _numbers(self, value: list[Any]) -> _Layout | None:
-        kinds = set(map(type, value))
-        for kind, code in ((int, "q"), (float, "d")):
-            with suppress(OverflowError):
-                if kinds == {kind}:
-                    start = self._block.write_aligned(array(code, value).tobytes())
-                    return _Layout(code, start, len(value))
+        code = {(int,): "q", (float,): "d"}.get(tuple(set(map(type, value))))
+        with suppress(OverflowError):
+            content = array(code, value).tobytes() if code else b""
+            return code and _Layout(code, self._block.write(content, aligned=True), len(value))
         return None
 
     def _items(self, items: list[Any]) -> _Layout:
@@ -512,41 +464,39 @@ class _Writer:
             copied = marshal.loads(marshal.dumps(plain, 2))
             starts.append(self._block.write(marshal.dumps(copied)))
             forms.add(form)
-        start = self._block.write_aligned(starts.tobytes())
+        start = self._block.write(starts.tobytes(), aligned=True)
         return _Layout("Q", start, len(items), reduce(_either, forms, None))
 
     def _plain(self, value: Any) -> tuple[_Form, Any]:
         """Return the form of a value, and what marshal writes in its place."""
-        kind: Any = _PLAIN.get(type(value), type(value))
-        if kind in (list, tuple, dict):
-            return self._container(kind, value)
+        kind: Any = type(value)
+        if isinstance(value, ReadOnlyList | ReadOnlyDict) or kind in (list, tuple, dict):
+            return self._container(value)
         if kind in _FLAT or (kind is frozenset and _FLAT.issuperset(map(type, value))):
             return _LEAF, value
         if kind is np.ndarray and not value.dtype.hasobject:
-            dtype = np.lib.format.dtype_to_descr(value.dtype)
-            return _ANY, (..., value.shape, dtype, self._array(value.tobytes()))
+            dtype, content = np.lib.format.dtype_to_descr(value.dtype), value.tobytes()
+            digest = hashlib.blake2b(content, digest_size=16).digest()
+            if digest not in self._arrays:
+                self._arrays[digest] = self._block.write(content, aligned=True)
+            return _ANY, (..., value.shape, dtype, self._arrays[digest])
         for part in value if kind is frozenset else ():
             self._plain(part)
         if kind is frozenset or (isinstance(value, _UNCHANGING) and kind is not np.void):
             return _ANY, (..., pickle.dumps(value))
         raise _NotShareableError(value)
 
-    def _container(self, kind: Any, value: Any) -> tuple[_Form, Any]:
-        parts: Any = value.values() if kind is dict else value
+    def _container(self, value: Any) -> tuple[_Form, Any]:
+        mapping = isinstance(value, dict)
+        parts: Any = value.values() if mapping else value
         forms: Any = (_LEAF,) * len(value)
         if not _FLAT.issuperset(map(type, parts)):
             forms, parts = zip(*map(self._plain, parts), strict=True)
-        if kind is list:
+        if isinstance(value, list):
             return (list, (), (reduce(_either, set(forms), None),)), list(parts)
-        if kind is tuple and {_LEAF}.issuperset(forms):
+        if not mapping and {_LEAF}.issuperset(forms):
             return _LEAF, tuple(parts)
-        key_form, keys = self._plain(tuple(value if kind is dict else range(len(forms))))
-        made: Any = dict(zip(keys, parts, strict=True)) if kind is dict else tuple(parts)
+        key_form, keys = self._plain(tuple(_keys(value)))
         alike = key_form == _LEAF and len(keys) <= _MOST_KEYS
-        return (kind, keys, forms) if alike else _ANY, made
-
-    def _array(self, content: bytes) -> int:
-        digest = hashlib.blake2b(content, digest_size=16).digest()
-        if digest not in self._arrays:
-            self._arrays[digest] = self._block.write_aligned(content)
-        return self._arrays[digest]
+        made: Any = dict(zip(keys, parts, strict=True)) if mapping else tuple(parts)
+        return (dict if mapping else tuple, keys, forms) if alike else _ANY, made
