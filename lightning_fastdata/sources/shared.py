@@ -20,7 +20,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, Va
 from contextlib import suppress
 from functools import partial, reduce
 from pathlib import PurePath
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -146,25 +146,22 @@ class _Shared(_ReadOnly):
         return self  # as of a tuple: nothing in it can change
 
 
-class _Layout(NamedTuple):
-    """How a list is written."""
-
-    code: str
-    """``"q"`` and ``"d"``: numbers of 8 bytes; ``"Q"``: items, and a table of where each starts."""
-    start: int
-    """Of the numbers, or of the table, in bytes."""
-    length: int
-    form: _Form = None
-    """Of the items."""
-
-
 class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
-    """What takes the place of a list. A slice, ``copy`` and ``list(x)`` are plain lists."""
+    """What takes the place of a list. A slice, ``copy`` and ``list(x)`` are plain lists.
+
+    Args:
+        code: ``"q"`` or ``"d"``: numbers of 8 bytes; ``"Q"``: a table of where each item starts.
+        start: Where these are in the memory, in bytes.
+        length: So many.
+        form: Of the items.
+        block: The memory; None: it is attached later.
+    """
 
     __slots__ = ("_block", "_layout", "_read", "_table")
+    __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, layout: _Layout, block: Block | None = None) -> None:
-        self._layout = layout
+    def __init__(self, code: str, start: int, length: int, form: _Form, block: Any = None) -> None:
+        self._layout = code, start, length, form
         if block is not None:
             self.attach(block)
 
@@ -177,7 +174,7 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
         self._read: Callable[[Any], Any] = numbers.get(code) or _reader(form, whole)
 
     def __len__(self) -> int:
-        return self._layout.length
+        return len(self._table)
 
     def __getitem__(self, index: Any) -> Any:
         found = self._table[index]
@@ -194,16 +191,12 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedList, (self._layout, self._block)
+        return SharedList, (*self._layout, self._block)
 
     def __copy__(self) -> list[Any]:
         return list(self)
 
     copy = __copy__
-
-    def first_at(self, number: int) -> int:
-        """Return where a number would be put among these, which are sorted."""
-        return bisect_left(self._table, number)
 
 
 def _hash(key: Any) -> int:
@@ -231,7 +224,7 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
 
     def _place(self, key: Any) -> int | None:
         wanted = _hash(key)
-        at = self._hashes.first_at(wanted)
+        at = bisect_left(self._hashes._table, wanted)
         while at < len(self) and self._hashes[at] == wanted:
             if self._keys[self._order[at]] == key:
                 return int(self._order[at])
@@ -444,18 +437,20 @@ class _Writer:
         return SharedDict(getattr(value, "default_factory", None), *map(self._list, parts))
 
     def _list(self, value: list[Any]) -> SharedList:
-        made = SharedList(self._numbers(value) or self._items(value))
+        made = SharedList(*(self._numbers(value) or self._items(value)))
         self.lists.append(made)
         return made
 
-    def _numbers(self, value: list[Any]) -> _Layout | None:
-        code = {(int,): "q", (float,): "d"}.get(tuple(set(map(type, value))))
-        with suppress(OverflowError):
-            content = array(code, value).tobytes() if code else b""
-            return code and _Layout(code, self._block.write(content, aligned=True), len(value))
+    def _numbers(self, value: list[Any]) -> tuple[str, int, int, _Form] | None:
+        kinds = set(map(type, value))
+        code = "q" if kinds == {int} else "d"
+        if kinds in ({int}, {float}):
+            with suppress(OverflowError):
+                start = self._block.write(array(code, value).tobytes(), aligned=True)
+                return code, start, len(value), _LEAF
         return None
 
-    def _items(self, items: list[Any]) -> _Layout:
+    def _items(self, items: list[Any]) -> tuple[str, int, int, _Form]:
         forms, starts = set(), array("Q")
         for item in items:
             form, plain = self._plain(item)
@@ -465,7 +460,7 @@ class _Writer:
             starts.append(self._block.write(marshal.dumps(copied)))
             forms.add(form)
         start = self._block.write(starts.tobytes(), aligned=True)
-        return _Layout("Q", start, len(items), reduce(_either, forms, None))
+        return "Q", start, len(items), reduce(_either, forms, None)
 
     def _plain(self, value: Any) -> tuple[_Form, Any]:
         """Return the form of a value, and what marshal writes in its place."""

@@ -49,11 +49,22 @@ def same(one, other):
     return repr(one) == repr(other)
 
 
+def plain_within(value):
+    """Return the lists and dicts within a value that could be changed."""
+    if isinstance(value, dict):
+        parts = [*value, *value.values()]
+    else:
+        parts = value if isinstance(value, list | tuple) else ()
+    own = [value] if type(value) in (list, dict) else []
+    return own + [each for part in parts for each in plain_within(part)]
+
+
 @given(LISTS, st.integers(-14, 14), st.slices(12))
 def test_a_shared_list_reads_as_the_list(items, number, some):
     shared = share(items)
     assert len(shared) == len(items)
     assert same(list(shared), items)
+    assert plain_within(tuple(shared)) == []
     assert same(shared[some], items[some])
     assert repr(shared) == repr(items)
     assert same(pickle.loads(pickle.dumps(shared)), items)
@@ -82,6 +93,8 @@ def test_a_shared_dict_reads_as_the_dict(pairs, key):
     assert list(shared) == list(pairs)
     assert same(list(shared.items()), list(pairs.items()))
     assert same(list(shared.values()), list(pairs.values()))
+    assert plain_within(tuple(shared.values())) == []
+    assert plain_within(tuple(shared.items())) == []
     assert (key in shared) == (key in pairs)
     assert same(shared.get(key, "none"), pairs.get(key, "none"))
     assert same(pickle.loads(pickle.dumps(shared)).copy(), pairs)
@@ -122,6 +135,21 @@ def test_arrays_paths_and_dates_in_items_come_back_as_they_were():
     assert shared[1] == items[1]
     assert repr(shared[2:]) == repr(items[2:])
     assert copy.deepcopy(shared[0])["image"].flags.writeable
+
+
+def test_an_array_that_many_items_hold_is_written_once():
+    camera = np.arange(1000.0)
+    shared = share([{"camera": camera, "at": n, "again": [camera]} for n in range(50)])
+    assert np.shares_memory(shared[0]["camera"], shared[49]["again"][0])
+    assert len(shared._block) < 2 * camera.nbytes
+
+
+def test_to_go_through_a_dict_looks_nothing_up(monkeypatch):
+    shared = share({f"{n}": [n] for n in range(50)})
+    monkeypatch.setattr(type(shared), "_place", None)  # where a key would be looked up
+    assert list(shared.items()) == [(f"{n}", [n]) for n in range(50)]
+    assert list(shared.values()) == [[n] for n in range(50)]
+    assert shared.copy() == dict(shared.items()) == {f"{n}": [n] for n in range(50)}
 
 
 WRITES = {
