@@ -16,7 +16,7 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from functools import partial, reduce
 from pathlib import PurePath
@@ -367,6 +367,10 @@ def _path(value: Any, culprit: object) -> str | None:
     return None
 
 
+def _flat(values: Iterable[Any]) -> bool:
+    return _FLAT.issuperset(map(type, values))
+
+
 def _keys(value: Any) -> list[Any]:
     return list(value if isinstance(value, dict) else range(len(value)))
 
@@ -429,7 +433,7 @@ class _Writer:
 
     def _dict(self, value: Any) -> SharedDict:
         for key in value:
-            if not _FLAT.issuperset(map(type, key if type(key) is tuple else (key,))):
+            if not _flat(key if type(key) is tuple else (key,)):
                 raise _NotShareableError(key)
         hashes = np.fromiter(map(_hash, value), np.int64, len(value))
         order = np.argsort(hashes, kind="stable")
@@ -465,10 +469,10 @@ class _Writer:
     def _plain(self, value: Any) -> tuple[_Form, Any]:
         """Return the form of a value, and what marshal writes in its place."""
         kind: Any = type(value)
-        if isinstance(value, ReadOnlyList | ReadOnlyDict) or kind in (list, tuple, dict):
-            return self._container(value)
-        if kind in _FLAT or (kind is frozenset and _FLAT.issuperset(map(type, value))):
+        if kind in _FLAT or (kind is frozenset and _flat(value)):
             return _LEAF, value
+        if kind in (list, tuple, dict, ReadOnlyList, ReadOnlyDict):
+            return self._container(value)
         if kind is np.ndarray and not value.dtype.hasobject:
             dtype, content = np.lib.format.dtype_to_descr(value.dtype), value.tobytes()
             digest = hashlib.blake2b(content, digest_size=16).digest()
@@ -485,13 +489,15 @@ class _Writer:
         mapping = isinstance(value, dict)
         parts: Any = value.values() if mapping else value
         forms: Any = (_LEAF,) * len(value)
-        if not _FLAT.issuperset(map(type, parts)):
+        if not _flat(parts):
             forms, parts = zip(*map(self._plain, parts), strict=True)
         if isinstance(value, list):
             return (list, (), (reduce(_either, set(forms), None),)), list(parts)
         if not mapping and {_LEAF}.issuperset(forms):
             return _LEAF, tuple(parts)
-        key_form, keys = self._plain(tuple(_keys(value)))
-        alike = key_form == _LEAF and len(keys) <= _MOST_KEYS
-        made: Any = dict(zip(keys, parts, strict=True)) if mapping else tuple(parts)
-        return (dict if mapping else tuple, keys, forms) if alike else _ANY, made
+        keys: Any = tuple(_keys(value))
+        alike = len(keys) <= _MOST_KEYS and _flat(keys)
+        if not mapping:
+            return (tuple, keys, forms) if alike else _ANY, tuple(parts)
+        _, keys = (_LEAF, keys) if alike else self._plain(keys)
+        return (dict, keys, forms) if alike else _ANY, dict(zip(keys, parts, strict=True))
