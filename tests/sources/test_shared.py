@@ -137,6 +137,30 @@ def test_arrays_paths_and_dates_in_items_come_back_as_they_were():
     assert copy.deepcopy(shared[0])["image"].flags.writeable
 
 
+UNLIKE = [
+    [[1.5, 2], [], [3]],
+    [{"a": [[1]], "b": None}, {"a": [], "b": [1]}, {"a": [[2], []], "b": {"c": [[]]}}],
+    [{"a": [1], "b": [[2]]}, {"b": 3, "a": [4]}, {"a": 5}],
+    [{1: [1], None: {"x": [2]}}, {(1, 2): [3]}, {Path("x"): [Path("y")]}],
+    [("x", [1], {"y": [2]}), ("x", []), ((), [[]]), ("x", None, [3])],
+    [dict.fromkeys(range(200), [[1]]), {}, tuple([[2]] * 200)],
+    [frozenset({Path("x")}), [frozenset({1})], [np.float32(1), [np.arange(2)]], 5],
+]
+
+
+@pytest.mark.parametrize("items", UNLIKE, ids=range(len(UNLIKE)))
+def test_nothing_can_be_changed_in_items_that_are_unlike(items):
+    shared = share([*items, *items])
+    assert repr(shared) == repr([*items, *items])
+    assert plain_within(tuple(shared)) == []
+    alone = [share([item])[0] for item in items]
+    assert repr(alone) == repr(items)
+    assert plain_within(tuple(alone)) == []
+    assert repr(copy.deepcopy(alone)) == repr(pickle.loads(pickle.dumps(alone))) == repr(items)
+    again = share([*shared])
+    assert repr(again) == repr(shared)
+
+
 def test_an_array_that_many_items_hold_is_written_once():
     camera = np.arange(1000.0)
     shared = share([{"camera": camera, "at": n, "again": [camera]} for n in range(50)])
