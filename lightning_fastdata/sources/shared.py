@@ -337,11 +337,11 @@ def _frozen(value: Any, whole: memoryview | None = None) -> Any:
     """Return what a value of any form stands for, with nothing in it that could be changed."""
     kind = type(value)
     if kind is tuple and value and value[0] is ...:
-        _, *of_array = value
-        if len(of_array) == 1:
-            return pickle.loads(of_array[0])
-        shape, dtype, start = of_array
-        return np.ndarray(shape, dtype, whole, start)
+        _, what, *where = value
+        if not where:
+            return pickle.loads(what)
+        shape, start = where
+        return np.ndarray(shape, pickle.loads(what) if type(what) is bytes else what, whole, start)
     if kind in (list, tuple):
         return (ReadOnlyList if kind is list else tuple)([_frozen(part, whole) for part in value])
     if kind is dict:
@@ -474,11 +474,12 @@ class _Writer:
         if kind in (list, tuple, dict, ReadOnlyList, ReadOnlyDict):
             return self._container(value)
         if kind is np.ndarray and not value.dtype.hasobject:
-            dtype, content = np.lib.format.dtype_to_descr(value.dtype), value.tobytes()
+            dtype = value.dtype.str if value.dtype.names is None else pickle.dumps(value.dtype)
+            content = value.tobytes()
             digest = hashlib.blake2b(content, digest_size=16).digest()
             if digest not in self._arrays:
                 self._arrays[digest] = self._block.write(content, aligned=True)
-            return _ANY, (..., value.shape, dtype, self._arrays[digest])
+            return _ANY, (..., dtype, value.shape, self._arrays[digest])
         for part in value if kind is frozenset else ():
             self._plain(part)
         if kind is frozenset or (isinstance(value, _UNCHANGING) and kind is not np.void):

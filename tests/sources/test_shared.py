@@ -124,6 +124,10 @@ def test_arrays_paths_and_dates_in_items_come_back_as_they_were():
         {"path": PurePosixPath("a/b"), "day": date(2026, 1, 2), "n": np.float32(1.5)},
         [Path("x"), (np.array(3), whole)],
         {"at": np.array(["2020-01-01"], "M8[D]"), "row": np.ones(2, [("a", "i4"), ("b", "U3")])},
+        {
+            "aligned": np.ones(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+            ">": whole.astype(">f4"),
+        },
     ]
     shared = share(items)
     for one, other in (("image", whole[:, ::2]), ("box", whole.T)):
@@ -143,7 +147,7 @@ UNLIKE = [
     [{"a": [1], "b": [[2]]}, {"b": 3, "a": [4]}, {"a": 5}],
     [{1: [1], None: {"x": [2]}}, {(1, 2): [3]}, {Path("x"): [Path("y")]}],
     [("x", [1], {"y": [2]}), ("x", []), ((), [[]]), ("x", None, [3])],
-    [dict.fromkeys(range(200), [[1]]), {}, tuple([[2]] * 200)],
+    [{key: [[1]] for key in range(200)}, {}, tuple([[2]] * 200)],
     [frozenset({Path("x")}), [frozenset({1})], [np.float32(1), [np.arange(2)]], 5],
 ]
 
