@@ -100,7 +100,9 @@ def _sealed(file: IO[bytes]) -> Block:
                 with suppress(OSError):  # of other users, and what ends meanwhile
                     if _NAME in str(link.readlink()) and _may_be(link, block):
                         other = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
-                        sealed = fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS) == seals
+                        sealed = (
+                            fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+                        )
                         if sealed and other[-_DIGEST_BYTES:] == block[-_DIGEST_BYTES:]:
                             return other
             fcntl.fcntl(block.descriptor, fcntl.F_ADD_SEALS, seals)
