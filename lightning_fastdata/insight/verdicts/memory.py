@@ -25,11 +25,12 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
     """Return in words what takes memory."""
     several = f"each of {seen.workers} workers" if seen.workers > 1 else "the worker"
     where = several if seen.workers else "the training process"
-    whole, each, held = size_text(use.size_bytes), size_text(use.each_bytes), use.objects
+    count, held = max(1, seen.workers), use.objects
+    whole, each = size_text(use.size_bytes), size_text(use.size_bytes // count)
     if held is not None:
         size = size_text(held.size_bytes)
         how = "by reference counting" if seen.forked else "as workers are not forked"
-        so_far = " so far" if use.each_bytes < _NEARLY * held.counted_bytes else ""
+        so_far = " so far" if use.size_bytes < _NEARLY * count * held.counted_bytes else ""
         return f"{held.name} ({held.kind}, {size}) is copied in {where} {how}: {whole}{so_far}"
     within = f", {seen.growing} perhaps: {whole}" if seen.growing else f": {whole}"
     return {
