@@ -85,6 +85,7 @@ from lightning_fastdata import (
     StepTimer,
     prefetch,
 )
+from lightning_fastdata.executors.ray import Ray
 
 Pair = tuple[Tensor, Tensor]
 
@@ -123,7 +124,8 @@ def main(model: LightningModule) -> None:
     data = FastDataModule.from_loaders(usual, num_workers="auto", augment_on="cpu")
     assert_type(data, FastDataModule)
     assert_type(data.explain(), str)
-    photos = Photos.from_datasets(Scans(), Scans(), batch_size=8, options=LoaderOptions(tune="off"))
+    elsewhere = LoaderOptions(split=True, executor=Ray(num_cpus=2))
+    photos = Photos.from_datasets(Scans(), Scans(), batch_size=8, options=elsewhere)
     assert_type(photos, Photos)
     watch = DataThroughputCallback(log_images=True, scalars="all")
     Trainer(max_epochs=1, callbacks=[watch]).fit(model, datamodule=photos)
@@ -137,7 +139,8 @@ MISSPELT = {
     'augment_on="cpu"': 'augment_on="tpu"',
     "seed=1": "sead=1",
     "log_images=": "log_image=",
-    'tune="off"': 'tuning="off"',
+    "split=True": "splits=True",
+    "num_cpus=2": "cpus=2",
 }
 
 
