@@ -10,24 +10,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fastdata.augment.mixing import CutMix, MixUp
-    from lightning_fastdata.augment.registry import register
-    from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
-    from lightning_fastdata.batches.bad_samples import BadSamples
-    from lightning_fastdata.caches.cached import CachedDataset
-    from lightning_fastdata.device.prefetch import prefetch
-    from lightning_fastdata.errors import FastDataError, FastDataWarning
-    from lightning_fastdata.images.folder import FastImageFolder
-    from lightning_fastdata.insight.report.run_report import RunReport
-    from lightning_fastdata.insight.step_timer import StepTimer
-    from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.order.buckets import BucketBatchSampler
-    from lightning_fastdata.order.mixture import Mixture
-    from lightning_fastdata.order.packing import pack
-    from lightning_fastdata.planning.options import LoaderOptions
-    from lightning_fastdata.plugin.bindings import DataThroughputCallback, FastDataModule
-    from lightning_fastdata.sources.shared import share
-    from lightning_fastdata.types import SampleKey
+    from lightning_fastdata.augment.mixing import CutMix as CutMix
+    from lightning_fastdata.augment.mixing import MixUp as MixUp
+    from lightning_fastdata.augment.registry import register as register
+    from lightning_fastdata.augment.transform import BatchTransform as BatchTransform
+    from lightning_fastdata.augment.transform import as_batch_transform as as_batch_transform
+    from lightning_fastdata.batches.bad_samples import BadSamples as BadSamples
+    from lightning_fastdata.caches.cached import CachedDataset as CachedDataset
+    from lightning_fastdata.device.prefetch import prefetch as prefetch
+    from lightning_fastdata.errors import FastDataError as FastDataError
+    from lightning_fastdata.errors import FastDataWarning as FastDataWarning
+    from lightning_fastdata.images.folder import FastImageFolder as FastImageFolder
+    from lightning_fastdata.insight.report.run_report import RunReport as RunReport
+    from lightning_fastdata.insight.step_timer import StepTimer as StepTimer
+    from lightning_fastdata.loading.loader import FastDataLoader as FastDataLoader
+    from lightning_fastdata.order.buckets import BucketBatchSampler as BucketBatchSampler
+    from lightning_fastdata.order.mixture import Mixture as Mixture
+    from lightning_fastdata.order.packing import pack as pack
+    from lightning_fastdata.planning.options import LoaderOptions as LoaderOptions
+    from lightning_fastdata.plugin.bindings import DataThroughputCallback as DataThroughputCallback
+    from lightning_fastdata.plugin.bindings import FastDataModule as FastDataModule
+    from lightning_fastdata.sources.shared import share as share
+    from lightning_fastdata.types import SampleKey as SampleKey
 
 __version__ = "0.1.0"
 
@@ -56,31 +60,7 @@ _HOME = {
     "share": "sources.shared",
 }
 
-# Written out, as type checkers read it.
-__all__ = [
-    "BadSamples",
-    "BatchTransform",
-    "BucketBatchSampler",
-    "CachedDataset",
-    "CutMix",
-    "DataThroughputCallback",
-    "FastDataError",
-    "FastDataLoader",
-    "FastDataModule",
-    "FastDataWarning",
-    "FastImageFolder",
-    "LoaderOptions",
-    "MixUp",
-    "Mixture",
-    "RunReport",
-    "SampleKey",
-    "StepTimer",
-    "as_batch_transform",
-    "pack",
-    "prefetch",
-    "register",
-    "share",
-]
+__all__ = sorted(_HOME)  # noqa: PLE0605
 
 _MOVED = {
     "data": "BlockShuffleSampler CachedSource ColumnDataset EpochOrder PackedDataset PackedStrings "

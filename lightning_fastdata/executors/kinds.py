@@ -38,19 +38,19 @@ AnyExecutor: TypeAlias = ExecutorName | Ray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What an executor is given besides the plan of what to fetch."""
+    """Who is to fetch, and with what."""
 
-    workers: int
-    """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
-    pin_thread: PinThread | None
-    """Copies batches into page-locked memory, but for those that the training process reads; None:
-    they stay as they are."""
-    trial: CrewTrial | None
-    """Of side processes that read by index, what earlier ones have shown; None: nothing."""
-    ways: Ways | None
-    """What is known of reading in the training process beside them; None: they alone read."""
     executor: AnyExecutor
     """As the user asked for it."""
+    workers: int = 1
+    """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
+    pin_thread: PinThread | None = None
+    """Copies batches into page-locked memory, but for those that the training process reads; None:
+    they stay as they are."""
+    trial: CrewTrial | None = None
+    """Of side processes that read by index, what earlier ones have shown; None: nothing."""
+    ways: Ways | None = None
+    """What is known of reading in the training process beside them; None: they alone read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,22 +240,15 @@ def room_elsewhere(executor: AnyExecutor, ranks: int) -> int | None:
     return room_for_actors(options_of_actors(executor), ranks)
 
 
-def open_executor(
-    executor: AnyExecutor,
-    plan: FetchPlan,
-    *,
-    workers: int = 1,
-    pin_thread: PinThread | None = None,
-    trial: CrewTrial | None = None,
-    ways: Ways | None = None,
-) -> Executor:
-    """Start an executor of :data:`KINDS`, not ``"torch"``, with the :class:`Resources` given.
+def open_executor(plan: FetchPlan, given: Resources) -> Executor:
+    """Start an executor of :data:`KINDS`, not ``"torch"``.
 
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.
     """
     from lightning_fastdata.batches.slots import shared_slots_supported
 
+    executor = given.executor
     kind = KINDS.get(name_of(executor))
     if kind is None or kind.start is None:
         known = [repr(each) for each, kind in KINDS.items() if not kind.is_torch]
@@ -267,13 +260,6 @@ def open_executor(
         )
     if kind.needs_shared_memory and not shared_slots_supported():
         raise OptionsError(f"executor {executor!r} needs Linux; use 'torch' or 'inline' here.")
-    given = Resources(
-        workers=workers,
-        pin_thread=pin_thread,
-        trial=trial,
-        ways=ways,
-        executor=executor,
-    )
     return kind.start(plan, given)
 
 

@@ -35,6 +35,7 @@ from lightning_fastdata.executors.fork_hazards import refuse_late_fork
 from lightning_fastdata.executors.kinds import (
     AnyExecutor,
     Executor,
+    Resources,
     StreamReader,
     WatchedExecutor,
     kind_of,
@@ -199,14 +200,14 @@ class KeptExecutor:
         executor = self._iterator if keep else None
         if executor is None:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
-            executor = open_executor(
-                self.name,
-                plan,
+            given = Resources(
+                executor=self.name,
                 workers=self.workers,
                 pin_thread=self._pin_thread,
                 trial=self.trial,
                 ways=self.ways,
             )
+            executor = open_executor(plan, given)
             if self.records is not None:
                 executor.record(self.records)
         try:

@@ -188,8 +188,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     """
 
     _inner: Source | None
-    executor: AnyExecutor
-    tuner: Tuner | None
     _inner_settings: tuple[SourceSettings, bool] | None
 
     def __init__(

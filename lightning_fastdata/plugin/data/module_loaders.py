@@ -229,15 +229,13 @@ class ModuleLoaders:
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
         """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
-        known = self._tuners.get((spec.name, spec.batch_size))
+        key = spec.name, spec.batch_size
         tell = partial(_tell, trainer, spec.name)
-        if known is not None and plan.tuned:
-            known.tell = tell  # to the trainer of now
-            return known
         ranks = 1 if trainer is None else trainer.num_devices
-        tuner = tuner_for(plan, local_ranks=ranks, tell=tell)
+        tuner = tuner_for(plan, self._tuners.get(key), local_ranks=ranks, tell=tell)
         if tuner is not None:
-            self._tuners[spec.name, spec.batch_size] = tuner
+            tuner.tell = tell  # to the trainer of now
+            self._tuners[key] = tuner
         return tuner
 
     def seed(self, module: DataModule) -> int:
