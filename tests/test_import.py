@@ -15,7 +15,7 @@ from misses import Misses, each
 import lightning_fastdata.data
 import lightning_fastdata.errors
 from benchmarks.code_size import PACKAGE, names_of_augment
-from lightning_fastdata import augment
+from lightning_fastdata import FastDataError, FastDataWarning, augment
 
 HEAVY = (
     "albumentations",
@@ -89,7 +89,12 @@ def test_the_root_has_few_names_and_those_that_left_it_can_still_be_imported_fro
         for name in names.split():
             assert getattr(lightning_fastdata, name) is getattr(home, name)
     assert left.isdisjoint({*lightning_fastdata.__all__, *dir(lightning_fastdata)})
-    assert set(lightning_fastdata.data.__all__) <= left
+    errors = {
+        name
+        for name, one in vars(lightning_fastdata.errors).items()
+        if isinstance(one, type) and issubclass(one, FastDataError | FastDataWarning)
+    }
+    assert {*lightning_fastdata.data.__all__, *errors} - {*lightning_fastdata.__all__} == left
 
 
 IMPORTED = re.compile(r"^ *from lightning_fastdata import (?:\(([^)]*)\)|([^(\n]*))$", re.MULTILINE)
