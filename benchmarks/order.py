@@ -19,8 +19,8 @@ import torch
 from order_lengths import balance, padding
 from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
-from lightning_fastdata import EpochOrder, Mixture
-from lightning_fastdata.order.ranks import SharedSampler
+from lightning_fastdata import Mixture
+from lightning_fastdata.data import EpochOrder, SharedSampler
 from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler, index_batches
 
 LENGTHS = (10**6, 10**8)

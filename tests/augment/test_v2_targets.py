@@ -14,7 +14,8 @@ from torchvision import tv_tensors
 from torchvision.datasets import VOCDetection, wrap_dataset_for_transforms_v2
 from torchvision.transforms import v2
 
-from lightning_fastdata import BatchError, FastDataWarning, SampleKey, as_batch_transform
+from lightning_fastdata import FastDataWarning, SampleKey, as_batch_transform
+from lightning_fastdata.errors import BatchError
 
 DETECTION = {
     "hflip": [

@@ -13,7 +13,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
-from lightning_fastdata import BatchError, TransformError, as_batch_transform
+from lightning_fastdata import as_batch_transform
 from lightning_fastdata.augment.pipeline.fields import Fields
 from lightning_fastdata.augment.torchvision import kinds, plan
 from lightning_fastdata.augment.torchvision import transform as home
@@ -21,6 +21,7 @@ from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
 from lightning_fastdata.batches.collate import collate_samples
+from lightning_fastdata.errors import BatchError, TransformError
 
 FLOAT = v2.ToDtype(torch.float32, scale=True)
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from misses import Misses
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_fastdata import DatasetError, FastDataLoader, FastDataWarning, share
+from lightning_fastdata import FastDataLoader, FastDataWarning, share
+from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.sources.sealed import Block
 
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates too, as paths may hold

@@ -190,7 +190,7 @@ class ModuleLoaders:
             "seed": seed,
             "epoch": first_epoch if run is None else run.epoch,
             "run": run,
-            "tune": self._tuner(spec, plan, trainer) or "off",
+            "tuner": self._tuner(spec, plan, trainer),
             "chosen": spec.options.num_workers == "auto" and not plan.only_here,
             "standby": plan.standby,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
@@ -229,15 +229,13 @@ class ModuleLoaders:
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
         """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
-        known = self._tuners.get((spec.name, spec.batch_size))
+        key = spec.name, spec.batch_size
         tell = partial(_tell, trainer, spec.name)
-        if known is not None and plan.tune == "auto":
-            known.tell = tell  # to the trainer of now
-            return known
         ranks = 1 if trainer is None else trainer.num_devices
-        tuner = tuner_for(plan, local_ranks=ranks, tell=tell)
+        tuner = tuner_for(plan, self._tuners.get(key), local_ranks=ranks, tell=tell)
         if tuner is not None:
-            self._tuners[spec.name, spec.batch_size] = tuner
+            tuner.tell = tell  # to the trainer of now
+            self._tuners[key] = tuner
         return tuner
 
     def seed(self, module: DataModule) -> int:
@@ -416,7 +414,6 @@ def build_loader(
     """
     arguments = {**settings, **plan.dataloader_kwargs(), "executor": plan.executor}
     arguments["on_bad_sample"] = bad_samples_of(plan, trainer)
-    arguments["actor_options"] = plan.actor_options
     if plan.timeout is None:
         arguments["timeout"] = "auto"
     overrides = dict(overrides)

@@ -194,5 +194,5 @@ def is_shared_evenly(loader: object, ranks: int) -> bool:
 def tuned_loaders(loaders: object) -> Iterator[tuple[FastDataLoader, Tuner]]:
     """Yield the loaders whose workers are tuned, and what tunes them."""
     for loader in flattened(loaders):
-        if isinstance(loader, FastDataLoader) and isinstance(loader.tune, Tuner):
-            yield loader, loader.tune
+        if isinstance(loader, FastDataLoader) and loader.tuner is not None:
+            yield loader, loader.tuner
