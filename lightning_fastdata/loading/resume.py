@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
@@ -20,18 +20,11 @@ from lightning_fastdata.executors.stream_state import ReadSamples, tell_others
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.kept_executor import EpochIterator
 from lightning_fastdata.loading.position import LoaderState, Pass, UnderWay
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices, Start, Stateful
 from lightning_fastdata.order.mixture import Mixture
-from lightning_fastdata.order.ranks import deciding, ranks_of, share_in
-from lightning_fastdata.order.samplers import (
-    RankSampler,
-    ShuffleSampler,
-    epoch_order,
-    rows_in,
-    sampler_in,
-)
+from lightning_fastdata.order.ranks import deciding, ranks_of, sampler_in, share_in
+from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -56,19 +49,10 @@ def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Loade
         batch_size=batch_size,
         world_size=1 if indices is None else ranks_of(indices.source) or 1,
         seed=loader.seed,
-        order="a stream" if stream else _name_of_order(indices),
+        order="a stream" if indices is None else type(deciding(indices.source)).__name__,
         dataset=_fingerprint(loader.dataset),
         package=own_version(),
     )
-
-
-def _name_of_order(indices: EpochIndices | None) -> str:
-    """Return the class of the sampler; on any number of ranks the same."""
-    decides = deciding(None if indices is None else indices.source)
-    if type(decides) is RankSampler:
-        kind = ShuffleSampler if decides.blocks is None else BlockShuffleSampler
-        return (kind if decides.shuffle else SequentialSampler).__name__
-    return type(decides).__name__
 
 
 def _fingerprint(dataset: object) -> str:

@@ -220,10 +220,24 @@ def _drawn(
         yield from np.split(order.at(np.concatenate(positions)), ends[:-1])
 
 
+def steps_in(items: int, full: int, *, drop_last: bool) -> int:
+    """Return how many steps of ``full`` items so many items make."""
+    return max(0, items // full if drop_last else -(-items // full))
+
+
+def part_of(items: int, rank: int, ranks: int) -> slice:
+    """Return which items of a step are a rank's; of what does not divide, the first ones have more.
+
+    Ranks have one item more or less than others at most.
+    """
+    each, more = divmod(items, ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
 def can_share_evenly(length: int, batch_size: int, world_size: int) -> bool:
     """Return whether all ranks can have as many batches, none empty and none above the size."""
-    steps = -(-length // (batch_size * world_size))
-    return steps * world_size <= length
+    return steps_in(length, batch_size * world_size, drop_last=False) * world_size <= length
 
 
 def dataset_length(dataset: object) -> int | None:
@@ -241,6 +255,12 @@ class EpochOrder:
     The samples are put in one order for all ranks and cut into global batches of
     ``batch_size * world_size``, of which each rank takes its slice. With the global batch size
     kept, a run may therefore go on with another number of ranks.
+
+    All ranks have as many batches, and in one step these differ by one sample at most. If the last
+    global batch has fewer samples than there are ranks, the one before gives up what is missing.
+
+    Raises:
+        OptionsError: A number is impossible, or there are too few samples for that.
     """
 
     length: int
@@ -254,13 +274,7 @@ class EpochOrder:
     shuffle: bool = True
     """Permute the samples; False keeps the dataset's order."""
     drop_last: bool = False
-    """Leave out the last global batch if it is not full. Otherwise the ranks share what is left,
-    and their last batches differ by one sample at most; a rank left without samples has one batch
-    less than the others."""
-    equal_counts: bool = False
-    """Give every rank as many batches. If the last global batch has fewer samples than there are
-    ranks, the one before gives up what is missing; then the batches of a rank still differ by one
-    sample at most between the ranks, and so does how an epoch is cut with their number."""
+    """Leave out the last global batch if it is not full; else the ranks share what is left."""
     rank: int = 0
     """This process among ``world_size``."""
     world_size: int = 1
@@ -280,12 +294,11 @@ class EpochOrder:
                 f"rank is {self.rank!r}; with world_size={self.world_size} it is one of 0 to "
                 f"{self.world_size - 1}."
             )
-        shares = self.equal_counts and not self.drop_last
-        if shares and not can_share_evenly(self._left, self.batch_size, self.world_size):
+        if not (self.drop_last or can_share_evenly(self._left, self.batch_size, self.world_size)):
             raise OptionsError(
-                f"equal_counts is True, but {self._left} samples in batches of at most "
-                f"{self.batch_size} cannot make equally many on {self.world_size} ranks. Use fewer "
-                "ranks, or a batch_size of 2 or more if there are as many samples as ranks."
+                f"{self._left} samples in batches of at most {self.batch_size} cannot make equally "
+                f"many on {self.world_size} ranks. Use fewer ranks, drop_last=True, or a "
+                "batch_size of 2 or more if there are as many samples as ranks."
             )
 
     @property
@@ -294,9 +307,7 @@ class EpochOrder:
 
     def __len__(self) -> int:
         """Batches of this rank that are still to come."""
-        full, rest = divmod(self._left, self.batch_size * self.world_size)
-        # What does not divide evenly goes to the first ranks.
-        return full + (not self.drop_last and rest > (0 if self.equal_counts else self.rank))
+        return steps_in(self._left, self.batch_size * self.world_size, drop_last=self.drop_last)
 
     def batches(self) -> Iterator[NDArray[np.int64]]:
         """Yield the indices of each batch, int64, from ``start`` on."""
@@ -319,15 +330,13 @@ class EpochOrder:
     def _bounds(self, number: int) -> tuple[int, int]:
         """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
         begin, end = self.samples_before(number), self.samples_before(number + 1)
-        each, more = divmod(end - begin, self.world_size)
-        start = begin + self.rank * each + min(self.rank, more)
-        return start, start + each + (self.rank < more)
+        own = part_of(end - begin, self.rank, self.world_size)
+        return begin + own.start, begin + own.stop
 
     def samples_before(self, batches: int) -> int:
         """Return how many samples of the epoch all ranks have had after so many batches of each."""
         step = self.batch_size * self.world_size
         full, rest = divmod(self._left, step)
-        shift = self.equal_counts and not self.drop_last and 0 < rest < self.world_size
-        if shift and batches == full:
+        if batches == full and 0 < rest < self.world_size and not self.drop_last:
             return self.length - self.world_size  # one each for the last batch
         return min(self.start + batches * step, self.length)

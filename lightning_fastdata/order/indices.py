@@ -12,7 +12,6 @@ import sys
 import warnings
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,15 +23,20 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
-    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.buckets import BucketOrder
-from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of
-from lightning_fastdata.order.ranks import KeyedDraws, Step, deciding, share_in
+from lightning_fastdata.order.epoch_order import (
+    EpochOrder,
+    cut,
+    dataset_length,
+    parts_of,
+    steps_in,
+)
+from lightning_fastdata.order.ranks import Step, deciding, keyed, share_in
 from lightning_fastdata.order.samplers import (
     draws_at_start,
     epoch_order,
@@ -40,7 +44,6 @@ from lightning_fastdata.order.samplers import (
     listed,
     rows_in,
     shared_items,
-    shared_steps,
 )
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
@@ -110,9 +113,9 @@ class EpochIndices:
         """Its number."""
         self.drawn_epoch: int | None = None
         """The number of the epoch that the sampler drew last."""
-        self._ahead = _Digests(Start(), drawn_again=True)
+        self._taken = _Taken()
         self._began_at = Start()
-        self._began = self._beginning()
+        self._drawn = self._to_draw()
         self._hashed: tuple[AnyOrder, int, int] | None = None
 
     @property
@@ -120,8 +123,8 @@ class EpochIndices:
         """What decides the order."""
         return getattr(self.source, "sampler", self.source)
 
-    def _beginning(self, again: Drawn | None = None) -> _Began:
-        return _Began(deciding(self.source), again, keyed=self._seed is not None)
+    def _to_draw(self) -> Drawn:
+        return _drawn_from(deciding(self.source), keyed=self._seed is not None)
 
     def __len__(self) -> int:
         """Return the length of a whole epoch, as torch's iterators tell it."""
@@ -131,34 +134,29 @@ class EpochIndices:
         """Begin an epoch."""
         start = self._began_at = self.start
         epoch: int = getattr(self.sampler, "epoch", 0)
-        known = epoch_order(self.source, epoch)
-        if known is not None and start.drawn:
+        order = epoch_order(self.source, epoch)
+        if order is None:
+            return self._watched(start)
+        if start.drawn:
             _restore(deciding(self.source), start.drawn)
-            self._began = self._beginning()
-            known = epoch_order(self.source, epoch)
-        if known is not None:
-            if not start.samples:
-                return self._plain(self.source)
-            if start.digest is not None and start.samples <= _CHECKED:
-                _check(start, self.digest(epoch, start.samples, 0), deciding(self.source))
-            late = map(known.batch, start.late if start.same_batches else ())
-            left = _left_of(known, start.samples)
-            if left is None:
-                _tell_of_too_few(known, start)
-            rest = chain(late, () if left is None else left.batches())
-            return rest if self.arrays else (batch.tolist() for batch in rest)
-        # What is shared out goes on by samples, unless some of its steps come first.
-        by_steps = self._share is None or bool(start.late) or not start.batches
-        self._ahead = _Digests(start, drawn_again=start.same_batches and by_steps)
-        return self._watched(start, self._ahead)
+            self._drawn = self._to_draw()
+            order = cast("AnyOrder", epoch_order(self.source, epoch))
+        if start.digest is not None and start.samples <= _CHECKED:
+            _check(start, self.digest(epoch, start.samples, 0), deciding(self.source))
+        late = map(order.batch, start.late if start.same_batches else ())
+        left = _left_of(order, start.samples)
+        if left is None:
+            _tell_of_too_few(order, start)
+        rest = chain(late, () if left is None else left.batches())
+        return rest if self.arrays else map(listed, rest)
 
     def drawn(self) -> Drawn:
         """Return what the sampler drew the epoch from that began last."""
-        return self._began.drawn()
+        return self._drawn
 
     def to_draw(self) -> Drawn:
         """Return what the sampler is going to draw the next epoch from, where it holds that."""
-        drawn = self._beginning().drawn()
+        drawn = self._to_draw()
         held = {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
         return {"ahead": held} if held else {}
 
@@ -179,15 +177,13 @@ class EpochIndices:
         """
         order = epoch_order(self.source, epoch)
         if order is None:
-            return self._ahead.at(batches)
+            return self._taken.before(batches)[0]
         if samples > _CHECKED:
             return None
-        order = replace(order, rank=0, world_size=1, equal_counts=False)
+        order = replace(order, rank=0, world_size=1)
         done, crc = 0, 0
-        if self._hashed is not None and self._hashed[0] == order:
+        if self._hashed is not None and self._hashed[0] == order and self._hashed[1] <= samples:
             _, done, crc = self._hashed
-        if done > samples:
-            done, crc = 0, 0
         bounds = ((done + a, done + b) for a, b in cut(samples - done, _HASHED_AT_ONCE))
         for part in parts_of(order.samples(), bounds):
             crc = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc)
@@ -198,12 +194,13 @@ class EpochIndices:
         """Return how many samples all ranks had after so many batches of each; None: not known."""
         order, begun = epoch_order(self.source, epoch), self._began_at
         if order is None:
-            return self._ahead.samples_at(batches)
+            return self._taken.before(batches)[1]
         if batches < begun.batches or self.epoch != epoch:
             begun = Start()
         left = _left_of(order, begun.samples)
-        done = 0 if left is None else min(batches - begun.batches, len(left))
-        return begun.samples if left is None else left.samples_before(done)
+        if left is None:
+            return begun.samples
+        return left.samples_before(min(batches - begun.batches, len(left)))
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
         """Return how many batches an epoch has behind a position; None: not known."""
@@ -220,53 +217,63 @@ class EpochIndices:
             return share.number_of_steps(items - done)
         if type(source) is not BatchSampler:
             return None
-        full, rest = divmod(items - start.samples, source.batch_size)
-        return full + (rest > 0 and not source.drop_last)
+        return steps_in(items - start.samples, source.batch_size, drop_last=source.drop_last)
 
-    def _plain(self, source: Iterable[Any]) -> Iterator[Any]:
-        return index_batches(source) if self.arrays else iter(source)
+    def _watched(self, start: Start) -> Iterator[Any]:
+        """Return the batches of an order that is not known before it is drawn."""
+        # What is shared out goes on by samples, unless some of its steps come first.
+        by_steps = self._share is None or bool(start.late) or not start.batches
+        again = start.batches if by_steps and start.same_batches else None
+        if again is None:
+            self._taken = _Taken(start.batches, start.digest, start.samples)
+        else:
+            self._taken = _Taken()
+        return self._from(start, again, self._taken)
 
-    def _steps(self, source: Iterable[Any], start: Start) -> Iterator[Step]:
-        """Return the steps of a source, or of what one shares out, from a start on."""
-        share = self._share
-        if share is None:
-            source = source if start.same_batches else _cut_anew(source, start.samples)
-            yield from (Step((batch,), batch) for batch in self._plain(source))
-            return
-        if self._ahead.behind:
-            yield from shared_steps(share, source)
-            return
-        if share.gives_samples and start.samples % share.full:
-            source = _Rest(source, start.samples)
-            start = replace(start, samples=0, digest=None)
-        items = shared_items(share, source)
-        yield from share.steps(_behind(items, start, self._ahead, deciding(share.source)))
-
-    def _watched(self, start: Start, digests: _Digests) -> Iterator[Any]:
+    def _from(self, start: Start, again: int | None, taken: _Taken) -> Iterator[Any]:
+        """Yield batches behind ``again`` steps, or, if that is None, behind the start's samples."""
         share, decides = self._share, deciding(self.source)
         source = self.source if share is None else share.source
         if start.drawn:
             source = _drawing_again(source, decides, start.drawn)
         # Not before: torch draws a seed of its own between iter() and the first index.
-        self._began, self.drawn_epoch = self._beginning(start.drawn), self.epoch
-        steps = self._steps(source, start)
+        self._drawn, self.drawn_epoch = start.drawn or self._to_draw(), self.epoch
+        steps = self._steps(source, start if again is None else Start(), taken)
         if self._seed is not None:
             made, once = steps, draws_at_start(decides)
-            steps = KeyedDraws(lambda: made, self._seed, self.epoch, once=once)
+            steps = keyed(lambda: made, self._seed, self.epoch, once=once)
         late = []
         with _as_before(start.drawn):
-            for number, step in enumerate(islice(steps, digests.behind)):
-                digests.add(step.whole)
+            for number, step in enumerate(islice(steps, again or 0)):
+                taken.add(step.whole)
                 if number in start.late:
                     late.append(step.own)
-            if digests.behind and start.digest is not None:
-                _check(start, digests.at(start.batches), decides)
+            if again:
+                _check(start, taken.before(again)[0], decides)
+            first = list(islice(steps, 1))
         lists = share is not None and share.gives_samples and not self.arrays
         for own in late:
             yield listed(own) if lists else own
-        for step in steps:
-            digests.add(step.whole)
+        for step in chain(first, steps):
+            taken.add(step.whole)
             yield listed(step.own) if lists else step.own
+
+    def _steps(self, source: Iterable[Any], start: Start, taken: _Taken) -> Iterator[Step]:
+        """Return the steps of a source, or of what one shares out, behind a start's samples."""
+        share, samples, size = self._share, start.samples, 1
+        if share is not None and share.gives_samples:
+            size = share.full
+        elif share is None and type(source) is BatchSampler:
+            size = source.batch_size
+        if samples % size:  # batches of another size ended there, and all are cut anew
+            source, samples = _rest_of(source, samples), 0
+        if share is not None:
+            items = shared_items(share, source)
+        else:
+            items = index_batches(source) if self.arrays else source
+        if samples:
+            items = _behind(items, start, taken, deciding(self.source))
+        return (Step((item,), item) for item in items) if share is None else share.steps(items)
 
 
 def _left_of(order: AnyOrder, samples: int) -> AnyOrder | None:
@@ -288,7 +295,7 @@ def _tell_of_too_few(order: AnyOrder, start: Start) -> None:
 
 
 def _check(start: Start, found: int | None, sampler: object) -> None:
-    if found != start.digest:
+    if start.digest is not None and found != start.digest:
         warnings.warn(
             f"The first {start.batches} batches of this epoch are not those that were delivered "
             f"before the training was saved: {type(sampler).__name__} gives another order now. The "
@@ -300,31 +307,23 @@ def _check(start: Start, found: int | None, sampler: object) -> None:
         )
 
 
-class _Began:
-    """What a sampler was about to draw an epoch from."""
+# -- what a sampler draws an epoch from ------------------------------------------------------------
 
-    def __init__(self, sampler: object, again: Drawn | None, *, keyed: bool) -> None:
-        self._again, self._keyed = again, keyed
-        self._sampler = sampler
-        self._torch = torch.get_rng_state()
-        generator = getattr(sampler, "generator", None)
-        self._generator = generator.get_state() if isinstance(generator, torch.Generator) else None
-        self._state = sampler.state_dict() if isinstance(sampler, Stateful) else None
 
-    def drawn(self) -> Drawn:
-        if self._again:
-            return self._again
-        if self._state is not None:
-            return {"sampler": self._state}
-        if self._generator is not None:
-            return {"generator": _packed(self._generator)}
-        if self._keyed:
-            return {}
-        if type(self._sampler) is RandomSampler:
-            generator = torch.Generator()
-            generator.set_state(self._torch)
-            return {"draw": int(torch.empty((), dtype=torch.int64).random_(generator=generator))}
-        return {"torch": _packed(self._torch)} if type(self._sampler) in _DRAW_FROM_TORCH else {}
+def _drawn_from(sampler: object, *, keyed: bool) -> Drawn:
+    """Return what a sampler is about to draw an epoch from."""
+    if isinstance(sampler, Stateful):
+        return {"sampler": sampler.state_dict()}
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        return {"generator": _packed(generator.get_state())}
+    if keyed:
+        return {}
+    if type(sampler) is RandomSampler:
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        return {"draw": int(torch.empty((), dtype=torch.int64).random_(generator=generator))}
+    return {"torch": _packed(torch.get_rng_state())} if type(sampler) in _DRAW_FROM_TORCH else {}
 
 
 def _restore(sampler: object, drawn: Drawn) -> None:
@@ -366,35 +365,15 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
         yield
 
 
-def _cut_anew(source: Iterable[Any], samples: int) -> Iterable[Any]:
-    """Return batches of the present size of what comes behind some samples of a sampler."""
+# -- what was taken of an epoch --------------------------------------------------------------------
+
+
+def _rest_of(source: Any, samples: int) -> Iterable[Any]:
+    """Return a sampler, or batches of it of the present size, without its first samples."""
     if type(source) is not BatchSampler:
-        return _behind(source, Start(samples=samples))
-    rest: Sampler[int] = _Rest(source.sampler, samples)  # type: ignore[assignment]
+        return _Rest(source, samples)
+    rest: Any = _Rest(source.sampler, samples)
     return BatchSampler(rest, source.batch_size, source.drop_last)
-
-
-def _behind(
-    batches: Iterable[Any],
-    start: Start,
-    digests: _Digests | None = None,
-    sampler: object = None,
-) -> Iterator[Any]:
-    """Yield batches without the samples before a start, which may end within one of them."""
-    before = start.samples
-    for batch in batches:
-        rows = _rows(batch)
-        if before and digests is not None:
-            digests.pass_by(batch if before >= rows else batch[:before], last=before <= rows)
-            if before <= rows and start.digest is not None:
-                _check(start, digests.at(start.batches), sampler)
-        if before < rows:
-            yield batch[before:] if before else batch
-        before = max(0, before - rows)
-
-
-def _rows(batch: object) -> int:
-    return len(batch) if isinstance(batch, list | tuple | np.ndarray) else 1
 
 
 class _Rest:
@@ -405,44 +384,49 @@ class _Rest:
         return islice(iter(self.sampler), self.skipped, None)
 
 
-class _Digests:
+def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) -> Iterator[Any]:
+    """Yield batches without the samples before a start, which may end within one of them."""
+    before, crc = start.samples, 0
+    for item in items:
+        rows = _rows(item)
+        if before:
+            crc = zlib.crc32(_as_bytes(item if before >= rows else item[:before]), crc)
+            if before <= rows:
+                taken.begin(start.batches, crc, start.samples)
+                _check(start, crc, sampler)
+        if before < rows:
+            yield item[before:] if before else item
+        before = max(0, before - rows)
+
+
+def _rows(batch: object) -> int:
+    return len(batch) if isinstance(batch, list | tuple | np.ndarray) else 1
+
+
+class _Taken:
     """The digest and the number of the indices of an epoch before each of its last steps."""
 
-    def __init__(self, start: Start, *, drawn_again: bool) -> None:
-        self.behind = start.batches if drawn_again else 0
-        """Steps before the start that are to be added, too."""
-        self._crc = 0 if drawn_again else start.digest
-        self._passed = 0
-        self._samples, self._count = (0, 0) if drawn_again else (start.samples, start.batches)
-        self._last = deque(((self._crc, self._samples),), _DIGESTS_KEPT)
+    def __init__(self, step: int = 0, crc: int | None = 0, samples: int = 0) -> None:
+        self.begin(step, crc, samples)
 
-    def pass_by(self, batch: Any, *, last: bool) -> None:
-        """Take in indices that come before the start, where it is not drawn again by steps."""
-        self._passed = zlib.crc32(_as_bytes(batch), self._passed)
-        if last:
-            self._crc = self._passed
-            self._last[-1] = self._crc, self._samples
+    def begin(self, step: int, crc: int | None, samples: int) -> None:
+        """Count on from a step, of what was taken before."""
+        self._step = step
+        self._before = {step: (crc, samples)}
 
     def add(self, whole: tuple[Any, ...]) -> None:
         """Count a step of all ranks in."""
+        crc, samples = self._before[self._step]
         for batch in whole:
-            if self._crc is not None:
-                self._crc = zlib.crc32(_as_bytes(batch), self._crc)
-            self._samples += _rows(batch)
-        self._count += 1
-        self._last.append((self._crc, self._samples))
+            crc = None if crc is None else zlib.crc32(_as_bytes(batch), crc)
+            samples += _rows(batch)
+        self._step += 1
+        self._before[self._step] = crc, samples
+        self._before.pop(self._step - _DIGESTS_KEPT, None)
 
-    def at(self, batches: int) -> int | None:
-        """Return the digest before step ``batches``; None: not known."""
-        return self._before(batches)[0]
-
-    def samples_at(self, batches: int) -> int | None:
-        """Return how many samples all ranks had before step ``batches``; None: not known."""
-        return self._before(batches)[1]
-
-    def _before(self, batches: int) -> tuple[int | None, int | None]:
-        number = batches - self._count + len(self._last) - 1
-        return self._last[number] if 0 <= number < len(self._last) else (None, None)
+    def before(self, step: int) -> tuple[int | None, int | None]:
+        """Return the digest, and how many samples all ranks had, before a step; None: not known."""
+        return self._before.get(step, (None, None))
 
 
 def _as_bytes(batch: object) -> Any:

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
-from lightning_fastdata.order.ranks import SharedSampler, knows_ranks
+from lightning_fastdata.order.ranks import SharedSampler, split_of
 from lightning_fastdata.order.samplers import RankBatchSampler
 from lightning_fastdata.randomness.seeds import seed_global_generators
 
@@ -167,7 +167,7 @@ def test_what_does_not_divide_is_shared_as_by_the_packages_own_order(
     for rank in range(ranks):
         plan = EpochOrder(
             length=length, batch_size=size, rank=rank, world_size=ranks, shuffle=False,
-            drop_last=drop_last, equal_counts=True,
+            drop_last=drop_last,
         )  # fmt: skip
         make = (lambda: range(length)) if sized else (lambda: iter(range(length)))
         found = list(batches_of(make, ranks, rank, size=size, drop_last=drop_last))
@@ -331,7 +331,7 @@ class Lhotse:
     ],
 )
 def test_what_splits_itself_is_known_and_not_split_again(sampler):
-    assert knows_ranks(sampler)
+    assert split_of(sampler) is not None
     with pytest.raises(OptionsError, match="shared out again"):
         SharedSampler(sampler, batch_size=2, num_replicas=2, rank=0)
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.order.interleave import Interleaving
 from lightning_fastdata.order.ranks import SharedSampler
-from lightning_fastdata.order.samplers import RankBatchSampler, RankSampler
+from lightning_fastdata.order.samplers import RankBatchSampler
 
 # The sum of the reciprocals of the Fibonacci numbers.
 OFF_BY = 3.36
@@ -192,8 +192,8 @@ def numbered(weights=None):
 def loaders(ranks, weights=None):
     for rank in range(ranks):
         data = numbered(weights)
-        share = RankSampler(
-            data, batch_size=8 // ranks, num_replicas=ranks, rank=rank, shuffle=False
+        share = SharedSampler(
+            SequentialSampler(data), batch_size=8 // ranks, num_replicas=ranks, rank=rank
         )
         batches = RankBatchSampler(share, 8 // ranks, drop_last=False)
         yield FastDataLoader(data, batch_sampler=batches, executor="inline")
