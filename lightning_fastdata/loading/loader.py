@@ -57,8 +57,14 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import SharedSampler, as_given, share_in, split_of
-from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch
+from lightning_fastdata.order.ranks import (
+    SharedSampler,
+    as_given,
+    share_in,
+    split_of,
+    tell_samplers,
+)
+from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
     LoaderOptions,
@@ -406,7 +412,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            set_epoch(self, epoch)
+            tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         inner = self._inner

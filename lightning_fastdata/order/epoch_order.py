@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import numpy as np
@@ -16,7 +16,8 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MASK: Final = 2**64 - 1
+    from lightning_fastdata.order.block_shuffle import BlockOrder, Blocks
+
 Order: TypeAlias = "NDArray[np.int64] | KeyedPermutation | BlockOrder | range"
 """Samples in an order: held, computed, or as the dataset has them."""
 
@@ -127,67 +128,6 @@ def drawn_permutation(length: int, generator: torch.Generator | None) -> NDArray
     return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """Which samples of a dataset are stored together, and how many blocks are shuffled at once."""
-
-    starts: NDArray[np.int64]
-    """[blocks]; where in ``positions`` each block begins."""
-    length: int
-    """Samples of the dataset."""
-    positions: NDArray[np.int64] | None
-    """[length]; the samples, block by block. None: as the dataset has them."""
-    at_once: int
-
-    def order(self, seed: int, epoch: int) -> BlockOrder:
-        """Return the order of an epoch."""
-        return BlockOrder(self, seed, epoch)
-
-
-class BlockOrder:
-    """The samples of one epoch, in an order that is drawn where it is asked for.
-
-    It holds the order of the blocks. Each run of ``at_once`` of them is put together and permuted
-    by a generator of its own, with the key (seed, epoch, run).
-    """
-
-    def __init__(self, blocks: Blocks, seed: int, epoch: int) -> None:
-        self._blocks = blocks
-        self._seed, self._epoch = seed, epoch
-        self._order = epoch_permutation(len(blocks.starts), seed, epoch)[:]
-        sizes = np.diff(blocks.starts, append=blocks.length)[self._order]
-        runs = np.arange(0, len(sizes), blocks.at_once)
-        self._ends = np.cumsum(np.add.reduceat(sizes, runs)) if len(sizes) else sizes
-        self._run = lru_cache(maxsize=2)(self._drawn)
-
-    def __len__(self) -> int:
-        return self._blocks.length
-
-    def __getitem__(self, part: slice) -> NDArray[np.int64]:
-        """Return a part of the order, int64; the slice has no step."""
-        start, stop, _ = part.indices(len(self))
-        found = [np.empty(0, np.int64)]
-        while start < stop:
-            number = int(np.searchsorted(self._ends, start, side="right"))
-            run, before = self._run(number), self._before(number)
-            found.append(run[start - before : stop - before])
-            start = before + len(run)
-        return np.concatenate(found)
-
-    def _before(self, number: int) -> int:
-        return int(self._ends[number - 1]) if number else 0
-
-    def _drawn(self, number: int) -> NDArray[np.int64]:
-        starts, first = self._blocks.starts, number * self._blocks.at_once
-        chosen = self._order[first : first + self._blocks.at_once]
-        ends = np.append(starts[1:], self._blocks.length)[chosen]
-        bounds = zip(starts[chosen].tolist(), ends.tolist(), strict=True)
-        together = np.concatenate([np.arange(start, end) for start, end in bounds])
-        key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
-        drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
-        return drawn if self._blocks.positions is None else self._blocks.positions[drawn]
-
-
 def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the bounds of parts of ``size``, the last one shorter, up to ``stop``."""
     for start in range(0, stop, size):
@@ -201,21 +141,10 @@ def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[NDArra
             yield np.arange(start, stop) if isinstance(order, range) else order[start:stop]
         return
     # A call costs about 0.1 ms however short the part is, so that several parts share one.
-    waiting: list[NDArray[np.int64]] = []
-    size = 0
+    bounds = iter(bounds)
     for start, stop in bounds:
-        waiting.append(np.arange(start, stop))
-        size += stop - start
-        if size >= _DRAWN_TOGETHER:
-            yield from _drawn(order, waiting)
-            waiting, size = [], 0
-    yield from _drawn(order, waiting)
-
-
-def _drawn(
-    order: KeyedPermutation, positions: list[NDArray[np.int64]]
-) -> Iterator[NDArray[np.int64]]:
-    if positions:
+        more = islice(bounds, (_DRAWN_TOGETHER - 1) // max(1, stop - start))
+        positions = [np.arange(*part) for part in ((start, stop), *more)]
         ends = np.cumsum([len(part) for part in positions])
         yield from np.split(order.at(np.concatenate(positions)), ends[:-1])
 

@@ -20,31 +20,13 @@ from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.buckets import BucketOrder
-from lightning_fastdata.order.epoch_order import (
-    EpochOrder,
-    cut,
-    dataset_length,
-    parts_of,
-    steps_in,
-)
+from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of, steps_in
 from lightning_fastdata.order.ranks import Step, deciding, keyed, share_in
-from lightning_fastdata.order.samplers import (
-    draws_at_start,
-    epoch_order,
-    index_batches,
-    listed,
-    rows_in,
-    shared_items,
-)
+from lightning_fastdata.order.samplers import draws_at_start, epoch_order, index_batches, rows_in
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
 AnyOrder: TypeAlias = EpochOrder | BucketOrder
@@ -54,8 +36,6 @@ Drawn: TypeAlias = dict[str, Any]
 _HASHED_AT_ONCE: Final = 2**16
 _DIGESTS_KEPT: Final = 2**12
 """Batches that are read ahead of the training at most."""
-_PLAIN: Final = np.dtype("<i8")
-"""Of indices, as they are hashed."""
 _CHECKED: Final = 2**27
 """Samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
 _DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
@@ -111,17 +91,11 @@ class EpochIndices:
         """Of the epoch that begins next."""
         self.epoch = 0
         """Its number."""
-        self.drawn_epoch: int | None = None
-        """The number of the epoch that the sampler drew last."""
         self._taken = _Taken()
         self._began_at = Start()
         self._drawn = self._to_draw()
+        self._drawn_epoch: int | None = None
         self._hashed: tuple[AnyOrder, int, int] | None = None
-
-    @property
-    def sampler(self) -> object:
-        """What decides the order."""
-        return getattr(self.source, "sampler", self.source)
 
     def _to_draw(self) -> Drawn:
         return _drawn_from(deciding(self.source), keyed=self._seed is not None)
@@ -133,47 +107,41 @@ class EpochIndices:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
         start = self._began_at = self.start
-        epoch: int = getattr(self.sampler, "epoch", 0)
-        order = epoch_order(self.source, epoch)
-        if order is None:
-            return self._watched(start)
-        if start.drawn:
+        if start.drawn and epoch_order(self.source) is not None:
             _restore(deciding(self.source), start.drawn)
-            self._drawn = self._to_draw()
-            order = cast("AnyOrder", epoch_order(self.source, epoch))
+        whole, left = epoch_order(self.source), epoch_order(self.source, start=start.samples)
+        if whole is None or left is None:
+            # What is shared out goes on by samples, unless some of its steps come first.
+            by_steps = self._share is None or bool(start.late) or not start.batches
+            again = start.same_batches and by_steps
+            self._taken = _Taken() if again else _Taken(start.batches, start.digest, start.samples)
+            return self._watched(start, self._taken, again=again)
+        self._drawn = self._to_draw()
         if start.digest is not None and start.samples <= _CHECKED:
-            _check(start, self.digest(epoch, start.samples, 0), deciding(self.source))
-        late = map(order.batch, start.late if start.same_batches else ())
-        left = _left_of(order, start.samples)
-        if left is None:
-            _tell_of_too_few(order, start)
-        rest = chain(late, () if left is None else left.batches())
-        return rest if self.arrays else map(listed, rest)
+            _check(start, self.digest(whole.epoch, start.samples, 0), deciding(self.source))
+        late = map(whole.batch, start.late if start.same_batches else ())
+        batches = chain(late, left.batches())
+        return batches if self.arrays else (batch.tolist() for batch in batches)
 
-    def drawn(self) -> Drawn:
-        """Return what the sampler drew the epoch from that began last."""
-        return self._drawn
+    def drawn(self, epoch: int | None = None) -> Drawn:
+        """Return what the sampler drew the epoch from that began last.
 
-    def to_draw(self) -> Drawn:
-        """Return what the sampler is going to draw the next epoch from, where it holds that."""
+        ``epoch``: of another one, what the sampler holds that it is going to draw it from.
+        """
+        if epoch in (None, self._drawn_epoch):
+            return self._drawn
         drawn = self._to_draw()
-        held = {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
-        return {"ahead": held} if held else {}
-
-    def prepare(self, drawn: Drawn) -> None:
-        """Set the sampler to what :meth:`to_draw` returned."""
-        _restore(deciding(self.source), drawn.get("ahead", {}))
+        return {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
 
     def digest(self, epoch: int, samples: int, batches: int) -> int | None:
         """Return the CRC-32 of the indices of an epoch before a position; None: not known.
 
-        The position is given as samples of all ranks, and as batches of this one.
-
-        It is that of all ranks; of a sampler that splits itself among them, of this rank. Of an
-        order that is not known by (seed, epoch), it is of the epoch that began last. Indices count
-        as little-endian int64, however they are put into batches. Of an order that is
-        known so, it is not made of more samples than are checked: on a thousand ranks they pass in
-        a minute, and would take longer than ten seconds.
+        The position is given as samples of all ranks, and as batches of this one. Indices count as
+        little-endian int64, however they are put into batches. They are those of all ranks; of a
+        sampler that splits itself among them, of this rank. Of an order that does not follow from
+        (seed, epoch), the epoch is the one that began last. Of others the digest is made of no more
+        samples than are checked: on a thousand ranks these pass in a minute, and would take longer
+        than ten seconds.
         """
         order = epoch_order(self.source, epoch)
         if order is None:
@@ -186,112 +154,89 @@ class EpochIndices:
             _, done, crc = self._hashed
         bounds = ((done + a, done + b) for a, b in cut(samples - done, _HASHED_AT_ONCE))
         for part in parts_of(order.samples(), bounds):
-            crc = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc)
+            crc = zlib.crc32(_as_bytes(part), crc)
         self._hashed = order, samples, crc
         return crc
 
     def samples(self, epoch: int, batches: int) -> int | None:
         """Return how many samples all ranks had after so many batches of each; None: not known."""
-        order, begun = epoch_order(self.source, epoch), self._began_at
-        if order is None:
-            return self._taken.before(batches)[1]
+        begun = self._began_at
         if batches < begun.batches or self.epoch != epoch:
             begun = Start()
-        left = _left_of(order, begun.samples)
+        left = epoch_order(self.source, epoch, begun.samples)
         if left is None:
-            return begun.samples
+            return self._taken.before(batches)[1]
         return left.samples_before(min(batches - begun.batches, len(left)))
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
         """Return how many batches an epoch has behind a position; None: not known."""
-        order, share, source = epoch_order(self.source, epoch), self._share, self.source
-        if order is not None:
-            left = _left_of(order, start.samples)
-            return 0 if left is None else len(left)
-        items = dataset_length(deciding(source) if share is None else share.source)
-        if items is None:
+        left, share = epoch_order(self.source, epoch, start.samples), self._share
+        if left is not None:
+            return len(left)
+        sampler, size, drop_last = self._cut()
+        items = dataset_length(sampler)
+        if items is None or (size is None and share is None):
             return None
+        if size is not None:
+            return steps_in(items - start.samples, size, drop_last=drop_last)
+        rows, ranks = rows_in(sampler), 1 if share is None else share.num_replicas
+        done = start.batches * ranks if rows is None else start.samples // rows
+        return steps_in(items - done, ranks, drop_last=drop_last)
+
+    def _cut(self) -> tuple[Any, int | None, bool]:
+        """Return a sampler, of how many of its samples a step is, and whether a rest is left out.
+
+        None: it gives batches.
+        """
+        share, source = self._share, self.source
         if share is not None:
-            rows = 1 if share.gives_samples else rows_in(share.source)
-            done = start.batches * share.num_replicas if rows is None else start.samples // rows
-            return share.number_of_steps(items - done)
-        if type(source) is not BatchSampler:
-            return None
-        return steps_in(items - start.samples, source.batch_size, drop_last=source.drop_last)
+            return share.source, share.full if share.gives_samples else None, share.drop_last
+        if type(source) is BatchSampler:
+            return source.sampler, source.batch_size, source.drop_last
+        return source, None, False
 
-    def _watched(self, start: Start) -> Iterator[Any]:
-        """Return the batches of an order that is not known before it is drawn."""
-        # What is shared out goes on by samples, unless some of its steps come first.
-        by_steps = self._share is None or bool(start.late) or not start.batches
-        again = start.batches if by_steps and start.same_batches else None
-        if again is None:
-            self._taken = _Taken(start.batches, start.digest, start.samples)
-        else:
-            self._taken = _Taken()
-        return self._from(start, again, self._taken)
+    def _watched(self, start: Start, taken: _Taken, *, again: bool) -> Iterator[Any]:
+        """Yield the batches of an order that is not known before it is drawn.
 
-    def _from(self, start: Start, again: int | None, taken: _Taken) -> Iterator[Any]:
-        """Yield batches behind ``again`` steps, or, if that is None, behind the start's samples."""
-        share, decides = self._share, deciding(self.source)
-        source = self.source if share is None else share.source
-        if start.drawn:
-            source = _drawing_again(source, decides, start.drawn)
+        ``again``: those before the start are drawn and dropped; else its samples are.
+        """
+        decides = deciding(self.source)
         # Not before: torch draws a seed of its own between iter() and the first index.
-        self._drawn, self.drawn_epoch = start.drawn or self._to_draw(), self.epoch
-        steps = self._steps(source, start if again is None else Start(), taken)
+        _restore(decides, start.drawn or {})
+        self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
+        steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
         if self._seed is not None:
             made, once = steps, draws_at_start(decides)
             steps = keyed(lambda: made, self._seed, self.epoch, once=once)
         late = []
         with _as_before(start.drawn):
-            for number, step in enumerate(islice(steps, again or 0)):
+            for number, step in enumerate(islice(steps, start.batches if again else 0)):
                 taken.add(step.whole)
                 if number in start.late:
                     late.append(step.own)
             if again:
-                _check(start, taken.before(again)[0], decides)
+                _check(start, taken.before(start.batches)[0], decides)
             first = list(islice(steps, 1))
-        lists = share is not None and share.gives_samples and not self.arrays
-        for own in late:
-            yield listed(own) if lists else own
+        yield from late
         for step in chain(first, steps):
             taken.add(step.whole)
-            yield listed(step.own) if lists else step.own
+            yield step.own
 
-    def _steps(self, source: Iterable[Any], start: Start, taken: _Taken) -> Iterator[Step]:
-        """Return the steps of a source, or of what one shares out, behind a start's samples."""
-        share, samples, size = self._share, start.samples, 1
-        if share is not None and share.gives_samples:
-            size = share.full
-        elif share is None and type(source) is BatchSampler:
-            size = source.batch_size
-        if samples % size:  # batches of another size ended there, and all are cut anew
-            source, samples = _rest_of(source, samples), 0
-        if share is not None:
-            items = shared_items(share, source)
-        else:
-            items = index_batches(source) if self.arrays else source
+    def _steps(self, start: Start, taken: _Taken) -> Iterator[Step]:
+        """Yield the steps behind a start's samples."""
+        sampler, size, drop_last = self._cut()
+        sampler, samples = _drawing_again(sampler, start.drawn), start.samples
+        items = sampler
+        if size is not None:
+            if samples % size:  # where no step of now ends: what is left is cut anew
+                sampler, samples = _without_first(sampler, samples), 0
+            batches = BatchSampler(sampler, size, drop_last)
+            items = index_batches(batches) if self.arrays else batches
         if samples:
             items = _behind(items, start, taken, deciding(self.source))
-        return (Step((item,), item) for item in items) if share is None else share.steps(items)
-
-
-def _left_of(order: AnyOrder, samples: int) -> AnyOrder | None:
-    """Return an order from behind so many samples on; None: the rest cannot be shared evenly."""
-    try:
-        return replace(order, start=samples)
-    except OptionsError:
-        return None
-
-
-def _tell_of_too_few(order: AnyOrder, start: Start) -> None:
-    warnings.warn(
-        f"{len(order.samples()) - start.samples} samples are left of this epoch, of which "
-        f"{order.world_size} ranks cannot have as many batches each: they are left out of it. "
-        "Later epochs are whole.",
-        FastDataWarning,
-        stacklevel=3,
-    )
+        share = self._share
+        # Not before: what a sampler draws when it is iterated is keyed, too.
+        yield from (Step((one,), one) for one in items) if share is None else share.steps(items)
 
 
 def _check(start: Start, found: int | None, sampler: object) -> None:
@@ -339,19 +284,14 @@ def _restore(sampler: object, drawn: Drawn) -> None:
         generator.set_state(_unpacked(drawn["generator"]))
 
 
-def _drawing_again(source: Iterable[Any], sampler: Any, drawn: Drawn) -> Iterable[Any]:
-    """Return what yields the indices of a sampler that draws from what it drew from before."""
-    _restore(sampler, drawn)
-    if "draw" not in drawn or type(sampler) is not RandomSampler:
-        return source
+def _drawing_again(sampler: Any, drawn: Drawn | None) -> Any:
+    """Return a sampler that draws the seed anew that one of torch's has drawn before."""
+    if not drawn or "draw" not in drawn or type(sampler) is not RandomSampler:
+        return sampler
     generator = torch.Generator()
     generator.manual_seed(int(drawn["draw"]))
-    again = RandomSampler(
-        sampler.data_source, sampler.replacement, sampler.num_samples, generator=generator
-    )
-    if type(source) is BatchSampler:
-        return BatchSampler(again, source.batch_size, source.drop_last)
-    return again if source is sampler else source
+    how = sampler.replacement, sampler.num_samples
+    return RandomSampler(sampler.data_source, *how, generator=generator)
 
 
 @contextmanager
@@ -368,20 +308,8 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
 # -- what was taken of an epoch --------------------------------------------------------------------
 
 
-def _rest_of(source: Any, samples: int) -> Iterable[Any]:
-    """Return a sampler, or batches of it of the present size, without its first samples."""
-    if type(source) is not BatchSampler:
-        return _Rest(source, samples)
-    rest: Any = _Rest(source.sampler, samples)
-    return BatchSampler(rest, source.batch_size, source.drop_last)
-
-
-class _Rest:
-    def __init__(self, sampler: Iterable[int], skipped: int) -> None:
-        self.sampler, self.skipped = sampler, skipped
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(iter(self.sampler), self.skipped, None)
+def _without_first(sampler: Iterable[Any], samples: int) -> Iterator[Any]:
+    yield from islice(sampler, samples, None)
 
 
 def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) -> Iterator[Any]:
@@ -430,8 +358,6 @@ class _Taken:
 
 
 def _as_bytes(batch: object) -> Any:
-    if type(batch) is np.ndarray and batch.dtype == _PLAIN and batch.flags.c_contiguous:
-        return batch
     if type(batch) is list and sys.byteorder == "little":
         with suppress(TypeError, OverflowError):  # which other lists raise
             return array("q", batch).tobytes()  # in a half of NumPy's time

@@ -111,11 +111,10 @@ class SharedSampler(DistributedSampler[Any]):
         if not 0 <= rank < num_replicas:
             raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
         check_whole(batch_size=batch_size)
-        already = ranks_of(source) or 1
-        if already > 1:
+        if split_of(source) is not None:
             raise OptionsError(
-                f"{type(source).__name__} gives the part of one of {already} ranks, which cannot "
-                "be shared out again. Give the sampler of all samples."
+                f"{type(source).__name__} gives the part of one rank, which cannot be shared out "
+                "again. Give the sampler of all samples."
             )
         everything = cast("Any", range(dataset_length(source) or 0))
         super().__init__(everything, num_replicas, rank, shuffle=False, seed=seed)
@@ -135,13 +134,11 @@ class SharedSampler(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""
         super().set_epoch(epoch)
-        tell_samplers(self.source, epoch)
+        tell_samplers(epoch, self.source)
 
     def __iter__(self) -> Iterator[Any]:
         # Who puts the samples into batches anew knows no steps: none may be smaller but the last.
-        items, even = self._items(), self.gives_samples
-        steps = keyed(lambda: self.steps(items, even=even), self.seed, self.epoch)
-        owns = (step.own for step in steps)
+        owns = (step.own for step in self.keyed_steps(even=self.gives_samples))
         return chain.from_iterable(owns) if self.gives_samples else owns
 
     def __len__(self) -> int:
@@ -181,12 +178,19 @@ class SharedSampler(DistributedSampler[Any]):
             f"(a step is {self.full} {what})"
         )
 
+    def keyed_steps(self, *, even: bool = False, once: bool = False) -> Iterator[Step]:
+        """Return the steps of the epoch that was set last, with keyed draws; see :func:`keyed`."""
+        items: Any = self.source
+        if self.gives_samples:
+            items = BatchSampler(items, self.full, self.drop_last)
+        return keyed(lambda: self.steps(items, even=even), self.seed, self.epoch, once=once)
+
     def steps(self, items: Iterable[Indices], *, even: bool = False) -> Iterator[Step]:
         """Yield the steps of a rank.
 
-        ``items``: of a sampler its samples in batches of all ranks, of a batch sampler its batches.
-        ``even``: all steps but the last are full; samples come again rather than from the step
-        before.
+        ``items``: of a sampler its samples in batches of all ranks, without a rest that is to be
+        dropped; of a batch sampler its batches. ``even``: all steps but the last are full; samples
+        come again rather than from the step before.
         """
         if self.gives_samples:
             for whole in self._complete(items, even=even):
@@ -200,35 +204,27 @@ class SharedSampler(DistributedSampler[Any]):
             elif not self.drop_last:
                 yield self._rest_of_batches(group, first)
 
-    def _items(self) -> Iterator[Indices]:
-        items = iter(self.source)
-        while self.gives_samples and (batch := list(islice(items, self.full))):
-            yield batch
-        yield from items
-
     def _own(self, whole: Any) -> Any:
         return whole[part_of(len(whole), self.rank, self.num_replicas)]
 
     def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
-        """Yield the samples of each step; a rest is dropped, or made to do for all ranks."""
+        """Yield the samples of each step; a rest is made to do for all ranks."""
         first: Indices | None = None
         before: Indices | None = None
         waits = not even and self._waits()
         for batch in batches:
-            if self.drop_last and len(batch) < self.full:
-                break
-            first = batch if first is None else first
+            first, whole = batch if first is None else first, batch
             lacking = self.num_replicas - len(batch)
             if lacking > 0 and before is not None and len(before) - lacking >= self.num_replicas:
-                yield before[:-lacking]
-                batch, before = _joined((before[-lacking:], batch)), None  # noqa: PLW2901
+                before, whole = before[:-lacking], _joined((before[-lacking:], batch))
             elif lacking > 0:
-                batch = self._filled(batch, first)  # noqa: PLW2901
+                whole = self._filled(batch, first)
             if before is not None:
                 yield before
-            before = batch if waits else None
+            before = whole
             if not waits:
-                yield batch
+                yield whole
+                before = None
         if before is not None:
             yield before
 
@@ -268,14 +264,10 @@ def _joined(parts: Sequence[Indices]) -> Indices:
 
 
 class OwnSplit(DistributedSampler[Any]):
-    """What splits itself among ranks, as it is.
+    """A sampler or batch sampler that splits itself among ranks, as it is.
 
     Lightning and Fabric put no sampler of theirs in the place of a ``DistributedSampler``, and set
     its epoch, which is passed on.
-
-    Args:
-        source: The sampler, or the batch sampler. It has a ``rank``.
-        num_replicas: Ranks that it splits itself among.
     """
 
     def __init__(self, source: Any, num_replicas: int) -> None:
@@ -285,7 +277,7 @@ class OwnSplit(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the source, if it has one."""
         super().set_epoch(epoch)
-        tell_samplers(self.source, epoch)
+        tell_samplers(epoch, self.source)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.source)
@@ -302,38 +294,27 @@ def sampler_in(batch_sampler: object) -> Any:
     return getattr(batch_sampler, "sampler", None)
 
 
-def tell_samplers(source: object, epoch: int) -> None:
-    """Set the epoch of a sampler, or of a batch sampler and of its sampler, where they have one."""
-    for one in (source, sampler_in(source)):
+def tell_samplers(epoch: int, *sources: object) -> None:
+    """Set the epoch of samplers, and of batch samplers and their samplers, where they have one."""
+    for one in chain.from_iterable((source, sampler_in(source)) for source in sources):
         if isinstance(one, SetsEpoch):
             one.set_epoch(epoch)
 
 
-def ranks_of(source: object) -> int | None:
-    """Return among how many ranks a sampler, or that of a batch sampler, splits itself.
-
-    Those that do have ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or
-    ``world_size``. None: it does not.
-    """
-    return _split_in(source)[1]
-
-
-def _split_in(source: object) -> tuple[Any, int | None]:
-    for one in (source, sampler_in(source)):
-        if type(getattr(one, "rank", None)) is int:
-            found = (getattr(one, name, None) for name in _RANKS)
-            ranks = next((each for each in found if type(each) is int), None)
-            if ranks is not None:
-                return one, ranks
-    return None, None
-
-
 def split_of(source: object) -> DistributedSampler[Any] | None:
-    """Return the sampler in what splits itself among ranks, as Lightning knows it; None: none."""
-    split, ranks = _split_in(source)
-    if ranks is None or (ranks == 1 and not isinstance(split, BucketShare)):
-        return None
-    return split if isinstance(split, DistributedSampler) else OwnSplit(split, ranks)
+    """Return what splits itself among ranks in a sampler or batch sampler, as Lightning knows it.
+
+    That has ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or ``world_size``.
+    None: it does not split itself.
+    """
+    for one in (source, sampler_in(source)):
+        if isinstance(one, BucketShare):  # how many ranks there are, it asks when it is iterated
+            return one
+        found = (getattr(one, name, None) for name in _RANKS)
+        ranks = next((each for each in found if type(each) is int), 1)
+        if ranks > 1 and type(getattr(one, "rank", None)) is int:
+            return one if isinstance(one, DistributedSampler) else OwnSplit(one, ranks)
+    return None
 
 
 def as_given(sampler: Any) -> Any:

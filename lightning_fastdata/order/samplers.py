@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Final, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -27,13 +27,7 @@ from lightning_fastdata.order.epoch_order import (
     epoch_permutation,
     parts_of,
 )
-from lightning_fastdata.order.ranks import (
-    SharedSampler,
-    keyed,
-    sampler_in,
-    share_in,
-    tell_samplers,
-)
+from lightning_fastdata.order.ranks import SharedSampler, sampler_in, share_in
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,50 +80,32 @@ class RankBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         share, plan = self.sampler, epoch_order(self)
         if plan is not None:
-            yield from map(listed, plan.batches())
-        elif not isinstance(share, SharedSampler):
-            yield from super().__iter__()
+            yield from (batch.tolist() for batch in plan.batches())
+        elif isinstance(share, SharedSampler):
+            yield from (step.own for step in share.keyed_steps(once=draws_at_start(share.source)))
         else:
-            once = draws_at_start(share.source)
-            items = shared_items(share, share.source)
-            for step in keyed(lambda: share.steps(items), share.seed, share.epoch, once=once):
-                yield listed(step.own)
+            yield from super().__iter__()
 
     def __len__(self) -> int:
         share = self.sampler
         return share.number_of_steps() if isinstance(share, SharedSampler) else super().__len__()
 
 
-def shared_items(share: SharedSampler, source: Iterable[Any]) -> Iterable[Any]:
-    """Return what :meth:`SharedSampler.steps` takes, of a source like that of the share."""
-    if not share.gives_samples:
-        return source
-    return index_batches(BatchSampler(cast("Any", source), share.full, drop_last=False))
-
-
-def listed(batch: Any) -> Any:
-    """Return a batch of indices as a list of Python's integers, if it is an array."""
-    return batch.tolist() if isinstance(batch, np.ndarray) else batch
-
-
-def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Set the epoch of a loader's sampler, its batch sampler and that one's sampler."""
-    for one in (loader.sampler, loader.batch_sampler):
-        tell_samplers(one, epoch)
-
-
 # -- what is sure of an order beforehand -----------------------------------------------------------
 
 
-def epoch_order(source: object, epoch: int | None = None) -> EpochOrder | BucketOrder | None:
+def epoch_order(
+    source: object, epoch: int | None = None, start: int = 0
+) -> EpochOrder | BucketOrder | None:
     """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
 
     It is of batches of a ``ShuffleSampler``, ``BlockShuffleSampler`` or ``SequentialSampler``,
-    shared among ranks or not, and of a :class:`BucketBatchSampler`. ``epoch``: the plan is none if
-    another one was set. Default: that one.
+    shared among ranks or not, and of a :class:`BucketBatchSampler`. ``epoch``: there is none if
+    another one was set. Default: that one. ``start``: samples of all ranks that are skipped.
     """
     if type(source) is BucketBatchSampler:
-        return source.sampler.order if epoch in (None, source.sampler.epoch) else None
+        now = source.sampler.epoch
+        return replace(source.sampler.order, start=start) if epoch in (None, now) else None
     if type(source) not in (BatchSampler, RankBatchSampler):
         return None
     share = share_in(source)
@@ -142,7 +118,8 @@ def epoch_order(source: object, epoch: int | None = None) -> EpochOrder | Bucket
         return None
     now = getattr(sampler, "epoch", epoch or 0)
     length = len(sampler.data_source)
-    if epoch not in (None, now) or not (drop_last or can_share_evenly(length, size, ranks)):
+    even = drop_last or can_share_evenly(max(0, length - start), size, ranks)
+    if epoch not in (None, now) or not even:
         return None
     return EpochOrder(
         length=length,
@@ -154,6 +131,7 @@ def epoch_order(source: object, epoch: int | None = None) -> EpochOrder | Bucket
         rank=rank,
         world_size=ranks,
         blocks=getattr(sampler, "blocks", None),
+        start=start,
     )
 
 
@@ -232,18 +210,4 @@ def _drawn_order(sampler: object) -> NDArray[np.int64] | None:
             sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
         ).numpy()
         return drawn
-    return _rank_order(sampler) if type(sampler) is DistributedSampler else None
-
-
-def _rank_order(sampler: DistributedSampler[Any]) -> NDArray[np.int64] | None:
-    length = len(cast("Sized", sampler.dataset))
-    if (sampler.total_size > length) if sampler.drop_last else (sampler.total_size < length):
-        return None  # the dataset has changed, which the sampler itself is to say
-    order = np.arange(length)
-    if sampler.shuffle:
-        generator = torch.Generator()
-        generator.manual_seed(sampler.seed + sampler.epoch)
-        order = drawn_permutation(length, generator)
-    # Short of samples it begins again with the first ones, as resize does.
-    everyone = np.resize(order, sampler.total_size)
-    return everyone[sampler.rank : sampler.total_size : sampler.num_replicas]
+    return np.fromiter(sampler, np.int64) if type(sampler) is DistributedSampler else None

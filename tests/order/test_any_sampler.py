@@ -28,6 +28,7 @@ from torch.utils.data import (
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
+from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.ranks import SharedSampler, split_of
 from lightning_fastdata.order.samplers import RankBatchSampler
 from lightning_fastdata.randomness.seeds import seed_global_generators
@@ -302,6 +303,13 @@ def test_draws_are_keyed_by_the_epoch_and_leave_the_global_generators_alone(name
         before = states()
     assert found[0] == found[1]
     assert found[0] != found[2]
+
+
+def test_what_a_sampler_draws_when_it_is_iterated_is_keyed_on_one_rank_too():
+    for executor in ("inline", "gather"):
+        batches = BatchSampler(Drawing(), STEP, drop_last=False)
+        indices = EpochIndices(batches, arrays=executor == "gather", seed=3)
+        assert joined(indices) == alone(Drawing)
 
 
 # -- who splits already ----------------------------------------------------------------------------

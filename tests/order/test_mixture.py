@@ -362,7 +362,7 @@ TWO = {"a": range(3), "b": range(4)}
         ((TWO, {"a": 0, "b": 0}), "sum up"),
         ((TWO, {"a": -1, "b": 2}), "numbers from 0"),
         ((TWO, {"a": float("nan"), "b": 2}), "numbers from 0"),
-        ((TWO, {"a": 1}), "'a', and the Mixture has 'a', 'b'"),
+        ((TWO, {"a": 1}), r"\{'a': 1\}; give one for each part by its name, as \{'a': 1, 'b': 1\}"),
         ((TWO, {5: {"a": 1, "b": 1}}), "first of them 0"),
         ((TWO, {0: {"a": 1, "b": 1}, "x": 3}), "numbers of the steps"),
         (({"s": Letters()},), "length="),

@@ -21,8 +21,8 @@ from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
-from lightning_fastdata.order.ranks import deciding
-from lightning_fastdata.order.samplers import epoch_order, set_epoch
+from lightning_fastdata.order.ranks import deciding, tell_samplers
+from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.arguments import take_over_hyperparameters
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
@@ -171,7 +171,7 @@ def _training_loader(twin: Any) -> FastDataLoader:
 
 def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> EpochOrder:
     """Return which samples the batches of an epoch held, on a rank of so many."""
-    set_epoch(loader, epoch)
+    tell_samplers(epoch, loader.batch_sampler)
     order = epoch_order(loader.batch_sampler, epoch)
     if not isinstance(order, EpochOrder):
         on = f" on {ranks} ranks" if ranks > 1 else ""
