@@ -30,7 +30,7 @@ from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.ranks import SharedSampler, split_of
-from lightning_fastdata.order.samplers import RankBatchSampler
+from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler
 from lightning_fastdata.randomness.seeds import seed_global_generators
 
 LENGTH = 53
@@ -97,6 +97,7 @@ SAMPLERS = {
     "own": Drawing,
     "without a length": Unsized,
     "a list": lambda: [5, 1, 1, 4, *range(20, 45)],
+    "the package's own": lambda: ShuffleSampler(range(LENGTH), seed=3),
 }
 
 
@@ -471,6 +472,17 @@ def test_the_packages_own_order_is_cut_anew_any_number_of_times():
         state = again.state_dict()
     assert found == [[21, 22, 23, 24]]
     assert state["samples"] == 25
+
+
+def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():
+    def make():
+        return ShuffleSampler(range(18), seed=3)
+
+    order, data = list(make()), range(18)
+    state = stopped(make, 2, 2, data=data)
+    with pytest.warns(FastDataWarning, match="taken again"):
+        left = after(state, make, 4, data=data)
+    assert left == [[*order[16:], *order[16:]]]
 
 
 def test_an_order_that_is_another_one_is_noticed_on_any_rank():
