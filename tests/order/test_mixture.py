@@ -334,6 +334,21 @@ def test_a_stream_is_read_in_its_order_by_whoever_reads(workers):
     assert torch.cat(list(again)).tolist() == first[12:]
 
 
+class Counted(Letters):
+    begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return super().__iter__()
+
+
+def test_a_stream_is_not_read_again_for_the_sample_that_it_gave_last():
+    stream = Counted()
+    mixed = Mixture({"s": stream}, {"s": 1}, length=9)
+    assert [mixed[i] for i in (0, 1, 1, 3)] == [0, 1, 1, 3]
+    assert stream.begun == 1
+
+
 class Once(IterableDataset):
     def __init__(self):
         self.left = iter(range(3))
