@@ -64,7 +64,7 @@ def index_cost(rounds: int) -> None:
         data = Numbers(length)
         orders: dict[str, Callable[[], Iterable[object]]] = {
             "EpochOrder, one rank of 8": lambda n=length: EpochOrder(
-                length=n, batch_size=BATCH, world_size=8, equal_counts=True
+                length=n, batch_size=BATCH, world_size=8
             ).batches(),
             "ShuffleSampler": lambda d=data: index_batches(
                 BatchSampler(ShuffleSampler(d), BATCH, False)

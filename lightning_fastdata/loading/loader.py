@@ -63,8 +63,14 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import SharedSampler, as_given, share_in, split_of
-from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch, share_of
+from lightning_fastdata.order.ranks import (
+    SharedSampler,
+    as_given,
+    share_in,
+    split_of,
+    tell_samplers,
+)
+from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
     LoaderOptions,
@@ -343,8 +349,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         """
         if isinstance(self.dataset, IterableDataset):
             return
-        share: Any = share_in(self.batch_sampler)
-        share = share_of(self.batch_sampler) if share is None else share
+        share: DistributedSampler[Any] | None = share_in(self.batch_sampler)
         share = split_of(order_of(self)) if share is None else share
         if share is not None and not isinstance(self.sampler, DistributedSampler):
             vars(self)["sampler"] = share
@@ -405,7 +410,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            set_epoch(self, epoch)
+            tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         inner = self._inner
