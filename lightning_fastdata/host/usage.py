@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ _BUSY: Final = (0, 1, 2, 5, 6, 7)
 """user, nice, system, irq, softirq and steal: where ``/proc/stat`` counts work of any process."""
 _USED: Final = slice(11, 15)
 """utime, stime, cutime and cstime of ``/proc/PID/stat``, behind the name of the program."""
+_ALONE: Final = 1 << 56
+"""In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
@@ -195,6 +198,21 @@ def read_pages(process: int, *, root: Path = Path("/")) -> Pages | None:
     It takes some 10 ms for one that has loaded torch, as the kernel walks through its pages.
     """
     return pages_of(_text_of(process, "smaps_rollup", root))
+
+
+def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")) -> float | None:
+    """Return which part of some addresses is in pages that no other process has; None: not known.
+
+    https://docs.kernel.org/admin-guide/mm/pagemap.html
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        with (root / f"proc/{process}/pagemap").open("rb", buffering=0) as file:
+            entries = [os.pread(file.fileno(), 8, each // page * 8) for each in addresses]
+    except OSError:
+        return None
+    alone = [bool(int.from_bytes(entry, sys.byteorder) & _ALONE) for entry in entries if entry]
+    return sum(alone) / len(alone) if alone else None
 
 
 def read_memory_files(*, root: Path = Path("/")) -> int:

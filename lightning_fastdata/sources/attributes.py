@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
@@ -85,6 +85,8 @@ class HeldObjects:
     """Of all that it holds."""
     counted_bytes: int
     """Of its objects, at most a page each: what a process copies that reads all of them."""
+    places: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """Where some of them are in the memory of this process, and of those that it has forked."""
 
 
 def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
@@ -94,11 +96,7 @@ def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
 
 
 def _measured(name: str, value: Any) -> HeldObjects:
-    some: Sequence[Any]
-    if isinstance(value, Mapping):
-        some = list(islice(value.items(), _ELEMENTS))
-    else:
-        some = value[:: max(1, len(value) // _ELEMENTS)]
+    some = _some(value)
     sizes = [_size(part, _DEPTH) for part in some]
     times = len(value) / max(1, len(some))
     size, counted = (int(times * sum(each[n] for each in sizes)) for n in (0, 1))
@@ -111,7 +109,26 @@ def _measured(name: str, value: Any) -> HeldObjects:
         kind=kind,
         size_bytes=size + sys.getsizeof(value),
         counted_bytes=counted,
+        places=tuple(id(part) for part in _counted(value)),
     )
+
+
+def _some(value: Any) -> Sequence[Any]:
+    """Return some elements of a list, or keys and values of a dict."""
+    if isinstance(value, Mapping):
+        return list(islice(value.items(), _ELEMENTS))
+    return value[:: max(1, len(value) // _ELEMENTS)]  # type: ignore[no-any-return]
+
+
+def _counted(value: Any) -> Iterator[Any]:
+    """Yield some objects that reading writes to; of a list of a few lists, some of theirs."""
+    few = len(value) <= _PARTS
+    for part in _some(value):
+        element = part[1] if isinstance(value, Mapping) else part
+        if few and type(element) in CONTAINERS and element:
+            yield from _counted(element)
+        elif _size(element, 0)[1]:
+            yield element
 
 
 def _size(value: Any, depth: int) -> tuple[int, int]:

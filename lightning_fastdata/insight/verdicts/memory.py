@@ -8,7 +8,13 @@ from typing import Final
 from lightning_fastdata.host.memory import size_text
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Finding, Rule
-from lightning_fastdata.insight.model.memory import MemoryCause, MemorySeen, MemoryUse, memory_uses
+from lightning_fastdata.insight.model.memory import (
+    MemoryCause,
+    MemorySeen,
+    MemoryUse,
+    leaks,
+    memory_uses,
+)
 
 _CODES: Final[dict[MemoryCause, str]] = {"copied": "FD334", "leak": "FD335", "cache": "FD336"}
 _NEARLY: Final = 0.9
@@ -36,7 +42,9 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
     if use.cause == "leak":
         return f"{where} has grown by {each}, and grows on from epoch to epoch{within}: {whole}"
     if use.cause == "cache":
-        return f"{where} keeps {each} of what it has read, as in a cache{within}: {whole}"
+        unknown = leaks(seen.growth, max(1, seen.workers), kept=seen.kept) is None
+        or_leak = "; whether it leaks is not known" if unknown else ""
+        return f"{where} keeps {each} of what it has read, as in a cache{within}: {whole}{or_leak}"
     if use.cause == "ahead":
         return f"{whole} are batches ahead, in memory that processes share: they get no more"
     return f"{whole} are pages of files, which the system gives back when memory runs short"
