@@ -182,12 +182,14 @@ class Pages(NamedTuple):
 def pages_of(smaps_rollup: str) -> Pages | None:
     """Return what ``/proc/PID/smaps_rollup`` says; None: nothing.
 
-    A page of a memory file counts there as dirty and private where one process alone has mapped it.
+    A page of a memory file counts there as dirty and private where one process alone has mapped it,
+    and so does one of a file that was just written.
     """
     kib = counters(smaps_rollup)
     if "Pss" not in kib:
         return None
-    own = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
+    dirty = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
+    own = min(dirty, kib.get("Pss_Anon", dirty))
     parts = kib["Pss"], kib.get("Anonymous", 0), own, kib.get("Pss_File", 0)
     return Pages(*(1024 * size for size in parts))
 
@@ -218,6 +220,11 @@ def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")
 def read_memory_files(*, root: Path = Path("/")) -> int:
     """Bytes of all memory files of the machine, those in ``/dev/shm`` included; 0: not known."""
     return 1024 * counters(read_text(root, "/proc/meminfo") or "").get("Shmem", 0)
+
+
+def read_mapped_bytes(*, root: Path = Path("/")) -> int:
+    """Bytes of files, libraries among them, that this process has mapped and used; 0: not known."""
+    return 1024 * counters(_text_of(os.getpid(), "status", root)).get("RssFile", 0)
 
 
 def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:

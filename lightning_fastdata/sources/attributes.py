@@ -91,8 +91,16 @@ class HeldObjects:
 
 def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
     """Return the lists and dicts that a dataset holds, the largest first."""
-    found = {id(each.value): _measured(each.name, each.value) for each in attributes(dataset)}
+    held = [each for each in attributes(dataset) if not _of_owners(each.value)]
+    found = {id(each.value): _measured(each.name, each.value) for each in held}
     return tuple(sorted(found.values(), key=lambda held: -held.counted_bytes))
+
+
+def _of_owners(value: Any) -> bool:
+    """Return whether it is a list of a few objects, as datasets, whose own lists are named."""
+    if type(value) is not list or not 0 < len(value) <= _PARTS:
+        return False
+    return all(held_by(part) and not isinstance(part, _OPAQUE) for part in value)
 
 
 def _measured(name: str, value: Any) -> HeldObjects:
@@ -101,8 +109,9 @@ def _measured(name: str, value: Any) -> HeldObjects:
     times = len(value) / max(1, len(some))
     size, counted = (int(times * sum(each[n] for each in sizes)) for n in (0, 1))
     first = some[0][1] if isinstance(value, Mapping) and some else next(iter(some), None)
-    word = type(first).__name__
-    kind = f"{type(value).__name__} of {_count(len(value))} {_WORDS.get(word, f'{word}s')}"
+    name_of = type(first).__name__
+    word = _WORDS.get(name_of, f"{name_of.removesuffix('s')}s")
+    kind = f"{type(value).__name__} of {_count(len(value))} {word}"
     return HeldObjects(
         name=name,
         elements=len(value),

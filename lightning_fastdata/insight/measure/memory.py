@@ -10,6 +10,7 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.usage import (
     Pages,
     read_alone,
+    read_mapped_bytes,
     read_memory_files,
     read_own_bytes,
     read_pages,
@@ -28,6 +29,7 @@ class MemoryMeter:
         pages: Of a process; in some 10 ms.
         left_bytes: What the machine or the container has left.
         memory_files: Of the machine: a batch on its way may be mapped by nobody.
+        mapped_bytes: Of files, in this process.
         alone: Which part of some addresses no other process has; in some 0.3 ms.
     """
 
@@ -37,14 +39,15 @@ class MemoryMeter:
         pages: Callable[[int], Pages | None] = read_pages,
         left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
         memory_files: Callable[[], int] = read_memory_files,
+        mapped_bytes: Callable[[], int] = read_mapped_bytes,
         alone: Callable[[int, Sequence[int]], float | None] = read_alone,
     ) -> None:
         self._own_bytes, self._pages, self._left_bytes = own_bytes, pages, left_bytes
         self._memory_files, self._files_first = memory_files, memory_files()
         self._alone, self._parts = alone, dict[str, float]()
         self._shared = 0
-        self._mapped: int | None = None
-        """Of files, when it was first looked at: of libraries, which every program has."""
+        self._mapped = mapped_bytes()
+        """Of libraries, as workers are not asked yet: what they have in common counts once."""
         self._first: dict[int, int] = {}
         self._here: int | None = None
         """What this process took when workers were first seen: with that they began."""
@@ -55,13 +58,14 @@ class MemoryMeter:
         self._most = self._now = 0
         self._crew = frozenset[int]()
         """The workers that were there at first: others may be of another loader, or come later."""
-        self._kept = True
+        self._kept, self._joined = True, False
 
     def look(self, workers: Sequence[int], *, step: int, epoch: int) -> None:
         """See how large the workers are, or this process if there are none."""
         if workers:
             self._crew = self._crew or frozenset(workers)
             self._kept &= self._crew <= set(workers)
+            self._joined |= not self._crew >= set(workers)
             self._now, self._most = len(workers), max(self._most, len(workers))
         grown = dict[int, int]()
         if workers and self._here is None:
@@ -86,17 +90,12 @@ class MemoryMeter:
         now = {each: pages for each, pages in read.items() if pages is not None}
         self._shared = max(0, self._memory_files() - self._files_first)
         self._read = now if workers or not self._most else {**self._read, **now}
-        if self._mapped is None:
-            self._mapped = self._in_files()
         return sum(pages.pss_bytes for pages in now.values()) if now else None
 
     def _began_with(self, process: int) -> int:
         """Return what a worker took before it had anything of its own."""
         first = self._first[process]
         return first if self._here is None else min(first, self._here)
-
-    def _in_files(self) -> int:
-        return sum(each.file_bytes for each in self._read.values())
 
     @property
     def copied_bytes(self) -> int:
@@ -139,8 +138,9 @@ class MemoryMeter:
             own_parts=self._own_parts(objects),
             growth=tuple(self._growth),
             kept=self._kept,
+            joined=self._joined,
             shared_bytes=self._shared,
-            file_bytes=max(0, self._in_files() - (self._mapped or 0)),
+            file_bytes=max(0, sum(each.file_bytes for each in self._read.values()) - self._mapped),
             objects=objects,
             growing=growing[0] if growing else "",
             left_bytes=self._left_bytes(),

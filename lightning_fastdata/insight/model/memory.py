@@ -52,10 +52,12 @@ class MemorySeen:
     """Of a worker, or of this process if it reads: in the order of time."""
     kept: bool = True
     """Workers of the beginning were there in all epochs."""
+    joined: bool = False
+    """Others have come, which may have taken a part of their work."""
     shared_bytes: int = 0
     """Memory of several processes that is no file's: batches on their way."""
     file_bytes: int = 0
-    """Pages of files that processes have mapped since they were first looked at."""
+    """Pages of files that processes have mapped, and this one had not at the beginning."""
     objects: tuple[HeldObjects, ...] = ()
     """Of the dataset, the largest first."""
     growing: str = ""

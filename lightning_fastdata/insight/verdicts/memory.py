@@ -42,7 +42,8 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
     if use.cause == "leak":
         return f"{where} has grown by {each}, and grows on from epoch to epoch{within}: {whole}"
     if use.cause == "cache":
-        unknown = leaks(seen.growth, max(1, seen.workers), kept=seen.kept) is None
+        known = leaks(seen.growth, max(1, seen.workers), kept=seen.kept)
+        unknown = known is None or seen.joined
         or_leak = "; whether it leaks is not known" if unknown else ""
         return f"{where} keeps {each} of what it has read, as in a cache{within}: {whole}{or_leak}"
     if use.cause == "ahead":
