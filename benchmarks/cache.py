@@ -36,13 +36,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata import (
-    ColumnDataset,
-    FastDataModule,
-    FastImageFolder,
-    LoaderOptions,
-    cache_images,
-)
+from lightning_fastdata import FastDataModule, FastImageFolder, LoaderOptions
+from lightning_fastdata.data import ColumnDataset, cache_images
 
 BATCH, WORKERS, EPOCHS = 64, 2, 3
 STEPS = {

@@ -96,7 +96,7 @@ def main() -> None:
         TensorDataset(torch.zeros(32 * (arguments.steps + 50), 4)),
         batch_size=32,
         num_workers=4,
-        options=LoaderOptions(executor="workers", tune="off"),
+        options=LoaderOptions(executor="workers"),
     )
     with tempfile.TemporaryDirectory() as folder:
         Trainer(

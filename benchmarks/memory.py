@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from lightning_fastdata import FastDataLoader, PackedStrings, share
+from lightning_fastdata import FastDataLoader, share
+from lightning_fastdata.data import PackedStrings
 from lightning_fastdata.host.usage import worker_processes
 from lightning_fastdata.insight.measure.memory import MemoryMeter
 from lightning_fastdata.insight.model.evidence import Evidence

@@ -34,7 +34,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from demo.photos import PHOTOGRAPHS, Cut, cut_photographs
-from lightning_fastdata import CachedSource, FastDataModule
+from lightning_fastdata import FastDataModule
+from lightning_fastdata.data import CachedSource
 from lightning_fastdata.sources import FileSource, ObjectSource, SourceDataset
 
 BATCH = 64

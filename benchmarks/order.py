@@ -19,8 +19,8 @@ import torch
 from order_lengths import balance, padding
 from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
-from lightning_fastdata import EpochOrder, Mixture
-from lightning_fastdata.order.ranks import SharedSampler
+from lightning_fastdata import Mixture
+from lightning_fastdata.data import EpochOrder, SharedSampler
 from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler, index_batches
 
 LENGTHS = (10**6, 10**8)
@@ -64,7 +64,7 @@ def index_cost(rounds: int) -> None:
         data = Numbers(length)
         orders: dict[str, Callable[[], Iterable[object]]] = {
             "EpochOrder, one rank of 8": lambda n=length: EpochOrder(
-                length=n, batch_size=BATCH, world_size=8, equal_counts=True
+                length=n, batch_size=BATCH, world_size=8
             ).batches(),
             "ShuffleSampler": lambda d=data: index_batches(
                 BatchSampler(ShuffleSampler(d), BATCH, False)

@@ -378,7 +378,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.samplers import RankBatchSampler, RankSampler
+from lightning_fastdata.order.ranks import SharedSampler
+from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler
 
 length, ranks, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 class Rows(Dataset):
@@ -386,7 +387,8 @@ class Rows(Dataset):
     def __getitem__(self, index): return index
 def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-sampler = RankSampler(Rows(), batch_size=256, num_replicas=ranks, rank=ranks // 2)
+order = ShuffleSampler(Rows())
+sampler = SharedSampler(order, batch_size=256, num_replicas=ranks, rank=ranks // 2)
 batches = RankBatchSampler(sampler, 256, drop_last=False)
 how = {"batch_sampler": batches} if kind == "ours" else {"batch_size": 256, "shuffle": True}
 small = FastDataLoader(list(range(512)), 256, num_workers=0, executor="inline")
@@ -431,7 +433,7 @@ def measure(options: Any) -> None:
         rows.append(
             (
                 f"{length:,}", f"{ranks:,}",
-                "RankSampler" if kind == "ours" else "torch's RandomSampler",
+                "ShuffleSampler, shared" if kind == "ours" else "torch's RandomSampler",
                 f"{each['held'] / 2**20:.1f}", f"{each['peak'] / 2**20:.0f}",
                 f"{each['first_s'] * 1000:.1f}", f"{each['next_s'] * 1000:.2f}", each["state"],
                 f"{each['state_s'] * 1000:.1f}", f"{each['samples']:,}",

@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import turns
 
-from lightning_fastdata import BlockShuffleSampler, sources
+from lightning_fastdata import sources
+from lightning_fastdata.data import BlockShuffleSampler
 
 COUNT, SIZE = 1000, 43_000
 

@@ -19,7 +19,7 @@ from rates import compare, show, summary
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 from turns import arguments, write
 
-from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
+from lightning_fastdata.data import ColumnDataset, TokenWindows
 from lightning_fastdata.loading.loader import FastDataLoader
 
 COLUMNS, BATCH = 64, 1024

@@ -210,7 +210,7 @@ def measure(work: Workload, scratch: Path, *, rounds: int, numbers: Any) -> Foun
         if number >= TUNED_STEPS or time.perf_counter() > until:
             break
     lasted_s = time.perf_counter() - began
-    tuner = auto.tune if isinstance(auto.tune, Tuner) else None
+    tuner = auto.tuner if isinstance(auto.tuner, Tuner) else None
     best = {
         "auto": running,
         "sweep": steps(our_loader(work, data, int(min(ours, key=ours.__getitem__)))),
@@ -259,7 +259,7 @@ def changed(name: str, scratch: Path, numbers: Any) -> dict[str, Any]:
     found = {
         "before": started_as,
         "after": f"{auto.executor} {auto.num_workers}",
-        "moves": [str(move) for move in auto.tune.moves] if isinstance(auto.tune, Tuner) else [],
+        "moves": [str(move) for move in auto.tuner.moves] if isinstance(auto.tuner, Tuner) else [],
         "at_once_ms": at_once_ms,
         "later_ms": later_ms,
         "sweep_ms": best,

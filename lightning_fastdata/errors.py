@@ -1,19 +1,5 @@
 """Every error and warning of the package.
 
-.. code-block:: text
-
-    FastDataError
-      + OptionsError          an option has an unknown name or an impossible value (a ValueError)
-      + DatasetError          a dataset is missing, empty, or raised while it was read
-      + BatchError            a batch does not have the form a transform or a loader needs
-      + TransformError        a transform cannot be built, registered or run
-      + WorkerError           a side process of a loader died, hung or broke (a RuntimeError)
-      + BatchSizeError        the batch does not fit the device and the guard may not change it
-      + VersionError          a package that this one needs is too old (an ImportError)
-      + MissingPackageError   what was asked for needs a package of an extra (an ImportError)
-
-    FastDataWarning           something was limited or degraded; says what and how to lift it
-
 Every message says what happened, quotes the value, and says what to do.
 """
 

@@ -36,6 +36,7 @@ PRELOADED = [
     *("lightning.pytorch", "albumentations", "torch.utils.tensorboard"),
     *("torchvision.datasets", "torchvision.transforms.v2"),
     *sorted({f"lightning_fastdata.{home}" for home in lightning_fastdata._HOME.values()}),
+    "lightning_fastdata.data",
 ]
 """What programs use, and tests, too: each would import it anew, which takes a second."""
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from misses import Misses, each
 
-import lightning_fastdata
+import lightning_fastdata.data
+import lightning_fastdata.errors
 from benchmarks.code_size import PACKAGE, names_of_augment
-from lightning_fastdata import augment
+from lightning_fastdata import FastDataError, FastDataWarning, augment
 
 HEAVY = (
     "albumentations",
@@ -42,6 +45,7 @@ ROOMS = (
     "import lightning_fastdata.loading.loader",
     "import lightning_fastdata.augment.transform",
     "import lightning_fastdata.insight.report.run_report",
+    "import lightning_fastdata.data",
     "import lightning_fastdata.sources",
     "from lightning_fastdata.randomness import search; search.find_composes([object()])",
 )
@@ -75,6 +79,38 @@ def test_importing_loads_nothing_heavy_and_the_rooms_below_the_plugin_torch_alon
 @each("name", lightning_fastdata.__all__)
 def test_every_public_name_can_be_used(name):
     assert getattr(lightning_fastdata, name).__name__ == name
+
+
+def test_the_root_has_few_names_and_those_that_left_it_can_still_be_imported_from_it():
+    assert len(lightning_fastdata.__all__) <= 22
+    left = {name for names in lightning_fastdata._MOVED.values() for name in names.split()}
+    for room, names in lightning_fastdata._MOVED.items():
+        home = getattr(lightning_fastdata, room)
+        for name in names.split():
+            assert getattr(lightning_fastdata, name) is getattr(home, name)
+    assert left.isdisjoint({*lightning_fastdata.__all__, *dir(lightning_fastdata)})
+    errors = {
+        name
+        for name, one in vars(lightning_fastdata.errors).items()
+        if isinstance(one, type) and issubclass(one, FastDataError | FastDataWarning)
+    }
+    assert {*lightning_fastdata.data.__all__, *errors} - {*lightning_fastdata.__all__} == left
+
+
+IMPORTED = re.compile(r"^ *from lightning_fastdata import (?:\(([^)]*)\)|([^(\n]*))$", re.MULTILINE)
+
+
+def test_what_shows_the_package_imports_each_name_from_its_one_place():
+    root = PACKAGE.parent
+    shown = [root / "README.md"]
+    for folder in ("benchmarks", "docs", "examples", "tests"):
+        shown += [file for kind in ("*.py", "*.md") for file in (root / folder).rglob(kind)]
+    with Misses() as misses:
+        for file in shown:
+            for lines, line in IMPORTED.findall(file.read_text(encoding="utf-8")):
+                names = re.findall(r"(\w+)(?: as \w+)?,?", re.sub(r"#.*", "", lines or line))
+                for name in {*names} - {*lightning_fastdata.__all__, "__version__"}:
+                    misses.check(find_spec(f"lightning_fastdata.{name}"), str(file), name)
 
 
 def test_other_rooms_know_augment_by_few_names():

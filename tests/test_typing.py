@@ -13,6 +13,7 @@ import pytest
 
 import lightning_fastdata
 import lightning_fastdata.augment
+import lightning_fastdata.data
 from lightning_fastdata import FastDataModule
 from lightning_fastdata.plugin.data.datamodule import ModuleArguments
 
@@ -39,15 +40,15 @@ def complaints(statements, tmp_path):
     return [[line for line in lines if line.startswith(str(snippet))] for snippet in snippets]
 
 
-MODULES = (lightning_fastdata, lightning_fastdata.augment)
+MODULES = (lightning_fastdata, lightning_fastdata.augment, lightning_fastdata.data)
 
 
 def test_every_name_is_known_and_a_misspelt_one_is_seen(tmp_path):
     right = [f"from {one.__name__} import {', '.join(one.__all__)}" for one in MODULES]
     wrong = [f"from {one.__name__} import {one.__all__[0]}s" for one in MODULES]
-    *of_right, first, second = complaints([*right, *wrong], tmp_path)
-    assert of_right == [[], []]
-    for module, said in zip(MODULES, (first, second), strict=True):
+    said_of = iter(complaints([*right, *wrong], tmp_path))
+    assert [next(said_of) for _ in right] == [[] for _ in right]
+    for module, said in zip(MODULES, said_of, strict=True):
         assert len(said) == 1
         assert f'has no attribute "{module.__all__[0]}s"' in said[0]
 
@@ -84,6 +85,7 @@ from lightning_fastdata import (
     StepTimer,
     prefetch,
 )
+from lightning_fastdata.executors.ray import Ray
 
 Pair = tuple[Tensor, Tensor]
 
@@ -122,7 +124,8 @@ def main(model: LightningModule) -> None:
     data = FastDataModule.from_loaders(usual, num_workers="auto", augment_on="cpu")
     assert_type(data, FastDataModule)
     assert_type(data.explain(), str)
-    photos = Photos.from_datasets(Scans(), Scans(), batch_size=8, options=LoaderOptions(tune="off"))
+    elsewhere = LoaderOptions(split=True, executor=Ray(num_cpus=2))
+    photos = Photos.from_datasets(Scans(), Scans(), batch_size=8, options=elsewhere)
     assert_type(photos, Photos)
     watch = DataThroughputCallback(log_images=True, scalars="all")
     Trainer(max_epochs=1, callbacks=[watch]).fit(model, datamodule=photos)
@@ -136,7 +139,8 @@ MISSPELT = {
     'augment_on="cpu"': 'augment_on="tpu"',
     "seed=1": "sead=1",
     "log_images=": "log_image=",
-    'tune="off"': 'tuning="off"',
+    "split=True": "splits=True",
+    "num_cpus=2": "cpus=2",
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runt
 from torch.utils.data import IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.executors.ray import Ray, options_of_actors
 from lightning_fastdata.host.memory import allow_open_files
 
 if TYPE_CHECKING:
@@ -31,23 +32,25 @@ _FILES_OF_WORKER: Final = 8
 """Descriptors of a side process, with those that exist while it starts."""
 _FILES_OF_BATCH: Final = 4
 ExecutorName: TypeAlias = Literal["torch", "inline", "gather", "workers", "ray"]
+AnyExecutor: TypeAlias = ExecutorName | Ray
+"""By name, or with arguments of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What an executor is given besides the plan of what to fetch."""
+    """Who is to fetch, and with what."""
 
-    workers: int
+    executor: AnyExecutor
+    """As the user asked for it."""
+    workers: int = 1
     """Side processes; of ``"gather"`` threads that gather ahead, 0 for none."""
-    pin_thread: PinThread | None
+    pin_thread: PinThread | None = None
     """Copies batches into page-locked memory, but for those that the training process reads; None:
     they stay as they are."""
-    trial: CrewTrial | None
+    trial: CrewTrial | None = None
     """Of side processes that read by index, what earlier ones have shown; None: nothing."""
-    ways: Ways | None
+    ways: Ways | None = None
     """What is known of reading in the training process beside them; None: they alone read."""
-    actor_options: Mapping[str, Any]
-    """Of actors, in place of our own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ def _start_ray(plan: FetchPlan, given: Resources) -> Executor:
     return RayExecutor(
         plan,
         actors=given.workers,
-        options=given.actor_options,
+        options=options_of_actors(given.executor),
         pin_thread=given.pin_thread,
         trial=given.trial,
     )
@@ -171,25 +174,35 @@ KINDS: Final[Mapping[ExecutorName, ExecutorKind]] = {
 }
 
 
-def executor_for(asked: ExecutorName, *, stream: bool, workers: int) -> ExecutorName:
+def name_of(executor: AnyExecutor) -> ExecutorName:
+    """Return the name of an executor, which may have arguments of its own."""
+    return "ray" if isinstance(executor, Ray) else executor
+
+
+def kind_of(executor: AnyExecutor) -> ExecutorKind:
+    """Return the traits of an executor."""
+    return KINDS[name_of(executor)]
+
+
+def executor_for(asked: AnyExecutor, *, stream: bool, workers: int) -> AnyExecutor:
     """Return who fetches in place of an executor that cannot, or that executor itself.
 
     One that reads by index cannot read a ``stream``; without workers the training process fetches,
     as in torch.
     """
-    name = "workers" if stream and not KINDS[asked].reads_streams else asked
-    return "inline" if KINDS[name].side_processes and not workers else name
+    able = "workers" if stream and not kind_of(asked).reads_streams else asked
+    return "inline" if kind_of(able).side_processes and not workers else able
 
 
-def able_to_read_on(name: ExecutorName, *, workers: int, asked: bool) -> ExecutorName:
+def able_to_read_on(executor: AnyExecutor, *, workers: int, asked: bool) -> AnyExecutor:
     """Return who fetches in place of an executor where samples that fail are to be passed over.
 
     Torch's own iterator cannot do that. ``asked``: it is to be done.
     """
     from lightning_fastdata.batches.slots import shared_slots_supported
 
-    if not (asked and KINDS[name].is_torch):
-        return name
+    if not (asked and kind_of(executor).is_torch):
+        return executor
     able: ExecutorName = "workers" if workers and shared_slots_supported() else "inline"
     if workers:
         warnings.warn(
@@ -202,78 +215,51 @@ def able_to_read_on(name: ExecutorName, *, workers: int, asked: bool) -> Executo
 
 
 def unsuited(
-    executor: Literal["auto"] | ExecutorName, *, iterable: bool, workers: int
+    executor: Literal["auto"] | AnyExecutor, *, iterable: bool, workers: int
 ) -> Iterator[str]:
     """Yield why an executor that the user chose will not be the one that fetches."""
     if executor == "auto":
         return
-    if iterable and not KINDS[executor].reads_streams:
+    if iterable and not kind_of(executor).reads_streams:
         yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
-    elif not workers and KINDS[executor].side_processes:
+    elif not workers and kind_of(executor).side_processes:
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
 
 
-def check_elsewhere(executor: Literal["auto"] | ExecutorName, actor_options: object) -> None:
-    """Raise an :class:`OptionsError` if something is said of workers elsewhere that are not."""
-    elsewhere = executor != "auto" and KINDS[executor].elsewhere
-    if actor_options is not None and not (elsewhere and isinstance(actor_options, dict)):
-        raise OptionsError(
-            f"actor_options is {actor_options!r} and executor {executor!r}; allowed are None and, "
-            "with executor='ray', a dict of what ray.remote() takes, as {'num_cpus': 2}."
-        )
-
-
-def room_elsewhere(
-    executor: ExecutorName, actor_options: Mapping[str, Any] | None, ranks: int
-) -> int | None:
+def room_elsewhere(executor: AnyExecutor, ranks: int) -> int | None:
     """Return how many workers elsewhere each of the ranks has room for; None: they are here.
 
     Raises:
         OptionsError: What it needs is not installed.
         WorkerError: No cluster can be reached or started.
     """
-    if not KINDS[executor].elsewhere:
+    if not kind_of(executor).elsewhere:
         return None
     from lightning_fastdata.executors.ray.cluster_seen import room_for_actors
 
-    return room_for_actors(actor_options or {}, ranks)
+    return room_for_actors(options_of_actors(executor), ranks)
 
 
-def open_executor(
-    name: ExecutorName,
-    plan: FetchPlan,
-    *,
-    workers: int = 1,
-    pin_thread: PinThread | None = None,
-    trial: CrewTrial | None = None,
-    ways: Ways | None = None,
-    actor_options: Mapping[str, Any] | None = None,
-) -> Executor:
-    """Start an executor of :data:`KINDS`, not ``"torch"``, with the :class:`Resources` given.
+def open_executor(plan: FetchPlan, given: Resources) -> Executor:
+    """Start an executor of :data:`KINDS`, not ``"torch"``.
 
     Raises:
         OptionsError: There is no such executor, or it cannot run this plan.
     """
     from lightning_fastdata.batches.slots import shared_slots_supported
 
-    kind = KINDS.get(name)
+    executor = given.executor
+    kind = KINDS.get(name_of(executor))
     if kind is None or kind.start is None:
         known = [repr(each) for each, kind in KINDS.items() if not kind.is_torch]
-        raise OptionsError(f"executor is {name!r}; there are {', '.join(known)}.")
+        raise OptionsError(f"executor is {executor!r}; there are {', '.join(known)}.")
     if isinstance(plan.dataset, IterableDataset) and not kind.reads_streams:
         raise OptionsError(
-            f"executor is {name!r}, which reads by index, and {type(plan.dataset).__name__} is a "
-            "stream. Use 'workers' or 'inline'."
+            f"executor is {executor!r}, which reads by index, and "
+            f"{type(plan.dataset).__name__} is a stream. Use 'workers' or 'inline'."
         )
     if kind.needs_shared_memory and not shared_slots_supported():
-        raise OptionsError(f"executor {name!r} needs Linux; use 'torch' or 'inline' here.")
-    given = Resources(
-        workers=workers,
-        pin_thread=pin_thread,
-        trial=trial,
-        ways=ways,
-        actor_options=actor_options or {},
-    )
+        raise OptionsError(f"executor {executor!r} needs Linux; use 'torch' or 'inline' here.")
     return kind.start(plan, given)
 
 

@@ -93,7 +93,7 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
             224).
         shorter_side: Pictures are shrunk, antialiased, to so many pixels on their shorter side
             before anything is cut out; smaller ones stay. That costs time unless the pictures are
-            kept: :func:`~lightning_fastdata.cache_images`. None: pictures as they are.
+            kept: :func:`~lightning_fastdata.data.cache_images`. None: pictures as they are.
         normalize: True: float32 samples ``(value / 255 - mean) / std``, channels first, with
             ImageNet's means and deviations; or ``(mean, std)``, three numbers each. Default: uint8.
         resample: ``"auto"``: fast for random crops, exactly torchvision's antialiased resize for

@@ -33,11 +33,12 @@ from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import refuse_late_fork
 from lightning_fastdata.executors.kinds import (
-    KINDS,
+    AnyExecutor,
     Executor,
-    ExecutorName,
+    Resources,
     StreamReader,
     WatchedExecutor,
+    kind_of,
     open_executor,
 )
 from lightning_fastdata.executors.standby import Ways
@@ -127,9 +128,8 @@ class SourceSettings(NamedTuple):
     transform: StageTransform | None
     on_device: bool
     staged: Stage | None
-    executor: ExecutorName
+    executor: AnyExecutor
     faults: FaultLog
-    actor_options: dict[str, Any] | None
     chosen: bool
     standby: bool
     run: Run | None
@@ -145,7 +145,7 @@ class KeptExecutor:
     torch does, others from that, the plan's seed and the epoch they start in.
     """
 
-    name: ExecutorName
+    name: AnyExecutor
     """Not torch's own."""
     plan: FetchPlan
     settings: SourceSettings
@@ -161,7 +161,7 @@ class KeptExecutor:
     def __post_init__(self) -> None:
         self.workers = self.settings.num_workers
         self.trial, self.ways = CrewTrial(self.workers), Ways()
-        self.aside = KINDS[self.name].side_processes
+        self.aside = kind_of(self.name).side_processes
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
         """What the workers read, as it was when they started; None: it cannot be compared."""
@@ -172,7 +172,7 @@ class KeptExecutor:
         self._began_s: float | None = None
         self._respawned = 0
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
-        ahead = self.aside or KINDS[self.name].gathers
+        ahead = self.aside or kind_of(self.name).gathers
         self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
         self.records: deque[BatchStamps] | None = None
         self._running: weakref.ref[EpochIterator] | None = None
@@ -200,15 +200,14 @@ class KeptExecutor:
         executor = self._iterator if keep else None
         if executor is None:
             plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
-            executor = open_executor(
-                self.name,
-                plan,
+            given = Resources(
+                executor=self.name,
                 workers=self.workers,
                 pin_thread=self._pin_thread,
                 trial=self.trial,
                 ways=self.ways,
-                actor_options=self.settings.actor_options,
             )
+            executor = open_executor(plan, given)
             if self.records is not None:
                 executor.record(self.records)
         try:

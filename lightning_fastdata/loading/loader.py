@@ -15,7 +15,13 @@ from lightning_fastdata.batches.libraries import batches_of_workers, settle_rank
 from lightning_fastdata.caches.cached import caches_in, notice_changes
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fault_log import FaultLog, HasQuarantine
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName, able_to_read_on
+from lightning_fastdata.executors.kinds import (
+    KINDS,
+    AnyExecutor,
+    able_to_read_on,
+    kind_of,
+    name_of,
+)
 from lightning_fastdata.executors.stream_state import tells_state
 from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import (
@@ -57,14 +63,21 @@ from lightning_fastdata.loading.source import (
 )
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.indices import EpochIndices
-from lightning_fastdata.order.ranks import SharedSampler, as_given, share_in, split_of
-from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in, set_epoch, share_of
+from lightning_fastdata.order.ranks import (
+    SharedSampler,
+    as_given,
+    share_in,
+    split_of,
+    tell_samplers,
+)
+from lightning_fastdata.order.samplers import is_drawn_at_start, rows_in
 from lightning_fastdata.planning.facts.inspection import may_start_processes
 from lightning_fastdata.planning.options import (
     LoaderOptions,
     check_loader,
     checked_seed,
     refuse_shuffle,
+    refuses_unknown_names,
 )
 from lightning_fastdata.planning.plan_for import LoaderPlan, LoaderSpec, plan_asked
 from lightning_fastdata.randomness.search import find_composes
@@ -106,6 +119,7 @@ class _Both(deque[BatchStamps]):
             each.append(stamps)
 
 
+@refuses_unknown_names
 class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     """A ``torch.utils.data.DataLoader`` with randomness keyed by sample and staged transforms.
 
@@ -154,7 +168,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         staged: Deliver :class:`StagedBatch` of this stage, for the hook that runs the stage's
             transforms on the device.
         executor: Who fetches: ``"torch"``'s own iterator, ``"inline"``, ``"gather"``,
-            ``"workers"`` or ``"ray"`` (actors of a Ray cluster);
+            ``"workers"`` or ``"ray"`` (actors of a Ray cluster; or ``Ray(...)``);
             ``"auto"`` and None: what suits the dataset; but ``"torch"`` where it would have to
             start processes in a script that cannot be imported again. An iterable dataset, which
             has no index, is read by ``"workers"`` in place of ``"gather"`` and ``"ray"``, DataPipes
@@ -167,10 +181,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             by another one, or ``"skip"`` it; or a :class:`BadSamples`, with budget and file.
         split: With ``num_workers="auto"``: whether a stream divides itself
             among workers; see :class:`LoaderOptions`.
-        tune: With ``num_workers="auto"``: ``"auto"`` changes the number of workers as the steps
-            show what pays, ``"off"`` does not. Or a ``Tuner``.
-        actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them; see
-            :class:`LoaderOptions`.
+        tuner: Changes the number of workers as the steps show what pays. None: one of its own with
+            ``num_workers="auto"``, otherwise none.
         chosen: ``num_workers`` is what somebody has chosen for ``"auto"``.
         standby: The training process reads, too, where that is as the workers would and quicker.
 
@@ -182,8 +194,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
     """
 
     _inner: Source | None
-    executor: ExecutorName
-    tune: str | Tuner
     _inner_settings: tuple[SourceSettings, bool] | None
 
     def __init__(
@@ -211,13 +221,12 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         transform: StageTransform | None = None,
         on_device: bool = False,
         staged: Stage | None = None,
-        executor: ExecutorName | Literal["auto"] | None = None,
+        executor: AnyExecutor | Literal["auto"] | None = None,
         ahead: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         run: Run | None = None,
         on_bad_sample: BadSamplePolicy | BadSamples = "raise",
         split: bool | Literal["auto"] = "auto",
-        tune: Literal["auto", "off"] | Tuner = "auto",
-        actor_options: dict[str, Any] | None = None,
+        tuner: Tuner | None = None,
         chosen: bool = False,
         standby: bool = False,
     ) -> None:
@@ -227,10 +236,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         check_loader(
             dataset,
             executor=executor,
-            actor_options=actor_options,
             transform=transform,
             timeout=timeout,
-            tune="auto" if isinstance(tune, Tuner) else tune,
             needs_batches=staged is not None,
             whole={
                 "batch_size": (batch_size, 1),
@@ -271,7 +278,6 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             self.plan = plan = plan_asked(
                 spec,
                 keeps=self.chosen,
-                tune=tune if isinstance(tune, str) else None,
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
@@ -279,9 +285,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 on_bad_sample=on_bad_sample,
                 split=split,
                 executor=executor,
-                actor_options=actor_options,
             )
-            tune = tuner_for(plan, tune if isinstance(tune, Tuner) else None) or "off"
+            tuner = tuner_for(plan, tuner)
             executor, num_workers, standby = plan.executor, plan.num_workers, plan.standby
             persistent_workers = plan.persistent_workers if num_workers else False
             if not num_workers:
@@ -329,13 +334,12 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         self.on_device = on_device
         self.staged = staged
         self.ahead = ahead
-        self.actor_options = actor_options
         vars(self)["timeout"] = timeout  # torch takes numbers alone
         self.run = run
-        self.tune = tune
+        self.tuner = tuner
         self._nothing_is_read_yet()
-        if isinstance(tune, Tuner):
-            self.set_workers(tune.workers or self.num_workers)
+        if tuner is not None:
+            self.set_workers(tuner.workers or self.num_workers)
 
     def _show_share(self) -> None:
         """Have what shares out an order among ranks stand where Lightning looks for it.
@@ -345,8 +349,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         """
         if isinstance(self.dataset, IterableDataset):
             return
-        share: Any = share_in(self.batch_sampler)
-        share = share_of(self.batch_sampler) if share is None else share
+        share: DistributedSampler[Any] | None = share_in(self.batch_sampler)
         share = split_of(order_of(self)) if share is None else share
         if share is not None and not isinstance(self.sampler, DistributedSampler):
             vars(self)["sampler"] = share
@@ -363,7 +366,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more of torch's workers than CPUs; this package's may well wait."""
-        if KINDS[self.executor].is_torch:
+        if kind_of(self.executor).is_torch:
             super().check_worker_number_rationality()
 
     def __len__(self) -> int:
@@ -388,7 +391,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def _state_watch(self) -> StateWatch | None:
         """Return what sees that steps change what is read; None: what is read is always right."""
-        here = KINDS[self.executor].gathers or not self.num_workers
+        here = kind_of(self.executor).gathers or not self.num_workers
         given = () if self.transform is None else self.transform.made_of()
         caches = caches_in(self.dataset) if here else []
         if here and (self.chosen or self.num_workers):
@@ -407,7 +410,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
         epoch = begun.epoch
         if self.epoch is not None or self.run is not None:
             # Lightning sets the epoch only after it has made the iterator of a resumed run.
-            set_epoch(self, epoch)
+            tell_samplers(epoch, self.sampler, self.batch_sampler)
         self._epoch_cell.set(epoch)
         notice_changes(self.dataset)
         inner = self._inner
@@ -418,8 +421,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             inner.told = told
         settle_ranks(self.dataset)
         batches = self._batches(begun)
-        if isinstance(self.tune, Tuner) and not begun.aside:
-            batches = self.tune.batches(batches, self)
+        if self.tuner is not None and not begun.aside:
+            batches = self.tuner.batches(batches, self)
         return batches if self.ahead is None else self.ahead(batches)
 
     def _settings(self) -> SourceSettings:
@@ -502,7 +505,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
                 not share.
         """
         streamed = isinstance(self.dataset, IterableDataset)
-        if workers < 1 or not self.num_workers or streamed or not KINDS[self.executor].resizes:
+        if workers < 1 or not self.num_workers or streamed or not kind_of(self.executor).resizes:
             raise OptionsError(
                 f"set_workers({workers!r}) of a loader with executor={self.executor!r} and "
                 f"num_workers={self.num_workers}: only 'workers' and 'ray' of a map-style dataset "
@@ -659,18 +662,25 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes belong to one loader; a copy starts its own.
-        gone = ("_inner", "_read_by", "_inner_settings", "_indices", "records", "tuning_records")
-        own = {**dict.fromkeys(gone), "_ledger": Ledger(), "tune": "off"}
-        return {**self.__dict__, **own}
+        gone = (
+            "_inner",
+            "_read_by",
+            "_inner_settings",
+            "_indices",
+            "records",
+            "tuning_records",
+            "tuner",
+        )
+        return {**self.__dict__, **dict.fromkeys(gone), "_ledger": Ledger()}
 
 
 def _asked(
-    executor: ExecutorName | Literal["auto"] | None, num_workers: int | Literal["auto"] | None
-) -> tuple[ExecutorName | Literal["auto"], int | Literal["auto"]]:
+    executor: AnyExecutor | Literal["auto"] | None, num_workers: int | Literal["auto"] | None
+) -> tuple[AnyExecutor | Literal["auto"], int | Literal["auto"]]:
     """Return who is to read and how many, where None means what it means to torch."""
     if num_workers is None:
-        elsewhere = executor in KINDS and KINDS[cast("ExecutorName", executor)].elsewhere
-        num_workers = "auto" if elsewhere else 0
+        kind = KINDS.get(name_of(cast("AnyExecutor", executor)))
+        num_workers = "auto" if kind is not None and kind.elsewhere else 0
     if executor is None and num_workers == "auto" and not may_start_processes():
         return "torch", 0
     return executor or "auto", num_workers

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
@@ -20,18 +20,11 @@ from lightning_fastdata.executors.stream_state import ReadSamples, tell_others
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.kept_executor import EpochIterator
 from lightning_fastdata.loading.position import LoaderState, Pass, UnderWay
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.indices import EpochIndices, Start, Stateful
 from lightning_fastdata.order.mixture import Mixture
-from lightning_fastdata.order.ranks import deciding, ranks_of, share_in
-from lightning_fastdata.order.samplers import (
-    RankSampler,
-    ShuffleSampler,
-    epoch_order,
-    rows_in,
-    sampler_in,
-)
+from lightning_fastdata.order.ranks import deciding, sampler_in, share_in, split_of
+from lightning_fastdata.order.samplers import epoch_order, rows_in
 from lightning_fastdata.torch_internals import under_way
 from lightning_fastdata.tree import held
 from lightning_fastdata.types import Batch, SetsEpoch
@@ -48,27 +41,19 @@ def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Loade
     if batch_size is None:
         batch_size = rows_in(loader.batch_sampler)
     stream = isinstance(loader.dataset, IterableDataset)
+    split = None if indices is None else split_of(indices.source)
     return LoaderState(
         epoch=0,
         batches=0,
         samples=0,
         length=None if stream else dataset_length(loader.dataset),
         batch_size=batch_size,
-        world_size=1 if indices is None else ranks_of(indices.source) or 1,
+        world_size=1 if split is None else split.num_replicas,
         seed=loader.seed,
-        order="a stream" if stream else _name_of_order(indices),
+        order="a stream" if indices is None else type(deciding(indices.source)).__name__,
         dataset=_fingerprint(loader.dataset),
         package=own_version(),
     )
-
-
-def _name_of_order(indices: EpochIndices | None) -> str:
-    """Return the class of the sampler; on any number of ranks the same."""
-    decides = deciding(None if indices is None else indices.source)
-    if type(decides) is RankSampler:
-        kind = ShuffleSampler if decides.blocks is None else BlockShuffleSampler
-        return (kind if decides.shuffle else SequentialSampler).__name__
-    return type(decides).__name__
 
 
 def _fingerprint(dataset: object) -> str:
@@ -120,8 +105,7 @@ def samples_before(indices: EpochIndices, now: LoaderState, epoch: int, batches:
 def with_indices(state: LoaderState, indices: EpochIndices) -> LoaderState:
     """Return a state with what its sampler drew, and which samples were delivered."""
     if not state.batches:
-        drawn = indices.drawn_epoch == state.epoch
-        return replace(state, drawn=indices.drawn() if drawn else indices.to_draw())
+        return replace(state, drawn=indices.drawn(state.epoch))
     samples = samples_before(indices, state, state.epoch, state.order_from)
     digest = indices.digest(state.epoch, samples, state.order_from)
     return replace(state, samples=samples, digest=digest, drawn=indices.drawn())
@@ -133,8 +117,7 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     if state is None:
         return Start()
     if not state.batches:
-        indices.prepare(state.drawn)
-        return Start(drawn=state.drawn if "ahead" not in state.drawn else None)
+        return Start(drawn=state.drawn or None)
     if state.samples < 0:  # a training that was saved without our state
         tell_unknown(state, f"with batch {state.batches} of the order there is now")
         return Start(

@@ -29,7 +29,7 @@ from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
 from lightning_fastdata.executors.gather.rows import rows_of
-from lightning_fastdata.executors.kinds import KINDS, executor_for, room_elsewhere
+from lightning_fastdata.executors.kinds import executor_for, kind_of, room_elsewhere
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
@@ -75,7 +75,7 @@ def order_of(loader: Loader) -> Any:
 def reads_with_torch(loader: Loader) -> bool:
     """Return whether torch's own iterator reads the dataset."""
     pipe = isinstance(loader.dataset, IterDataPipe | MapDataPipe)
-    return KINDS[loader.executor].is_torch or pipe
+    return kind_of(loader.executor).is_torch or pipe
 
 
 def indices_of(settings: SourceSettings) -> EpochIndices | None:
@@ -83,7 +83,7 @@ def indices_of(settings: SourceSettings) -> EpochIndices | None:
     if isinstance(settings.dataset, IterableDataset):
         return None
     seed = None if settings.run is None else settings.seed
-    return EpochIndices(order_of(settings), arrays=KINDS[settings.executor].gathers, seed=seed)
+    return EpochIndices(order_of(settings), arrays=kind_of(settings.executor).gathers, seed=seed)
 
 
 def open_source(
@@ -169,10 +169,10 @@ def _open_executor(
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
     default = collate_fn is collate_samples
     default = default and makes_batches(settings)
-    in_rows = KINDS[executor].needs_shared_memory and default and not streamed
+    in_rows = kind_of(executor).needs_shared_memory and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
     default = default and not gathered
-    splits = KINDS[executor].splits_batches and default
+    splits = kind_of(executor).splits_batches and default
     ahead = settings.num_workers * (settings.prefetch_factor or 2)
     if not streamed:
         split = splits and not reads_together(settings.dataset)
@@ -262,7 +262,7 @@ def setup_of(loader: Loader, *, cpus: float, step_cpus: float) -> LoaderSetup | 
     """
     streamed = isinstance(loader.dataset, IterableDataset)
     torchs = reads_with_torch(loader)
-    kind = KINDS[loader.executor]
+    kind = kind_of(loader.executor)
     if kind.gathers and not streamed and not torchs:
         return None
     workers = loader.num_workers if torchs or not kind.caller_reads else 0
@@ -295,7 +295,7 @@ def splits_batches(loader: Loader) -> bool:
     transform = loader.transform
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
     default = loader.collate_fn in (default_collate, collate_samples) and not drawn
-    whole = not KINDS[loader.executor].splits_batches or reads_together(loader.dataset)
+    whole = not kind_of(loader.executor).splits_batches or reads_together(loader.dataset)
     return default and makes_batches(loader) and not whole
 
 
@@ -307,12 +307,11 @@ def tuner_for(
     tell: Callable[[str], None] = log.info,
 ) -> Tuner | None:
     """Return what tunes a loader of a plan, its ``own`` if it has one; None: nothing to tune."""
-    if plan.tune == "off" or own is not None:
-        return None if plan.tune == "off" else own
+    if not plan.tuned or own is not None:
+        return own if plan.tuned else None
     forked = plan.multiprocessing_context in (None, "fork")
     most, _ = most_workers(read_host_memory(), ranks=local_ranks, forked=forked, tasks=None)
-    if KINDS[plan.executor].elsewhere:
-        most = room_elsewhere(plan.executor, plan.actor_options, local_ranks) or most
+    most = room_elsewhere(plan.executor, local_ranks) or most
     cpus = float(read_cpu_limit(local_ranks=local_ranks).usable_cpus)
     return Tuner(most_workers=most, cpus=cpus, tell=tell)
 

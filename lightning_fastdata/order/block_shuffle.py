@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.order.epoch_order import Blocks, dataset_length
+from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation
 from lightning_fastdata.tree import has_method
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ _TOGETHER: Final = 8000
 """Of such data, samples that are shuffled together."""
 _AT_ONCE: Final = 8
 """Blocks of other data: as many groups of rows as the sources of this package keep."""
+_MASK: Final = 2**64 - 1
 
 
 class BlockShuffleSampler(Sampler[int]):
@@ -103,6 +106,64 @@ def blocks_of(dataset: Sized, block: int | None = None, at_once: int | None = No
     if at_once is None:
         at_once = _AT_ONCE if said else max(_AT_ONCE, -(-_TOGETHER // (block or _BLOCK)))
     return Blocks(starts, len(dataset), positions, at_once)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Which samples of a dataset are stored together, and how many blocks are shuffled at once."""
+
+    starts: NDArray[np.int64]
+    """[blocks]; where in ``positions`` each block begins."""
+    length: int
+    """Samples of the dataset."""
+    positions: NDArray[np.int64] | None
+    """[length]; the samples, block by block. None: as the dataset has them."""
+    at_once: int
+
+    def order(self, seed: int, epoch: int) -> BlockOrder:
+        """Return the order of an epoch."""
+        return BlockOrder(self, seed, epoch)
+
+
+class BlockOrder:
+    """The samples of one epoch, in an order that is drawn where it is asked for.
+
+    It holds the order of the blocks. Each run of ``at_once`` of them is put together and permuted
+    by a generator of its own, with the key (seed, epoch, run).
+    """
+
+    def __init__(self, blocks: Blocks, seed: int, epoch: int) -> None:
+        self._blocks = blocks
+        self._seed, self._epoch = seed, epoch
+        self._order = epoch_permutation(len(blocks.starts), seed, epoch)[:]
+        sizes = np.diff(blocks.starts, append=blocks.length)[self._order]
+        runs = np.arange(0, len(sizes), blocks.at_once)
+        self._ends = np.cumsum(np.add.reduceat(sizes, runs)) if len(sizes) else sizes
+        self._run = lru_cache(maxsize=2)(self._drawn)
+
+    def __len__(self) -> int:
+        return self._blocks.length
+
+    def __getitem__(self, part: slice) -> NDArray[np.int64]:
+        """Return a part of the order, int64; the slice has no step."""
+        start, stop, _ = part.indices(len(self))
+        found = [np.empty(0, np.int64)]
+        while start < stop:
+            number = int(np.searchsorted(self._ends, start, side="right"))
+            run, end = self._run(number), int(self._ends[number])
+            found.append(run[start - end + len(run) : stop - end + len(run)])
+            start = end
+        return np.concatenate(found)
+
+    def _drawn(self, number: int) -> NDArray[np.int64]:
+        starts, first = self._blocks.starts, number * self._blocks.at_once
+        chosen = self._order[first : first + self._blocks.at_once]
+        ends = np.append(starts[1:], self._blocks.length)[chosen]
+        bounds = zip(starts[chosen].tolist(), ends.tolist(), strict=True)
+        together = np.concatenate([np.arange(start, end) for start, end in bounds])
+        key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
+        drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
+        return drawn if self._blocks.positions is None else self._blocks.positions[drawn]
 
 
 def _stored(

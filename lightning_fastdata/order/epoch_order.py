@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import numpy as np
@@ -16,7 +16,8 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MASK: Final = 2**64 - 1
+    from lightning_fastdata.order.block_shuffle import BlockOrder, Blocks
+
 Order: TypeAlias = "NDArray[np.int64] | KeyedPermutation | BlockOrder | range"
 """Samples in an order: held, computed, or as the dataset has them."""
 
@@ -127,67 +128,6 @@ def drawn_permutation(length: int, generator: torch.Generator | None) -> NDArray
     return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """Which samples of a dataset are stored together, and how many blocks are shuffled at once."""
-
-    starts: NDArray[np.int64]
-    """[blocks]; where in ``positions`` each block begins."""
-    length: int
-    """Samples of the dataset."""
-    positions: NDArray[np.int64] | None
-    """[length]; the samples, block by block. None: as the dataset has them."""
-    at_once: int
-
-    def order(self, seed: int, epoch: int) -> BlockOrder:
-        """Return the order of an epoch."""
-        return BlockOrder(self, seed, epoch)
-
-
-class BlockOrder:
-    """The samples of one epoch, in an order that is drawn where it is asked for.
-
-    It holds the order of the blocks. Each run of ``at_once`` of them is put together and permuted
-    by a generator of its own, with the key (seed, epoch, run).
-    """
-
-    def __init__(self, blocks: Blocks, seed: int, epoch: int) -> None:
-        self._blocks = blocks
-        self._seed, self._epoch = seed, epoch
-        self._order = epoch_permutation(len(blocks.starts), seed, epoch)[:]
-        sizes = np.diff(blocks.starts, append=blocks.length)[self._order]
-        runs = np.arange(0, len(sizes), blocks.at_once)
-        self._ends = np.cumsum(np.add.reduceat(sizes, runs)) if len(sizes) else sizes
-        self._run = lru_cache(maxsize=2)(self._drawn)
-
-    def __len__(self) -> int:
-        return self._blocks.length
-
-    def __getitem__(self, part: slice) -> NDArray[np.int64]:
-        """Return a part of the order, int64; the slice has no step."""
-        start, stop, _ = part.indices(len(self))
-        found = [np.empty(0, np.int64)]
-        while start < stop:
-            number = int(np.searchsorted(self._ends, start, side="right"))
-            run, before = self._run(number), self._before(number)
-            found.append(run[start - before : stop - before])
-            start = before + len(run)
-        return np.concatenate(found)
-
-    def _before(self, number: int) -> int:
-        return int(self._ends[number - 1]) if number else 0
-
-    def _drawn(self, number: int) -> NDArray[np.int64]:
-        starts, first = self._blocks.starts, number * self._blocks.at_once
-        chosen = self._order[first : first + self._blocks.at_once]
-        ends = np.append(starts[1:], self._blocks.length)[chosen]
-        bounds = zip(starts[chosen].tolist(), ends.tolist(), strict=True)
-        together = np.concatenate([np.arange(start, end) for start, end in bounds])
-        key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
-        drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
-        return drawn if self._blocks.positions is None else self._blocks.positions[drawn]
-
-
 def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the bounds of parts of ``size``, the last one shorter, up to ``stop``."""
     for start in range(0, stop, size):
@@ -201,29 +141,32 @@ def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[NDArra
             yield np.arange(start, stop) if isinstance(order, range) else order[start:stop]
         return
     # A call costs about 0.1 ms however short the part is, so that several parts share one.
-    waiting: list[NDArray[np.int64]] = []
-    size = 0
+    bounds = iter(bounds)
     for start, stop in bounds:
-        waiting.append(np.arange(start, stop))
-        size += stop - start
-        if size >= _DRAWN_TOGETHER:
-            yield from _drawn(order, waiting)
-            waiting, size = [], 0
-    yield from _drawn(order, waiting)
-
-
-def _drawn(
-    order: KeyedPermutation, positions: list[NDArray[np.int64]]
-) -> Iterator[NDArray[np.int64]]:
-    if positions:
+        more = islice(bounds, (_DRAWN_TOGETHER - 1) // max(1, stop - start))
+        positions = [np.arange(*part) for part in ((start, stop), *more)]
         ends = np.cumsum([len(part) for part in positions])
         yield from np.split(order.at(np.concatenate(positions)), ends[:-1])
 
 
+def steps_in(items: int, full: int, *, drop_last: bool) -> int:
+    """Return how many steps of ``full`` items so many items make."""
+    return max(0, items // full if drop_last else -(-items // full))
+
+
+def part_of(items: int, rank: int, ranks: int) -> slice:
+    """Return which items of a step are a rank's; of what does not divide, the first ones have more.
+
+    Ranks have one item more or less than others at most.
+    """
+    each, more = divmod(items, ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
 def can_share_evenly(length: int, batch_size: int, world_size: int) -> bool:
     """Return whether all ranks can have as many batches, none empty and none above the size."""
-    steps = -(-length // (batch_size * world_size))
-    return steps * world_size <= length
+    return steps_in(length, batch_size * world_size, drop_last=False) * world_size <= length
 
 
 def dataset_length(dataset: object) -> int | None:
@@ -241,6 +184,12 @@ class EpochOrder:
     The samples are put in one order for all ranks and cut into global batches of
     ``batch_size * world_size``, of which each rank takes its slice. With the global batch size
     kept, a run may therefore go on with another number of ranks.
+
+    All ranks have as many batches, and in one step these differ by one sample at most. If the last
+    global batch has fewer samples than there are ranks, the one before gives up what is missing.
+
+    Raises:
+        OptionsError: A number is impossible, or there are too few samples for that.
     """
 
     length: int
@@ -254,13 +203,7 @@ class EpochOrder:
     shuffle: bool = True
     """Permute the samples; False keeps the dataset's order."""
     drop_last: bool = False
-    """Leave out the last global batch if it is not full. Otherwise the ranks share what is left,
-    and their last batches differ by one sample at most; a rank left without samples has one batch
-    less than the others."""
-    equal_counts: bool = False
-    """Give every rank as many batches. If the last global batch has fewer samples than there are
-    ranks, the one before gives up what is missing; then the batches of a rank still differ by one
-    sample at most between the ranks, and so does how an epoch is cut with their number."""
+    """Leave out the last global batch if it is not full; else the ranks share what is left."""
     rank: int = 0
     """This process among ``world_size``."""
     world_size: int = 1
@@ -280,12 +223,11 @@ class EpochOrder:
                 f"rank is {self.rank!r}; with world_size={self.world_size} it is one of 0 to "
                 f"{self.world_size - 1}."
             )
-        shares = self.equal_counts and not self.drop_last
-        if shares and not can_share_evenly(self._left, self.batch_size, self.world_size):
+        if not (self.drop_last or can_share_evenly(self._left, self.batch_size, self.world_size)):
             raise OptionsError(
-                f"equal_counts is True, but {self._left} samples in batches of at most "
-                f"{self.batch_size} cannot make equally many on {self.world_size} ranks. Use fewer "
-                "ranks, or a batch_size of 2 or more if there are as many samples as ranks."
+                f"{self._left} samples in batches of at most {self.batch_size} cannot make equally "
+                f"many on {self.world_size} ranks. Use fewer ranks, drop_last=True, or a "
+                "batch_size of 2 or more if there are as many samples as ranks."
             )
 
     @property
@@ -294,9 +236,7 @@ class EpochOrder:
 
     def __len__(self) -> int:
         """Batches of this rank that are still to come."""
-        full, rest = divmod(self._left, self.batch_size * self.world_size)
-        # What does not divide evenly goes to the first ranks.
-        return full + (not self.drop_last and rest > (0 if self.equal_counts else self.rank))
+        return steps_in(self._left, self.batch_size * self.world_size, drop_last=self.drop_last)
 
     def batches(self) -> Iterator[NDArray[np.int64]]:
         """Yield the indices of each batch, int64, from ``start`` on."""
@@ -319,15 +259,13 @@ class EpochOrder:
     def _bounds(self, number: int) -> tuple[int, int]:
         """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
         begin, end = self.samples_before(number), self.samples_before(number + 1)
-        each, more = divmod(end - begin, self.world_size)
-        start = begin + self.rank * each + min(self.rank, more)
-        return start, start + each + (self.rank < more)
+        own = part_of(end - begin, self.rank, self.world_size)
+        return begin + own.start, begin + own.stop
 
     def samples_before(self, batches: int) -> int:
         """Return how many samples of the epoch all ranks have had after so many batches of each."""
         step = self.batch_size * self.world_size
         full, rest = divmod(self._left, step)
-        shift = self.equal_counts and not self.drop_last and 0 < rest < self.world_size
-        if shift and batches == full:
+        if batches == full and 0 < rest < self.world_size and not self.drop_last:
             return self.length - self.world_size  # one each for the last batch
         return min(self.start + batches * step, self.length)

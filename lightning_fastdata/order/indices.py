@@ -12,7 +12,6 @@ import sys
 import warnings
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,27 +20,13 @@ from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.buckets import BucketOrder
-from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of
-from lightning_fastdata.order.ranks import KeyedDraws, Step, deciding, share_in
-from lightning_fastdata.order.samplers import (
-    draws_at_start,
-    epoch_order,
-    index_batches,
-    listed,
-    rows_in,
-    shared_items,
-    shared_steps,
-)
+from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of, steps_in
+from lightning_fastdata.order.ranks import Step, deciding, keyed, share_in
+from lightning_fastdata.order.samplers import draws_at_start, epoch_order, index_batches, rows_in
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
 AnyOrder: TypeAlias = EpochOrder | BucketOrder
@@ -51,8 +36,6 @@ Drawn: TypeAlias = dict[str, Any]
 _HASHED_AT_ONCE: Final = 2**16
 _DIGESTS_KEPT: Final = 2**12
 """Batches that are read ahead of the training at most."""
-_PLAIN: Final = np.dtype("<i8")
-"""Of indices, as they are hashed."""
 _CHECKED: Final = 2**27
 """Samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
 _DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
@@ -108,20 +91,14 @@ class EpochIndices:
         """Of the epoch that begins next."""
         self.epoch = 0
         """Its number."""
-        self.drawn_epoch: int | None = None
-        """The number of the epoch that the sampler drew last."""
-        self._ahead = _Digests(Start(), drawn_again=True)
+        self._taken = _Taken()
         self._began_at = Start()
-        self._began = self._beginning()
+        self._drawn = self._to_draw()
+        self._drawn_epoch: int | None = None
         self._hashed: tuple[AnyOrder, int, int] | None = None
 
-    @property
-    def sampler(self) -> object:
-        """What decides the order."""
-        return getattr(self.source, "sampler", self.source)
-
-    def _beginning(self, again: Drawn | None = None) -> _Began:
-        return _Began(deciding(self.source), again, keyed=self._seed is not None)
+    def _to_draw(self) -> Drawn:
+        return _drawn_from(deciding(self.source), keyed=self._seed is not None)
 
     def __len__(self) -> int:
         """Return the length of a whole epoch, as torch's iterators tell it."""
@@ -130,165 +107,140 @@ class EpochIndices:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
         start = self._began_at = self.start
-        epoch: int = getattr(self.sampler, "epoch", 0)
-        known = epoch_order(self.source, epoch)
-        if known is not None and start.drawn:
+        if start.drawn and epoch_order(self.source) is not None:
             _restore(deciding(self.source), start.drawn)
-            self._began = self._beginning()
-            known = epoch_order(self.source, epoch)
-        if known is not None:
-            if not start.samples:
-                return self._plain(self.source)
-            if start.digest is not None and start.samples <= _CHECKED:
-                _check(start, self.digest(epoch, start.samples, 0), deciding(self.source))
-            late = map(known.batch, start.late if start.same_batches else ())
-            left = _left_of(known, start.samples)
-            if left is None:
-                _tell_of_too_few(known, start)
-            rest = chain(late, () if left is None else left.batches())
-            return rest if self.arrays else (batch.tolist() for batch in rest)
-        # What is shared out goes on by samples, unless some of its steps come first.
-        by_steps = self._share is None or bool(start.late) or not start.batches
-        self._ahead = _Digests(start, drawn_again=start.same_batches and by_steps)
-        return self._watched(start, self._ahead)
+        whole, left = epoch_order(self.source), epoch_order(self.source, start=start.samples)
+        if whole is None or left is None:
+            # What is shared out goes on by samples, unless some of its steps come first.
+            by_steps = self._share is None or bool(start.late) or not start.batches
+            again = start.same_batches and by_steps
+            self._taken = _Taken() if again else _Taken(start.batches, start.digest, start.samples)
+            return self._watched(start, self._taken, again=again)
+        self._drawn = self._to_draw()
+        if start.digest is not None and start.samples <= _CHECKED:
+            _check(start, self.digest(whole.epoch, start.samples, 0), deciding(self.source))
+        late = map(whole.batch, start.late if start.same_batches else ())
+        batches = chain(late, left.batches())
+        return batches if self.arrays else (batch.tolist() for batch in batches)
 
-    def drawn(self) -> Drawn:
-        """Return what the sampler drew the epoch from that began last."""
-        return self._began.drawn()
+    def drawn(self, epoch: int | None = None) -> Drawn:
+        """Return what the sampler drew the epoch from that began last.
 
-    def to_draw(self) -> Drawn:
-        """Return what the sampler is going to draw the next epoch from, where it holds that."""
-        drawn = self._beginning().drawn()
-        held = {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
-        return {"ahead": held} if held else {}
-
-    def prepare(self, drawn: Drawn) -> None:
-        """Set the sampler to what :meth:`to_draw` returned."""
-        _restore(deciding(self.source), drawn.get("ahead", {}))
+        ``epoch``: of another one, what the sampler holds that it is going to draw it from.
+        """
+        if epoch in (None, self._drawn_epoch):
+            return self._drawn
+        drawn = self._to_draw()
+        return {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
 
     def digest(self, epoch: int, samples: int, batches: int) -> int | None:
         """Return the CRC-32 of the indices of an epoch before a position; None: not known.
 
-        The position is given as samples of all ranks, and as batches of this one.
-
-        It is that of all ranks; of a sampler that splits itself among them, of this rank. Of an
-        order that is not known by (seed, epoch), it is of the epoch that began last. Indices count
-        as little-endian int64, however they are put into batches. Of an order that is
-        known so, it is not made of more samples than are checked: on a thousand ranks they pass in
-        a minute, and would take longer than ten seconds.
+        The position is given as samples of all ranks, and as batches of this one. Indices count as
+        little-endian int64, however they are put into batches. They are those of all ranks; of a
+        sampler that splits itself among them, of this rank. Of an order that does not follow from
+        (seed, epoch), the epoch is the one that began last. Of others the digest is made of no more
+        samples than are checked: on a thousand ranks these pass in a minute, and would take longer
+        than ten seconds.
         """
         order = epoch_order(self.source, epoch)
         if order is None:
-            return self._ahead.at(batches)
+            return self._taken.before(batches)[0]
         if samples > _CHECKED:
             return None
-        order = replace(order, rank=0, world_size=1, equal_counts=False)
+        order = replace(order, rank=0, world_size=1)
         done, crc = 0, 0
-        if self._hashed is not None and self._hashed[0] == order:
+        if self._hashed is not None and self._hashed[0] == order and self._hashed[1] <= samples:
             _, done, crc = self._hashed
-        if done > samples:
-            done, crc = 0, 0
         bounds = ((done + a, done + b) for a, b in cut(samples - done, _HASHED_AT_ONCE))
         for part in parts_of(order.samples(), bounds):
-            crc = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc)
+            crc = zlib.crc32(_as_bytes(part), crc)
         self._hashed = order, samples, crc
         return crc
 
     def samples(self, epoch: int, batches: int) -> int | None:
         """Return how many samples all ranks had after so many batches of each; None: not known."""
-        order, begun = epoch_order(self.source, epoch), self._began_at
-        if order is None:
-            return self._ahead.samples_at(batches)
+        begun = self._began_at
         if batches < begun.batches or self.epoch != epoch:
             begun = Start()
-        left = _left_of(order, begun.samples)
-        done = 0 if left is None else min(batches - begun.batches, len(left))
-        return begun.samples if left is None else left.samples_before(done)
+        left = epoch_order(self.source, epoch, begun.samples)
+        if left is None:
+            return self._taken.before(batches)[1]
+        return left.samples_before(min(batches - begun.batches, len(left)))
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
         """Return how many batches an epoch has behind a position; None: not known."""
-        order, share, source = epoch_order(self.source, epoch), self._share, self.source
-        if order is not None:
-            left = _left_of(order, start.samples)
-            return 0 if left is None else len(left)
-        items = dataset_length(deciding(source) if share is None else share.source)
-        if items is None:
+        left, share = epoch_order(self.source, epoch, start.samples), self._share
+        if left is not None:
+            return len(left)
+        sampler, size, drop_last = self._cut()
+        items = dataset_length(sampler)
+        if items is None or (size is None and share is None):
             return None
+        if size is not None:
+            return steps_in(items - start.samples, size, drop_last=drop_last)
+        rows, ranks = rows_in(sampler), 1 if share is None else share.num_replicas
+        done = start.batches * ranks if rows is None else start.samples // rows
+        return steps_in(items - done, ranks, drop_last=drop_last)
+
+    def _cut(self) -> tuple[Any, int | None, bool]:
+        """Return a sampler, of how many of its samples a step is, and whether a rest is left out.
+
+        None: it gives batches.
+        """
+        share, source = self._share, self.source
         if share is not None:
-            rows = 1 if share.gives_samples else rows_in(share.source)
-            done = start.batches * share.num_replicas if rows is None else start.samples // rows
-            return share.number_of_steps(items - done)
-        if type(source) is not BatchSampler:
-            return None
-        full, rest = divmod(items - start.samples, source.batch_size)
-        return full + (rest > 0 and not source.drop_last)
+            return share.source, share.full if share.gives_samples else None, share.drop_last
+        if type(source) is BatchSampler:
+            return source.sampler, source.batch_size, source.drop_last
+        return source, None, False
 
-    def _plain(self, source: Iterable[Any]) -> Iterator[Any]:
-        return index_batches(source) if self.arrays else iter(source)
+    def _watched(self, start: Start, taken: _Taken, *, again: bool) -> Iterator[Any]:
+        """Yield the batches of an order that is not known before it is drawn.
 
-    def _steps(self, source: Iterable[Any], start: Start) -> Iterator[Step]:
-        """Return the steps of a source, or of what one shares out, from a start on."""
-        share = self._share
-        if share is None:
-            source = source if start.same_batches else _cut_anew(source, start.samples)
-            yield from (Step((batch,), batch) for batch in self._plain(source))
-            return
-        if self._ahead.behind:
-            yield from shared_steps(share, source)
-            return
-        if share.gives_samples and start.samples % share.full:
-            source = _Rest(source, start.samples)
-            start = replace(start, samples=0, digest=None)
-        items = shared_items(share, source)
-        yield from share.steps(_behind(items, start, self._ahead, deciding(share.source)))
-
-    def _watched(self, start: Start, digests: _Digests) -> Iterator[Any]:
-        share, decides = self._share, deciding(self.source)
-        source = self.source if share is None else share.source
-        if start.drawn:
-            source = _drawing_again(source, decides, start.drawn)
+        ``again``: those before the start are drawn and dropped; else its samples are.
+        """
+        decides = deciding(self.source)
         # Not before: torch draws a seed of its own between iter() and the first index.
-        self._began, self.drawn_epoch = self._beginning(start.drawn), self.epoch
-        steps = self._steps(source, start)
+        _restore(decides, start.drawn or {})
+        self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
+        steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
         if self._seed is not None:
             made, once = steps, draws_at_start(decides)
-            steps = KeyedDraws(lambda: made, self._seed, self.epoch, once=once)
+            steps = keyed(lambda: made, self._seed, self.epoch, once=once)
         late = []
         with _as_before(start.drawn):
-            for number, step in enumerate(islice(steps, digests.behind)):
-                digests.add(step.whole)
+            for number, step in enumerate(islice(steps, start.batches if again else 0)):
+                taken.add(step.whole)
                 if number in start.late:
                     late.append(step.own)
-            if digests.behind and start.digest is not None:
-                _check(start, digests.at(start.batches), decides)
-        lists = share is not None and share.gives_samples and not self.arrays
-        for own in late:
-            yield listed(own) if lists else own
-        for step in steps:
-            digests.add(step.whole)
-            yield listed(step.own) if lists else step.own
+            if again:
+                _check(start, taken.before(start.batches)[0], decides)
+            first = list(islice(steps, 1))
+        yield from late
+        for step in chain(first, steps):
+            taken.add(step.whole)
+            yield step.own
 
-
-def _left_of(order: AnyOrder, samples: int) -> AnyOrder | None:
-    """Return an order from behind so many samples on; None: the rest cannot be shared evenly."""
-    try:
-        return replace(order, start=samples)
-    except OptionsError:
-        return None
-
-
-def _tell_of_too_few(order: AnyOrder, start: Start) -> None:
-    warnings.warn(
-        f"{len(order.samples()) - start.samples} samples are left of this epoch, of which "
-        f"{order.world_size} ranks cannot have as many batches each: they are left out of it. "
-        "Later epochs are whole.",
-        FastDataWarning,
-        stacklevel=3,
-    )
+    def _steps(self, start: Start, taken: _Taken) -> Iterator[Step]:
+        """Yield the steps behind a start's samples."""
+        sampler, size, drop_last = self._cut()
+        sampler, samples = _drawing_again(sampler, start.drawn), start.samples
+        items = sampler
+        if size is not None:
+            if samples % size:  # where no step of now ends: what is left is cut anew
+                sampler, samples = _without_first(sampler, samples), 0
+            batches = BatchSampler(sampler, size, drop_last)
+            items = index_batches(batches) if self.arrays else batches
+        if samples:
+            items = _behind(items, start, taken, deciding(self.source))
+        share = self._share
+        # Not before: what a sampler draws when it is iterated is keyed, too.
+        yield from (Step((one,), one) for one in items) if share is None else share.steps(items)
 
 
 def _check(start: Start, found: int | None, sampler: object) -> None:
-    if found != start.digest:
+    if start.digest is not None and found != start.digest:
         warnings.warn(
             f"The first {start.batches} batches of this epoch are not those that were delivered "
             f"before the training was saved: {type(sampler).__name__} gives another order now. The "
@@ -300,31 +252,23 @@ def _check(start: Start, found: int | None, sampler: object) -> None:
         )
 
 
-class _Began:
-    """What a sampler was about to draw an epoch from."""
+# -- what a sampler draws an epoch from ------------------------------------------------------------
 
-    def __init__(self, sampler: object, again: Drawn | None, *, keyed: bool) -> None:
-        self._again, self._keyed = again, keyed
-        self._sampler = sampler
-        self._torch = torch.get_rng_state()
-        generator = getattr(sampler, "generator", None)
-        self._generator = generator.get_state() if isinstance(generator, torch.Generator) else None
-        self._state = sampler.state_dict() if isinstance(sampler, Stateful) else None
 
-    def drawn(self) -> Drawn:
-        if self._again:
-            return self._again
-        if self._state is not None:
-            return {"sampler": self._state}
-        if self._generator is not None:
-            return {"generator": _packed(self._generator)}
-        if self._keyed:
-            return {}
-        if type(self._sampler) is RandomSampler:
-            generator = torch.Generator()
-            generator.set_state(self._torch)
-            return {"draw": int(torch.empty((), dtype=torch.int64).random_(generator=generator))}
-        return {"torch": _packed(self._torch)} if type(self._sampler) in _DRAW_FROM_TORCH else {}
+def _drawn_from(sampler: object, *, keyed: bool) -> Drawn:
+    """Return what a sampler is about to draw an epoch from."""
+    if isinstance(sampler, Stateful):
+        return {"sampler": sampler.state_dict()}
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        return {"generator": _packed(generator.get_state())}
+    if keyed:
+        return {}
+    if type(sampler) is RandomSampler:
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        return {"draw": int(torch.empty((), dtype=torch.int64).random_(generator=generator))}
+    return {"torch": _packed(torch.get_rng_state())} if type(sampler) in _DRAW_FROM_TORCH else {}
 
 
 def _restore(sampler: object, drawn: Drawn) -> None:
@@ -340,19 +284,14 @@ def _restore(sampler: object, drawn: Drawn) -> None:
         generator.set_state(_unpacked(drawn["generator"]))
 
 
-def _drawing_again(source: Iterable[Any], sampler: Any, drawn: Drawn) -> Iterable[Any]:
-    """Return what yields the indices of a sampler that draws from what it drew from before."""
-    _restore(sampler, drawn)
-    if "draw" not in drawn or type(sampler) is not RandomSampler:
-        return source
+def _drawing_again(sampler: Any, drawn: Drawn | None) -> Any:
+    """Return a sampler that draws the seed anew that one of torch's has drawn before."""
+    if not drawn or "draw" not in drawn or type(sampler) is not RandomSampler:
+        return sampler
     generator = torch.Generator()
     generator.manual_seed(int(drawn["draw"]))
-    again = RandomSampler(
-        sampler.data_source, sampler.replacement, sampler.num_samples, generator=generator
-    )
-    if type(source) is BatchSampler:
-        return BatchSampler(again, source.batch_size, source.drop_last)
-    return again if source is sampler else source
+    how = sampler.replacement, sampler.num_samples
+    return RandomSampler(sampler.data_source, *how, generator=generator)
 
 
 @contextmanager
@@ -366,30 +305,25 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
         yield
 
 
-def _cut_anew(source: Iterable[Any], samples: int) -> Iterable[Any]:
-    """Return batches of the present size of what comes behind some samples of a sampler."""
-    if type(source) is not BatchSampler:
-        return _behind(source, Start(samples=samples))
-    rest: Sampler[int] = _Rest(source.sampler, samples)  # type: ignore[assignment]
-    return BatchSampler(rest, source.batch_size, source.drop_last)
+# -- what was taken of an epoch --------------------------------------------------------------------
 
 
-def _behind(
-    batches: Iterable[Any],
-    start: Start,
-    digests: _Digests | None = None,
-    sampler: object = None,
-) -> Iterator[Any]:
+def _without_first(sampler: Iterable[Any], samples: int) -> Iterator[Any]:
+    yield from islice(sampler, samples, None)
+
+
+def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) -> Iterator[Any]:
     """Yield batches without the samples before a start, which may end within one of them."""
-    before = start.samples
-    for batch in batches:
-        rows = _rows(batch)
-        if before and digests is not None:
-            digests.pass_by(batch if before >= rows else batch[:before], last=before <= rows)
-            if before <= rows and start.digest is not None:
-                _check(start, digests.at(start.batches), sampler)
+    before, crc = start.samples, 0
+    for item in items:
+        rows = _rows(item)
+        if before:
+            crc = zlib.crc32(_as_bytes(item if before >= rows else item[:before]), crc)
+            if before <= rows:
+                taken.begin(start.batches, crc, start.samples)
+                _check(start, crc, sampler)
         if before < rows:
-            yield batch[before:] if before else batch
+            yield item[before:] if before else item
         before = max(0, before - rows)
 
 
@@ -397,57 +331,33 @@ def _rows(batch: object) -> int:
     return len(batch) if isinstance(batch, list | tuple | np.ndarray) else 1
 
 
-class _Rest:
-    def __init__(self, sampler: Iterable[int], skipped: int) -> None:
-        self.sampler, self.skipped = sampler, skipped
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(iter(self.sampler), self.skipped, None)
-
-
-class _Digests:
+class _Taken:
     """The digest and the number of the indices of an epoch before each of its last steps."""
 
-    def __init__(self, start: Start, *, drawn_again: bool) -> None:
-        self.behind = start.batches if drawn_again else 0
-        """Steps before the start that are to be added, too."""
-        self._crc = 0 if drawn_again else start.digest
-        self._passed = 0
-        self._samples, self._count = (0, 0) if drawn_again else (start.samples, start.batches)
-        self._last = deque(((self._crc, self._samples),), _DIGESTS_KEPT)
+    def __init__(self, step: int = 0, crc: int | None = 0, samples: int = 0) -> None:
+        self.begin(step, crc, samples)
 
-    def pass_by(self, batch: Any, *, last: bool) -> None:
-        """Take in indices that come before the start, where it is not drawn again by steps."""
-        self._passed = zlib.crc32(_as_bytes(batch), self._passed)
-        if last:
-            self._crc = self._passed
-            self._last[-1] = self._crc, self._samples
+    def begin(self, step: int, crc: int | None, samples: int) -> None:
+        """Count on from a step, of what was taken before."""
+        self._step = step
+        self._before = {step: (crc, samples)}
 
     def add(self, whole: tuple[Any, ...]) -> None:
         """Count a step of all ranks in."""
+        crc, samples = self._before[self._step]
         for batch in whole:
-            if self._crc is not None:
-                self._crc = zlib.crc32(_as_bytes(batch), self._crc)
-            self._samples += _rows(batch)
-        self._count += 1
-        self._last.append((self._crc, self._samples))
+            crc = None if crc is None else zlib.crc32(_as_bytes(batch), crc)
+            samples += _rows(batch)
+        self._step += 1
+        self._before[self._step] = crc, samples
+        self._before.pop(self._step - _DIGESTS_KEPT, None)
 
-    def at(self, batches: int) -> int | None:
-        """Return the digest before step ``batches``; None: not known."""
-        return self._before(batches)[0]
-
-    def samples_at(self, batches: int) -> int | None:
-        """Return how many samples all ranks had before step ``batches``; None: not known."""
-        return self._before(batches)[1]
-
-    def _before(self, batches: int) -> tuple[int | None, int | None]:
-        number = batches - self._count + len(self._last) - 1
-        return self._last[number] if 0 <= number < len(self._last) else (None, None)
+    def before(self, step: int) -> tuple[int | None, int | None]:
+        """Return the digest, and how many samples all ranks had, before a step; None: not known."""
+        return self._before.get(step, (None, None))
 
 
 def _as_bytes(batch: object) -> Any:
-    if type(batch) is np.ndarray and batch.dtype == _PLAIN and batch.flags.c_contiguous:
-        return batch
     if type(batch) is list and sys.byteorder == "little":
         with suppress(TypeError, OverflowError):  # which other lists raise
             return array("q", batch).tobytes()  # in a half of NumPy's time

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -37,6 +37,10 @@ class _Pair:
     share: int
     """Of ``left``, out of ``of``."""
     of: int
+
+    def lefts(self, numbers: Any) -> Any:
+        """Return how many of the first so many are of ``left``."""
+        return (2 * numbers * self.share + self.of) // (2 * self.of)
 
 
 class Interleaving:
@@ -71,8 +75,8 @@ class Interleaving:
             if not isinstance(node, _Pair):
                 parts[which], before[which] = node, numbers
                 continue
-            lefts = _lefts(numbers, node)
-            is_left = _lefts(numbers + 1, node) > lefts
+            lefts = node.lefts(numbers)
+            is_left = node.lefts(numbers + 1) > lefts
             waiting.append((node.left, which[is_left], lefts[is_left]))
             waiting.append((node.right, which[~is_left], (numbers - lefts)[~is_left]))
         return parts, before
@@ -84,13 +88,8 @@ class Interleaving:
         while waiting:
             node, number = waiting.pop()
             if isinstance(node, _Pair):
-                left = (2 * number * node.share + node.of) // (2 * node.of)
+                left = node.lefts(number)
                 waiting += [(node.left, left), (node.right, number - left)]
             else:
                 found[node] = number
         return found
-
-
-def _lefts(numbers: Ints, node: _Pair) -> Ints:
-    found: Ints = (2 * numbers * node.share + node.of) // (2 * node.of)
-    return found

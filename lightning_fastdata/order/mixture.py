@@ -10,8 +10,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from numbers import Real
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
@@ -21,6 +22,7 @@ from lightning_fastdata.order.buckets import check_whole
 from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
 from lightning_fastdata.order.interleave import Interleaving
 from lightning_fastdata.torch_internals import unsplit_stream
+from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, SetsEpoch
 
 Weights: TypeAlias = Mapping[str, float]
@@ -31,16 +33,8 @@ Schedule: TypeAlias = "Weights | Mapping[int, Weights]"
 _TOGETHER: Final = 2**10
 """Places whose samples are found at once: 1 us each for some parts, and one alone 0.5 ms."""
 _KEPT: Final = 64
-_LARGE: Final = 2.0**900
-_ENDED: Final = object()
+_NONE: Final = object()
 _PACKAGE: Final = __name__.partition(".")[0]
-
-
-@runtime_checkable
-class _OfEpoch(Protocol):
-    """A dataset with other samples at each index in each epoch."""
-
-    def of_epoch(self, index: int, epoch: int) -> Batch: ...
 
 
 class Mixture(Dataset[Any]):
@@ -100,15 +94,10 @@ class Mixture(Dataset[Any]):
         known = [number for number in lengths.values() if number is not None]
         whole = sum(known) if len(known) == len(lengths) else None
         check_whole(length=length, samples_a_step=samples_a_step)
-        if length is None and whole is None:
+        if whole is None and (length is None or weights is None):
             raise OptionsError(
-                "A part of the Mixture is a stream, which has no length: say by length= how many "
-                "samples an epoch has."
-            )
-        if weights is None and whole is None:
-            raise OptionsError(
-                "A part of the Mixture is a stream, which has no length to weigh it by: give "
-                "weights."
+                "A part of the Mixture is a stream, which has no length: give weights=, and say by "
+                "length= how many samples an epoch has."
             )
         self.length = int(length or whole or 0)
         self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
@@ -139,7 +128,7 @@ class Mixture(Dataset[Any]):
             return self._streams[name].get(row)
         part = self.datasets[name]
         # What has other samples in each epoch is to have the same ones throughout a pass.
-        return part.of_epoch(row, number) if isinstance(part, _OfEpoch) else part[row]
+        return part.of_epoch(row, number) if has_method(part, "of_epoch") else part[row]
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the part that the sample at a place is of, and its index there.
@@ -197,8 +186,8 @@ class Mixture(Dataset[Any]):
         """
         if at_step is not None and not _is_step(at_step):
             raise OptionsError(f"at_step is {at_step!r}; give a whole number, at least 0.")
-        first = (self.epoch + 1) * self.length
-        first = first if at_step is None else int(at_step) * self.samples_a_step
+        next_epoch = (self.epoch + 1) * self.length
+        first = next_epoch if at_step is None else int(at_step) * self.samples_a_step
         before = {start: each for start, each in self._schedule.items() if start < first}
         self._set({**before, first: _checked(weights, self._lengths)})
 
@@ -253,7 +242,7 @@ class Mixture(Dataset[Any]):
         before is forgotten. Made with other weights, it has those from this place on, and what was
         set there holds no more; what came before was by the weights of the state.
         """
-        saved, own = vars(self).pop("_saved", None), self._schedule
+        saved = vars(self).pop("_saved", None)
         if saved is None:
             return
         none = dict.fromkeys(self._lengths, 0.0)
@@ -263,11 +252,11 @@ class Mixture(Dataset[Any]):
             self._set(before)
             return
         place = epoch * self.length + samples
-        joined = {start: each for start, each in before.items() if start < place} or dict(own)
         now = self._order.segment(place).weights
-        if joined and joined[max(joined)] != now:
+        joined = {start: each for start, each in before.items() if start < place}
+        if not joined or joined[max(joined)] != now:
             joined[place] = now
-        self._set({**joined, **{start: each for start, each in own.items() if start > place}})
+        self._set(joined | {at: each for at, each in self._schedule.items() if at > place})
 
 
 def _length_of(part: Any, name: str) -> int | None:
@@ -284,52 +273,42 @@ def _length_of(part: Any, name: str) -> int | None:
     return length
 
 
-def _is_step(step: object) -> bool:
+def _is_step(step: Any) -> bool:
     whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
-    return whole and bool(step >= 0)  # type: ignore[operator]
+    return whole and bool(step >= 0)
 
 
 def _schedule(weights: Any) -> Mapping[int, Any]:
-    if not isinstance(weights, Mapping):
-        return {0: weights}  # which is refused
-    by_step = [isinstance(each, Mapping) for each in weights.values()]
-    if not any(by_step):
+    """Return weights by the first step from which they hold."""
+    each = list(weights.values()) if isinstance(weights, Mapping) else []
+    if not any(isinstance(one, Mapping) for one in each):
         return {0: weights}
-    steps: list[Any] = list(weights)
-    whole = all(by_step) and all(map(_is_step, steps))
-    steps = sorted(steps) if whole else steps
-    if not whole or steps[0] != 0:
+    whole = all(isinstance(one, Mapping) for one in each) and all(map(_is_step, weights))
+    if not whole or min(weights) != 0:
         raise OptionsError(
-            f"weights of a Mixture change at {steps!r:.200}; give the weights of each part by the "
-            "numbers of the steps from which they hold, the first of them 0."
+            f"weights of a Mixture change at {list(weights)!r:.200}; give the weights of each part "
+            "by the numbers of the steps from which they hold, the first of them 0."
         )
-    return {int(step): weights[step] for step in steps}
+    return {int(step): weights[step] for step in sorted(weights)}
 
 
 def _checked(weights: Any, names: Mapping[str, object]) -> dict[str, float]:
     """Return weights with a sum of 1, in the order of the parts."""
-    if not isinstance(weights, Mapping):
+    if not isinstance(weights, Mapping) or weights.keys() != names.keys():
         raise OptionsError(
             f"The weights of a Mixture are {weights!r:.300}; give one for each part by its name, "
-            f"as {{{', '.join(f'{name!r}: 1' for name in names)}}}."
-        )
-    if weights.keys() != names.keys():
-        raise OptionsError(
-            f"The weights name the parts {', '.join(map(repr, weights))}, and the Mixture has "
-            f"{', '.join(map(repr, names))}. Give one weight for each; 0 leaves a part out."
+            f"as {dict.fromkeys(names, 1)}. 0 leaves a part out."
         )
     given = {name: weights[name] for name in names}
-    fine = all(isinstance(w, Real) and 0 <= float(w) < math.inf for w in given.values())
+    fine = all(isinstance(one, Real) and 0 <= float(one) < math.inf for one in given.values())
     largest = max(map(float, given.values())) if fine else 0.0
     if not largest:
         raise OptionsError(
             f"The weights of a Mixture are {given!r:.300}; give numbers from 0 that do not sum up "
             "to 0."
         )
-    if largest > _LARGE:  # the sum of such may be infinite
-        given = {name: float(weight) / largest for name, weight in given.items()}
-    total = sum(map(float, given.values()))
-    return {name: float(weight) / total for name, weight in given.items()}
+    ratios = {name: float(one) / largest for name, one in given.items()}  # of a finite sum
+    return {name: ratio / sum(ratios.values()) for name, ratio in ratios.items()}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -374,8 +353,8 @@ class _Order:
         return cls(tuple(lengths), tuple(lengths.values()), tuple(seeds), tuple(segments))
 
     def segment(self, place: int) -> _Segment:
-        firsts = [segment.first for segment in self.segments]
-        return self.segments[max(0, bisect_right(firsts, place) - 1)]
+        number = bisect_right(self.segments, place, key=lambda segment: segment.first)
+        return self.segments[max(0, number - 1)]
 
     def counts(self, samples: int) -> dict[str, int]:
         segment = self.segment(samples)
@@ -428,39 +407,38 @@ class _Stream:
     def __init__(self, stream: IterableDataset[Any], name: str) -> None:
         self._stream, self._name = stream, name
         self._samples: Iterator[Any] | None = None
-        self._next = self._first_of_pass = self._passes = self._process = 0
+        self._next = self._process = 0
         self._last: Batch = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_samples": None, "_last": None}
 
     def get(self, number: int) -> Batch:
-        """Return a sample; those before it that were not asked for are read and dropped."""
-        here = self._samples is not None and self._process == os.getpid()
-        if here and number == self._next - 1:
-            return self._last  # asked for once more
+        """Return a sample; those before it that were not asked for are read and dropped.
+
+        The last one may be asked for once more. Before that, the stream is read from its start.
+        """
+        samples = self._samples if self._process == os.getpid() else None
+        if samples is None or number < self._next - 1:
+            samples, self._next, self._process = self._passes(), 0, os.getpid()
+        self._samples = None  # until it is known that this reads on
         with unsplit_stream():
-            if not here or number < self._next:
-                self._passes = self._next = 0
-                self._begin()
             while self._next <= number:
-                sample = next(self._samples or iter(()), _ENDED)
-                if sample is not _ENDED:
-                    self._last = sample
-                    self._next += 1
-                elif self._next > self._first_of_pass:
-                    self._passes += 1
-                    self._begin()
-                else:
-                    raise DatasetError(
-                        f"Part {self._name!r} of the Mixture, a {type(self._stream).__name__}, "
-                        f"gave no sample in pass {self._passes}. A stream has to begin anew when "
-                        "it is iterated again."
-                    )
+                self._last = next(samples)
+                self._next += 1
+        self._samples = samples
         return self._last
 
-    def _begin(self) -> None:
-        if isinstance(self._stream, SetsEpoch):
-            self._stream.set_epoch(self._passes)
-        self._samples, self._first_of_pass = iter(self._stream), self._next
-        self._process = os.getpid()
+    def _passes(self) -> Iterator[Any]:
+        for number in count():
+            if isinstance(self._stream, SetsEpoch):
+                self._stream.set_epoch(number)
+            sample = _NONE
+            for sample in self._stream:
+                yield sample
+            if sample is _NONE:
+                raise DatasetError(
+                    f"Part {self._name!r} of the Mixture, a {type(self._stream).__name__}, gave no "
+                    f"sample in pass {number}. A stream has to begin anew when it is iterated "
+                    "again."
+                )

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.order.buckets import check_whole
-from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.buckets import BucketShare, check_whole
+from lightning_fastdata.order.epoch_order import dataset_length, part_of, steps_in
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.types import SetsEpoch
@@ -23,6 +23,7 @@ Indices: TypeAlias = Any
 
 _RANKS: Final = ("num_replicas", "world_size")
 _SEQUENCES: Final = (list, tuple, np.ndarray)
+_ENDED: Final = object()
 
 
 class Step(NamedTuple):
@@ -34,71 +35,27 @@ class Step(NamedTuple):
     """Of this one."""
 
 
-def ranks_of(source: object) -> int | None:
-    """Return among how many ranks a sampler, or that of a batch sampler, splits itself.
+def keyed(
+    make: Callable[[], Iterable[Any]], seed: int, epoch: int, *, once: bool = False
+) -> Iterator[Any]:
+    """Yield from what a function returns, whose draws from global generators are keyed.
 
-    Those that do have ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or
-    ``world_size``. None: it does not.
+    They rest on seed and epoch alone, and what others draw does not rest on them. ``once``: all
+    draws are made before the first item.
     """
-    return _split_in(source)[1]
-
-
-def _split_in(source: object) -> tuple[Any, int | None]:
-    for one in (source, getattr(source, "sampler", None)):
-        if type(getattr(one, "rank", None)) is int:
-            found = (getattr(one, name, None) for name in _RANKS)
-            ranks = next((each for each in found if type(each) is int), None)
-            if ranks is not None:
-                return one, ranks
-    return None, None
-
-
-def knows_ranks(source: object) -> bool:
-    """Return whether a sampler or batch sampler has each rank's part by itself."""
-    return ranks_of(source) not in (None, 1) or hasattr(getattr(source, "sampler", None), "order")
-
-
-def tell_samplers(source: object, epoch: int) -> None:
-    """Set the epoch of a sampler, or of a batch sampler and of its sampler, where they have one."""
-    for one in (source, getattr(source, "sampler", None)):
-        if isinstance(one, SetsEpoch):
-            one.set_epoch(epoch)
-
-
-class KeyedDraws(Iterator[Any]):
-    """An iterator, made by a function, whose draws from global generators are keyed.
-
-    What it draws rests on seed and epoch alone, and what others draw does not rest on it.
-
-    Args:
-        make: Returns what is to be iterated.
-        seed: Seed of the run.
-        epoch: Counted from 0.
-        once: All draws are made before the first item.
-    """
-
-    def __init__(
-        self, make: Callable[[], Iterable[Any]], seed: int, epoch: int, *, once: bool = False
-    ) -> None:
-        self._make, self._key, self._once = make, (seed, epoch), once
-        self._items: Iterator[Any] | None = None
-        self._own: DrawWatch | None = None
-
-    def __next__(self) -> Any:
-        if self._items is not None and self._own is None:
-            return next(self._items)
+    with kept_random_state():
+        seed_global_generators(seed, epoch, "order")
+        items = iter(make())
+        item, own = next(items, _ENDED), DrawWatch()
+    while item is not _ENDED:
+        yield item
+        if once:
+            yield from items
+            return
         with kept_random_state():
-            if self._items is None or self._own is None:
-                seed_global_generators(*self._key, "order")
-                self._items = iter(self._make())
-                self._own = None if self._once else DrawWatch()
-            else:
-                self._own.restore()
-            try:
-                return next(self._items)
-            finally:
-                if self._own is not None:
-                    self._own.begin()
+            own.restore()
+            item = next(items, _ENDED)
+            own.begin()
 
 
 class SharedSampler(DistributedSampler[Any]):
@@ -120,8 +77,8 @@ class SharedSampler(DistributedSampler[Any]):
     Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
     epoch.
 
-    ``FastDataModule`` makes one of any sampler of its training. Elsewhere give it to a loader as
-    ``sampler=``, or as ``batch_sampler=`` if the source gives batches.
+    ``FastDataModule`` makes one of what its loaders read, on several ranks. Elsewhere give it to a
+    loader as ``sampler=``, or as ``batch_sampler=`` if the source gives batches.
 
     Args:
         source: The sampler, or the batch sampler. Its ``set_epoch()`` is called, if it has one.
@@ -154,19 +111,17 @@ class SharedSampler(DistributedSampler[Any]):
         if not 0 <= rank < num_replicas:
             raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
         check_whole(batch_size=batch_size)
-        already = ranks_of(source)
-        if already is not None and already > 1:
+        if split_of(source) is not None:
             raise OptionsError(
-                f"{type(source).__name__} gives the part of one of {already} ranks, which cannot "
-                "be shared out again. Give the sampler of all samples."
+                f"{type(source).__name__} gives the part of one rank, which cannot be shared out "
+                "again. Give the sampler of all samples."
             )
         everything = cast("Any", range(dataset_length(source) or 0))
         super().__init__(everything, num_replicas, rank, shuffle=False, seed=seed)
         self.source = source
         self.batch_size = batch_size
-        self.drop_last = bool(
-            getattr(source, "drop_last", False) if drop_last is None else drop_last
-        )
+        said = getattr(source, "drop_last", False) if drop_last is None else drop_last
+        self.drop_last = bool(said)
 
     def check_loader(self, batch_size: int | None, *, drop_last: bool) -> None:
         """Raise an :class:`OptionsError` unless a loader makes the batches that are shared here."""
@@ -179,13 +134,11 @@ class SharedSampler(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``, counted from 0; loaders and Lightning call it."""
         super().set_epoch(epoch)
-        tell_samplers(self.source, epoch)
+        tell_samplers(epoch, self.source)
 
     def __iter__(self) -> Iterator[Any]:
         # Who puts the samples into batches anew knows no steps: none may be smaller but the last.
-        items, even = self._batches(), self.gives_samples
-        steps = KeyedDraws(lambda: self.steps(items, even=even), self.seed, self.epoch)
-        owns = (step.own for step in steps)
+        owns = (step.own for step in self.keyed_steps(even=self.gives_samples))
         return chain.from_iterable(owns) if self.gives_samples else owns
 
     def __len__(self) -> int:
@@ -194,9 +147,9 @@ class SharedSampler(DistributedSampler[Any]):
         if not self.gives_samples or not steps:
             return steps
         full, rest = divmod(len(cast("Sized", self.source)), self.full)
-        whole = full * cast("int", self.batch_size)
+        own = range(rest)[part_of(rest, self.rank, self.num_replicas)]
         # A rest of fewer samples than ranks is filled up, see __iter__().
-        return whole + (max(1, len(self._part(range(rest)))) if steps > full else 0)
+        return full * cast("int", self.batch_size) + (max(1, len(own)) if steps > full else 0)
 
     @property
     def gives_samples(self) -> bool:
@@ -211,8 +164,7 @@ class SharedSampler(DistributedSampler[Any]):
     def number_of_steps(self, items: int | None = None) -> int:
         """Return how many steps so many items of the source make; None: those of an epoch."""
         items = len(cast("Sized", self.source)) if items is None else items
-        full, rest = divmod(max(0, items), self.full)
-        return full + bool(rest and not self.drop_last)
+        return steps_in(items, self.full, drop_last=self.drop_last)
 
     def left_over(self) -> str | None:
         """Return what becomes of what does not fill a step; None: there is nothing known of."""
@@ -226,50 +178,53 @@ class SharedSampler(DistributedSampler[Any]):
             f"(a step is {self.full} {what})"
         )
 
+    def keyed_steps(self, *, even: bool = False, once: bool = False) -> Iterator[Step]:
+        """Return the steps of the epoch that was set last, with keyed draws; see :func:`keyed`."""
+        items: Any = self.source
+        if self.gives_samples:
+            items = BatchSampler(items, self.full, self.drop_last)
+        return keyed(lambda: self.steps(items, even=even), self.seed, self.epoch, once=once)
+
     def steps(self, items: Iterable[Indices], *, even: bool = False) -> Iterator[Step]:
         """Yield the steps of a rank.
 
-        ``items``: of a sampler its samples in batches of all ranks, of a batch sampler its batches.
-        ``even``: all steps but the last are full; samples come again rather than from the step
-        before.
+        ``items``: of a sampler its samples in batches of all ranks, without a rest that is to be
+        dropped; of a batch sampler its batches. ``even``: all steps but the last are full; samples
+        come again rather than from the step before.
         """
-        if not self.gives_samples:
-            yield from self._of_batches(iter(items))
+        if self.gives_samples:
+            for whole in self._complete(items, even=even):
+                yield Step((whole,), self._own(whole))
             return
-        for batch in self._complete(items, even=even):
-            yield Step((batch,), self._part(batch))
+        batches, first = iter(items), None
+        while group := list(islice(batches, self.num_replicas)):
+            first = first or group
+            if len(group) == self.num_replicas:
+                yield Step(tuple(group), group[self.rank])
+            elif not self.drop_last:
+                yield self._rest_of_batches(group, first)
 
-    def _batches(self) -> Iterator[Indices]:
-        items = iter(self.source)
-        while self.gives_samples and (batch := list(islice(items, self.full))):
-            yield batch
-        yield from items
-
-    def _part(self, whole: Any) -> Any:
-        each, more = divmod(len(whole), self.num_replicas)
-        start = self.rank * each + min(self.rank, more)
-        return whole[start : start + each + (self.rank < more)]
+    def _own(self, whole: Any) -> Any:
+        return whole[part_of(len(whole), self.rank, self.num_replicas)]
 
     def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
-        """Yield the samples of each step; a rest is dropped, or made to do for all ranks."""
+        """Yield the samples of each step; a rest is made to do for all ranks."""
         first: Indices | None = None
         before: Indices | None = None
         waits = not even and self._waits()
         for batch in batches:
-            if self.drop_last and len(batch) < self.full:
-                break
-            first = batch if first is None else first
+            first, whole = batch if first is None else first, batch
             lacking = self.num_replicas - len(batch)
             if lacking > 0 and before is not None and len(before) - lacking >= self.num_replicas:
-                yield before[:-lacking]
-                batch, before = _joined((before[-lacking:], batch)), None  # noqa: PLW2901
+                before, whole = before[:-lacking], _joined((before[-lacking:], batch))
             elif lacking > 0:
-                batch = self._filled(batch, first)  # noqa: PLW2901
+                whole = self._filled(batch, first)
             if before is not None:
                 yield before
-            before = batch if waits else None
+            before = whole
             if not waits:
-                yield batch
+                yield whole
+                before = None
         if before is not None:
             yield before
 
@@ -279,15 +234,6 @@ class SharedSampler(DistributedSampler[Any]):
         rest = None if length is None else length % self.full
         return not self.drop_last and (rest is None or 0 < rest < self.num_replicas)
 
-    def _of_batches(self, batches: Iterator[Indices]) -> Iterator[Step]:
-        first: list[Indices] = []
-        while group := list(islice(batches, self.num_replicas)):
-            first = first or group
-            if len(group) == self.num_replicas:
-                yield Step(tuple(group), group[self.rank])
-            elif not self.drop_last:
-                yield self._rest_of_batches(group, first)
-
     def _rest_of_batches(self, group: list[Indices], first: list[Indices]) -> Step:
         if not all(isinstance(batch, _SEQUENCES) for batch in group):
             whole = self._filled(group, first)
@@ -295,19 +241,20 @@ class SharedSampler(DistributedSampler[Any]):
         whole = _joined(group)
         if len(whole) < self.num_replicas:
             whole = self._filled(whole, _joined(first))
-        return Step((whole,), self._part(whole))
+        return Step((whole,), self._own(whole))
 
     def _filled(self, rest: Indices, first: Indices) -> list[Any]:
         if self.rank == 0:
             warnings.warn(
                 f"The last {len(rest)} of an epoch of {type(self.source).__name__} are fewer than "
                 f"the {self.num_replicas} ranks, which all need as many batches: "
-                f"{self.num_replicas - len(rest)} of the epoch are taken again. Use "
-                "drop_last=True to leave them out.",
+                f"{self.num_replicas - len(rest)} of the epoch are taken again. Use drop_last=True "
+                "to leave them out, or a batch_size of 2 or more and no more ranks than samples.",
                 FastDataWarning,
                 stacklevel=2,
             )
-        return list(islice(chain(rest, cycle(first)), self.num_replicas))
+        plain = (part.tolist() if isinstance(part, np.ndarray) else part for part in (rest, first))
+        return list(islice(chain(next(plain), cycle(next(plain))), self.num_replicas))
 
 
 def _joined(parts: Sequence[Indices]) -> Indices:
@@ -317,14 +264,10 @@ def _joined(parts: Sequence[Indices]) -> Indices:
 
 
 class OwnSplit(DistributedSampler[Any]):
-    """What splits itself among ranks, as it is.
+    """A sampler or batch sampler that splits itself among ranks, as it is.
 
     Lightning and Fabric put no sampler of theirs in the place of a ``DistributedSampler``, and set
     its epoch, which is passed on.
-
-    Args:
-        source: The sampler, or the batch sampler. It has a ``rank``.
-        num_replicas: Ranks that it splits itself among.
     """
 
     def __init__(self, source: Any, num_replicas: int) -> None:
@@ -334,7 +277,7 @@ class OwnSplit(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the source, if it has one."""
         super().set_epoch(epoch)
-        tell_samplers(self.source, epoch)
+        tell_samplers(epoch, self.source)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.source)
@@ -343,12 +286,35 @@ class OwnSplit(DistributedSampler[Any]):
         return len(self.source)
 
 
+# -- what is in the sampler, or batch sampler, of a loader -----------------------------------------
+
+
+def sampler_in(batch_sampler: object) -> Any:
+    """Return the sampler whose indices a batch sampler groups; None: it has none."""
+    return getattr(batch_sampler, "sampler", None)
+
+
+def tell_samplers(epoch: int, *sources: object) -> None:
+    """Set the epoch of samplers, and of batch samplers and their samplers, where they have one."""
+    for one in chain.from_iterable((source, sampler_in(source)) for source in sources):
+        if isinstance(one, SetsEpoch):
+            one.set_epoch(epoch)
+
+
 def split_of(source: object) -> DistributedSampler[Any] | None:
-    """Return the sampler in what splits itself among ranks, as Lightning knows it; None: none."""
-    split, ranks = _split_in(source)
-    if ranks is None or ranks == 1:
-        return None
-    return split if isinstance(split, DistributedSampler) else OwnSplit(split, ranks)
+    """Return what splits itself among ranks in a sampler or batch sampler, as Lightning knows it.
+
+    That has ``rank`` and ``num_replicas``, as torch's ``DistributedSampler``, or ``world_size``.
+    None: it does not split itself.
+    """
+    for one in (source, sampler_in(source)):
+        if isinstance(one, BucketShare):  # how many ranks there are, it asks when it is iterated
+            return one
+        found = (getattr(one, name, None) for name in _RANKS)
+        ranks = next((each for each in found if type(each) is int), 1)
+        if ranks > 1 and type(getattr(one, "rank", None)) is int:
+            return one if isinstance(one, DistributedSampler) else OwnSplit(one, ranks)
+    return None
 
 
 def as_given(sampler: Any) -> Any:
@@ -358,8 +324,7 @@ def as_given(sampler: Any) -> Any:
 
 def share_in(source: object) -> SharedSampler | None:
     """Return what shares out the order of a loader among ranks; None: nothing of this module."""
-    inner = getattr(source, "sampler", None)
-    share = inner if isinstance(inner, SharedSampler) else source
+    share = sampler_in(source) if isinstance(source, BatchSampler) else source
     return share if isinstance(share, SharedSampler) else None
 
 
@@ -367,5 +332,5 @@ def deciding(source: object) -> object:
     """Return what decides the order of a loader: what has a state to save, or else the sampler."""
     share = share_in(source)
     source = source if share is None else share.source
-    inner = getattr(source, "sampler", None)
+    inner = sampler_in(source)
     return source if inner is None or hasattr(source, "state_dict") else inner

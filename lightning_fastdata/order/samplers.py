@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Final, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     DistributedSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.buckets import BucketBatchSampler, BucketOrder, BucketShare
 from lightning_fastdata.order.epoch_order import (
-    Blocks,
     EpochOrder,
-    Order,
     can_share_evenly,
     cut,
     drawn_permutation,
     epoch_permutation,
     parts_of,
 )
-from lightning_fastdata.order.ranks import (
-    KeyedDraws,
-    SharedSampler,
-    Step,
-    share_in,
-    tell_samplers,
-)
+from lightning_fastdata.order.ranks import SharedSampler, sampler_in, share_in
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 _TO_INTEGERS: Final = 2**14
-
-
-def sampler_in(batch_sampler: object) -> object:
-    """Return the sampler whose indices a batch sampler groups; None: it has none."""
-    return getattr(batch_sampler, "sampler", None)
 
 
 def rows_in(batch_sampler: object) -> int | None:
@@ -86,220 +70,76 @@ class ShuffleSampler(RandomSampler):
             yield from part.tolist()
 
 
-class EvaluationBatchSampler(BatchSampler):
-    """Batches of a dataset in its own order, of which each rank gets its share exactly once.
-
-    Given a ``DistributedSampler``, whose ``rank``, ``num_replicas`` and length it takes, it makes
-    the batches of :class:`EpochOrder` with ``equal_counts``: each sample once over all ranks, and
-    as many batches on each rank, so that steps in which the ranks wait for each other go on. Where
-    that is impossible (fewer samples than ranks, or batches of one that do not come out even) it
-    warns and does as ``BatchSampler`` does. Given any other sampler it is a ``BatchSampler``.
-
-    Lightning puts its ``DistributedSampler`` in place of a sequential one, and with
-    ``use_distributed_sampler=False`` leaves it alone; both need no more than this class.
-
-    Args:
-        sampler: Yields indices. Of a ``DistributedSampler`` only who shares is read, not the order.
-        batch_size: Samples of one rank's batch at most.
-        drop_last: Leave out what does not fill a batch on every rank.
-
-    Example:
-        >>> share = DistributedSampler(range(5), num_replicas=2, rank=0, shuffle=False)
-        >>> list(EvaluationBatchSampler(share, batch_size=2))
-        [[0, 1], [3]]
-    """
-
-    def __init__(
-        self, sampler: Sampler[int] | Iterable[int], batch_size: int, drop_last: bool = False
-    ) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.order: EpochOrder | None = None
-        """The plan of this rank; None where the sampler decides."""
-        if not isinstance(sampler, DistributedSampler):
-            return
-        length, ranks = len(cast("Sized", sampler.dataset)), sampler.num_replicas
-        if drop_last or can_share_evenly(length, batch_size, ranks):
-            self.order = EpochOrder(
-                length=length,
-                batch_size=batch_size,
-                shuffle=False,
-                drop_last=drop_last,
-                rank=sampler.rank,
-                world_size=ranks,
-                equal_counts=True,
-            )
-        elif sampler.rank == 0:
-            _warn_of_uneven_share(sampler, length, batch_size)
-
-    def __len__(self) -> int:
-        return super().__len__() if self.order is None else len(self.order)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self.order is None:
-            yield from super().__iter__()
-        else:
-            for batch in self.order.batches():
-                yield batch.tolist()
-
-
-class RankSampler(DistributedSampler[Any]):
-    """One rank's share of an order by seed and epoch, each sample once over all ranks.
-
-    Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
-    epoch. With the global batch size kept, any number of ranks gives the same global batches.
-
-    Args:
-        dataset: Only its length is used.
-        batch_size: Samples of one rank's batch at most.
-        num_replicas: Ranks.
-        rank: This one.
-        seed: Seed of the run.
-        drop_last: Leave out the last global batch if it is not full.
-        blocks: Shuffle within these blocks of the dataset. Default: all samples.
-        shuffle: False keeps the dataset's order.
-    """
-
-    def __init__(
-        self,
-        dataset: Sized,
-        *,
-        batch_size: int,
-        num_replicas: int,
-        rank: int,
-        seed: int = 0,
-        drop_last: bool = False,
-        blocks: Blocks | None = None,
-        shuffle: bool = True,
-    ) -> None:
-        super().__init__(
-            cast("Any", dataset), num_replicas, rank, shuffle, seed=seed, drop_last=drop_last
-        )
-        self.batch_size = batch_size
-        self.blocks = blocks
-
-    @property
-    def order(self) -> EpochOrder:
-        """The plan of this rank in the epoch that was set last."""
-        return EpochOrder(
-            length=len(cast("Sized", self.dataset)),
-            batch_size=self.batch_size,
-            seed=self.seed,
-            epoch=self.epoch,
-            drop_last=self.drop_last,
-            rank=self.rank,
-            world_size=self.num_replicas,
-            equal_counts=True,
-            blocks=self.blocks,
-            shuffle=self.shuffle,
-        )
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in self.order.batches():
-            yield from batch.tolist()
-
-    def __len__(self) -> int:
-        return sum(map(len, self.order.batches()))
-
-
 class RankBatchSampler(BatchSampler):
-    """The batches of a :class:`RankSampler`, or of a :class:`SharedSampler`.
+    """One rank's batches of the steps of a :class:`SharedSampler`.
 
-    With any other sampler they are those of ``BatchSampler``.
+    With any other sampler they are those of ``BatchSampler``. Lightning, which makes the batch
+    sampler of a prediction anew, needs no more than this class and its arguments.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
-        if isinstance(self.sampler, SharedSampler):
-            for step in keyed_steps(self.sampler):
-                yield listed(step.own)
-        elif isinstance(self.sampler, RankSampler):
-            for batch in self.sampler.order.batches():
-                yield batch.tolist()
+        share, plan = self.sampler, epoch_order(self)
+        if plan is not None:
+            yield from (batch.tolist() for batch in plan.batches())
+        elif isinstance(share, SharedSampler):
+            yield from (step.own for step in share.keyed_steps(once=draws_at_start(share.source)))
         else:
             yield from super().__iter__()
 
     def __len__(self) -> int:
-        if isinstance(self.sampler, SharedSampler):
-            return self.sampler.number_of_steps()
-        if isinstance(self.sampler, RankSampler):
-            return len(self.sampler.order)
-        return super().__len__()
+        share = self.sampler
+        return share.number_of_steps() if isinstance(share, SharedSampler) else super().__len__()
 
 
-def keyed_steps(share: SharedSampler) -> Iterator[Step]:
-    """Return what the ranks take in each step of the epoch that was set last."""
-    once = draws_at_start(share.source)
-    return KeyedDraws(lambda: shared_steps(share, share.source), share.seed, share.epoch, once=once)
+# -- what is sure of an order beforehand -----------------------------------------------------------
 
 
-def shared_steps(share: SharedSampler, source: Iterable[Any]) -> Iterator[Step]:
-    """Return what the ranks take in each step of a source like that of a :class:`SharedSampler`."""
-    return share.steps(shared_items(share, source))
+def epoch_order(
+    source: object, epoch: int | None = None, start: int = 0
+) -> EpochOrder | BucketOrder | None:
+    """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
 
-
-def shared_items(share: SharedSampler, source: Iterable[Any]) -> Iterable[Any]:
-    """Return what :meth:`SharedSampler.steps` takes."""
-    if not share.gives_samples:
-        return source
-    return index_batches(BatchSampler(cast("Any", source), share.full, drop_last=False))
-
-
-def listed(batch: Any) -> Any:
-    """Return a batch of indices as a list of Python's integers, if it is an array."""
-    return batch.tolist() if isinstance(batch, np.ndarray) else batch
+    It is of batches of a ``ShuffleSampler``, ``BlockShuffleSampler`` or ``SequentialSampler``,
+    shared among ranks or not, and of a :class:`BucketBatchSampler`. ``epoch``: there is none if
+    another one was set. Default: that one. ``start``: samples of all ranks that are skipped.
+    """
+    if type(source) is BucketBatchSampler:
+        now = source.sampler.epoch
+        return replace(source.sampler.order, start=start) if epoch in (None, now) else None
+    if type(source) not in (BatchSampler, RankBatchSampler):
+        return None
+    share = share_in(source)
+    cuts: Any = source if share is None else share
+    rank, ranks = (0, 1) if share is None else (share.rank, share.num_replicas)
+    sampler: Any = sampler_in(source) if share is None else share.source
+    size, drop_last = cuts.batch_size, cuts.drop_last
+    known = type(sampler) in (ShuffleSampler, BlockShuffleSampler, SequentialSampler)
+    if size is None or not known:
+        return None
+    now = getattr(sampler, "epoch", epoch or 0)
+    length = len(sampler.data_source)
+    even = drop_last or can_share_evenly(max(0, length - start), size, ranks)
+    if epoch not in (None, now) or not even:
+        return None
+    return EpochOrder(
+        length=length,
+        batch_size=size,
+        seed=getattr(sampler, "seed", 0),
+        epoch=now,
+        shuffle=type(sampler) is not SequentialSampler,
+        drop_last=drop_last,
+        rank=rank,
+        world_size=ranks,
+        blocks=getattr(sampler, "blocks", None),
+        start=start,
+    )
 
 
 _DRAWN_AT_START: Final = (
-    BlockShuffleSampler, BucketShare, DistributedSampler, EpochOrder, RandomSampler, RankSampler,
-    SequentialSampler, ShuffleSampler, WeightedRandomSampler,
+    BlockShuffleSampler, BucketShare, DistributedSampler, RandomSampler, SequentialSampler,
+    ShuffleSampler, WeightedRandomSampler,
 )  # fmt: skip
 """Not SubsetRandomSampler, which looks at its list of indices as it goes."""
-
-
-def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Set the epoch of a loader's sampler, its batch sampler and that one's sampler."""
-    tell_samplers(loader.sampler, epoch)
-    if loader.batch_sampler is not None:
-        tell_samplers(loader.batch_sampler, epoch)
-
-
-def share_of(batch_sampler: object) -> RankSampler | BucketShare | None:
-    """Return what has the plan of one rank in it, where a batch sampler follows such a plan."""
-    if type(batch_sampler) in (RankBatchSampler, BucketBatchSampler):
-        share = sampler_in(batch_sampler)
-        return share if isinstance(share, RankSampler | BucketShare) else None
-    return None
-
-
-def epoch_order(batch_sampler: object, epoch: int) -> EpochOrder | BucketOrder | None:
-    """Return the plan that a batch sampler will follow in an epoch, if that is sure beforehand.
-
-    It is for ``BatchSampler`` over ``ShuffleSampler``, ``BlockShuffleSampler`` or
-    ``SequentialSampler``, for :class:`RankBatchSampler` and :class:`BucketBatchSampler`.
-    """
-    share = share_of(batch_sampler)
-    if share is not None:
-        return share.order if share.epoch == epoch else None
-    if type(batch_sampler) is not BatchSampler:
-        return None
-    sampler = batch_sampler.sampler
-    blocks = None
-    if type(sampler) is ShuffleSampler and sampler.epoch == epoch:
-        seed = sampler.seed
-    elif type(sampler) is BlockShuffleSampler and sampler.epoch == epoch:
-        seed, blocks = sampler.seed, sampler.blocks
-    elif type(sampler) is SequentialSampler:
-        seed = 0
-    else:
-        return None
-    return EpochOrder(
-        length=len(sampler.data_source),
-        batch_size=batch_sampler.batch_size,
-        seed=seed,
-        epoch=epoch,
-        shuffle=type(sampler) is not SequentialSampler,
-        drop_last=batch_sampler.drop_last,
-        blocks=blocks,
-    )
 
 
 def is_drawn_at_start(source: object) -> bool:
@@ -308,8 +148,6 @@ def is_drawn_at_start(source: object) -> bool:
     ``source``: a batch sampler, or a sampler. Known are torch's own and those of this package; one
     of the user's may look at what the training writes.
     """
-    share = share_in(source)
-    source = source if share is None else share.source
     return type(_grouped_in(source)) in _DRAWN_AT_START
 
 
@@ -319,26 +157,13 @@ def draws_at_start(source: object) -> bool:
 
 
 def _grouped_in(source: object) -> object:
-    own = (BucketBatchSampler, EvaluationBatchSampler, RankBatchSampler)
-    return sampler_in(source) if type(source) in (BatchSampler, *own) else source
+    share = share_in(source)
+    source = source if share is None else share.source
+    known = type(source) in (BatchSampler, BucketBatchSampler, RankBatchSampler)
+    return sampler_in(source) if known else source
 
 
-def _warn_of_uneven_share(sampler: DistributedSampler[Any], length: int, batch_size: int) -> None:
-    twice = sampler.total_size - length
-    warnings.warn(
-        f"{length} samples in batches of at most {batch_size} cannot make equally many batches on "
-        f"{sampler.num_replicas} ranks. "
-        + (
-            f"{twice} are therefore evaluated more than once, which biases the metrics. "
-            if twice > 0
-            else "Some ranks therefore have a batch less than others, and a step in which ranks "
-            "wait for each other will hang. "
-        )
-        + "Use a batch_size of 2 or more"
-        + (" and fewer devices." if length < sampler.num_replicas else ", or other devices."),
-        FastDataWarning,
-        stacklevel=3,
-    )
+# -- indices as arrays -----------------------------------------------------------------------------
 
 
 def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
@@ -347,15 +172,12 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     Python integers cost more than the gather of a row does. For torch's own samplers and for those
     of this module the same indices are had as one array; every other sampler is asked as usual.
     """
-    if type(batch_sampler) is EvaluationBatchSampler and batch_sampler.order is not None:
-        yield from batch_sampler.order.batches()
-        return
-    share = share_of(batch_sampler)
-    if share is not None:
-        yield from share.order.batches()
+    plan = epoch_order(batch_sampler)
+    if plan is not None:
+        yield from plan.batches()
         return
     plain = batch_sampler if type(batch_sampler) is BatchSampler else None
-    order = None if plain is None else _sampled_order(plain.sampler)
+    order = None if plain is None else _drawn_order(plain.sampler)
     if plain is None or order is None:
         yield from batch_sampler
         return
@@ -367,17 +189,10 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
         drawn_permutation(len(order), sampler.generator)
 
 
-def _sampled_order(sampler: object) -> Order | None:
-    """Return the order that a sampler is going to give; None of a subclass, which may differ."""
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler.data_source))
-    if type(sampler) is ShuffleSampler:
-        return epoch_permutation(len(sampler.data_source), sampler.seed, sampler.epoch)
-    if type(sampler) is BlockShuffleSampler:
-        return sampler.blocks.order(sampler.seed, sampler.epoch)
+def _drawn_order(sampler: object) -> NDArray[np.int64] | None:
+    """Return what a sampler of torch's is going to give; None of a subclass, which may differ."""
     if type(sampler) is RandomSampler and not sampler.replacement:
-        length = len(sampler.data_source)
-        generator = sampler.generator
+        length, generator = len(sampler.data_source), sampler.generator
         if sampler.num_samples != length:
             return None
         if generator is None:
@@ -395,18 +210,4 @@ def _sampled_order(sampler: object) -> Order | None:
             sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
         ).numpy()
         return drawn
-    return _rank_order(sampler) if type(sampler) is DistributedSampler else None
-
-
-def _rank_order(sampler: DistributedSampler[Any]) -> NDArray[np.int64] | None:
-    length = len(cast("Sized", sampler.dataset))
-    if (sampler.total_size > length) if sampler.drop_last else (sampler.total_size < length):
-        return None  # the dataset has changed, which the sampler itself is to say
-    order = np.arange(length)
-    if sampler.shuffle:
-        generator = torch.Generator()
-        generator.manual_seed(sampler.seed + sampler.epoch)
-        order = drawn_permutation(length, generator)
-    # Short of samples it begins again with the first ones, as resize does.
-    everyone = np.resize(order, sampler.total_size)
-    return everyone[sampler.rank : sampler.total_size : sampler.num_replicas]
+    return np.fromiter(sampler, np.int64) if type(sampler) is DistributedSampler else None

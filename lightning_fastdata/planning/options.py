@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_fastdata.augment import StageTransform
 from lightning_fastdata.batches.bad_samples import BadSamplePolicy, BadSamples
 from lightning_fastdata.errors import DatasetError, OptionsError, TransformError
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName, check_elsewhere
+from lightning_fastdata.executors.kinds import KINDS, AnyExecutor
+from lightning_fastdata.executors.ray import Ray
 from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
@@ -25,8 +26,12 @@ C = TypeVar("C", bound=type)
 
 _PACKAGE: Final = __name__.partition(".")[0] + "."
 _EXECUTORS: Final = ("auto", *KINDS)
-_TUNE: Final = ("auto", "off")
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
+_INSTEAD: Final = {
+    "tune": 'Workers are tuned with num_workers="auto", and not with a number of them.',
+    "actor_options": "Give executor=Ray(num_cpus=2, ...), of lightning_fastdata.executors.ray.",
+}
+"""What to do in place of an option that has gone."""
 
 
 @runtime_checkable
@@ -54,6 +59,11 @@ def check_callable(name: str, value: object, takes: str) -> None:
     check(name, value, fine, f"None and a function that takes {takes}")
 
 
+def _check_executor(executor: object) -> None:
+    if not isinstance(executor, Ray):
+        check_among("executor", executor, _EXECUTORS)
+
+
 def check_whole(name: str, value: object, lowest: int) -> None:
     """Raise an :class:`OptionsError` unless a value is None or a whole number from ``lowest``."""
     fine = value is None or (_is_whole(value) and int(value) >= lowest)  # type: ignore[call-overload]
@@ -78,11 +88,9 @@ def _check_seconds(name: str, value: object) -> None:
 def check_loader(
     dataset: object,
     *,
-    executor: Literal["auto"] | ExecutorName,
-    actor_options: object,
+    executor: object,
     transform: object,
     timeout: object,
-    tune: object,
     needs_batches: bool,
     whole: Mapping[str, tuple[object, int]],
     orders: Mapping[str, object],
@@ -100,9 +108,7 @@ def check_loader(
     """
     ordered = any(order is not None for order in orders.values())
     check_dataset(dataset, "The dataset of FastDataLoader", ordered=ordered)
-    check_among("executor", executor, _EXECUTORS)
-    check_elsewhere(executor, actor_options)
-    check_among("tune", tune, _TUNE)
+    _check_executor(executor)
     for name, (function, takes) in functions.items():
         check_callable(name, function, takes)
     for name, (value, lowest) in whole.items():
@@ -245,6 +251,8 @@ def refuses_unknown_names(cls: C) -> C:
                 meant = f" Did you mean {close[0]}?" if close else ""
                 if "options" in known and name in {each.name for each in fields(LoaderOptions)}:
                     meant = f" Give it as options=LoaderOptions({name}=...)."
+                if name in _INSTEAD:
+                    meant = f" {_INSTEAD[name]}"
                 ours = (each for each in type(self).__mro__ if each.__module__.startswith(_PACKAGE))
                 raise OptionsError(
                     f"{next(ours).__name__} has no option {name!r}.{meant} "
@@ -262,7 +270,10 @@ class LoaderOptions:
     """What you may set about a loader; ``"auto"`` chooses for this machine and says why.
 
     Args:
-        num_workers: Processes that read samples; 0 reads in the training process.
+        num_workers: Processes that read samples; 0 reads in the training process. ``"auto"`` begins
+            with what suits the dataset, and changes their number while the training runs, where
+            the steps show that another one pays; order and content of the batches stay. A number
+            of your own stays as it is.
         pin_memory: Copy batches to page-locked memory, from where a GPU copies without waiting.
         persistent_workers: Keep the workers between epochs instead of starting new ones.
         prefetch_factor: Batches each worker is ahead, at least 1.
@@ -275,25 +286,20 @@ class LoaderOptions:
             first.
         executor: Who fetches: torch's own iterator, or this package's engine: ``"inline"`` the
             training process, ``"gather"`` rows of tensors in one call, ``"workers"`` processes,
-            ``"ray"`` num_workers actors of a Ray cluster, which may be on other machines.
+            ``"ray"`` num_workers actors of a Ray cluster, which may be on other machines, or a
+            :class:`~lightning_fastdata.executors.ray.Ray`, which says what each of them takes.
         on_bad_sample: What to do about a sample that cannot be read: ``"raise"`` an error that
             names it, ``"replace"`` it by another one, the same for any number of workers, or
             ``"skip"`` it, which shortens its batch. Or a :class:`BadSamples`, which also says how
             many may be bad, and where they are listed; default: ``bad_samples.jsonl`` in the
             trainer's log folder if they are replaced or skipped. Not of streams, which can only
             raise.
-        tune: ``"auto"`` changes the number of workers while the training runs, where the steps show
-            that another one pays; order and content of the batches stay. ``"off"`` leaves it as it
-            was planned, as does a ``num_workers`` of your own.
         probe: Read some samples before the workers start, and choose what suits them. False reads
             none: for datasets that must not be read then, or whose keys are not 0, 1, 2, ...
         split: Whether a stream (``IterableDataset``) divides itself among workers, so that several
             read it. ``"auto"`` is known of the streams of some libraries; of another one, a few
             samples are read in a process that is thrown away (not with ``probe=False``), and it
             does if it asks ``get_worker_info()`` for its part.
-        actor_options: Of each actor of ``"ray"``, as ``ray.remote`` takes them: ``num_cpus`` (1),
-            ``resources``, ``label_selector``, ``memory`` (bytes), ``scheduling_strategy``
-            (``"SPREAD"``), ``runtime_env``.
 
     Raises:
         OptionsError: A value is impossible.
@@ -307,12 +313,10 @@ class LoaderOptions:
     multiprocessing_context: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
     timeout: float | Auto = "auto"
     in_order: bool = True
-    executor: Literal["auto", ExecutorName] = "auto"
+    executor: Auto | AnyExecutor = "auto"
     on_bad_sample: BadSamplePolicy | BadSamples = "raise"
-    tune: Literal["auto", "off"] = "auto"
     probe: bool = True
     split: bool | Auto = "auto"
-    actor_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_workers", 0), ("prefetch_factor", 1)):
@@ -325,8 +329,6 @@ class LoaderOptions:
         for name in ("in_order", "probe"):
             check(name, getattr(self, name), type(getattr(self, name)) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
-        check_among("executor", self.executor, _EXECUTORS)
-        check_elsewhere(self.executor, self.actor_options)
-        check_among("tune", self.tune, _TUNE)
+        _check_executor(self.executor)
         BadSamples.of(self.on_bad_sample)
         _check_seconds("timeout", self.timeout)

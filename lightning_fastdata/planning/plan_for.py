@@ -18,7 +18,14 @@ from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.executors.fetch import AT_START_BYTES, copy_limit_bytes
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName, room_elsewhere, unsuited
+from lightning_fastdata.executors.kinds import (
+    KINDS,
+    AnyExecutor,
+    ExecutorName,
+    kind_of,
+    room_elsewhere,
+    unsuited,
+)
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -115,7 +122,7 @@ class LoaderSpec:
         executor = self.options.executor
         if executor == "auto":
             return True
-        return self.options.num_workers == "auto" and not KINDS[executor].is_torch
+        return self.options.num_workers == "auto" and not kind_of(executor).is_torch
 
     @property
     def leaves_workers_open(self) -> bool:
@@ -128,7 +135,7 @@ class LoaderSpec:
         executor = self.options.executor
         if self.options.num_workers == 0:
             return True
-        return executor != "auto" and KINDS[executor].caller_reads
+        return executor != "auto" and kind_of(executor).caller_reads
 
 
 class ExecutorChoice(NamedTuple):
@@ -205,14 +212,14 @@ class LoaderPlan:
     multiprocessing_context: str | None
     timeout: float | None
     in_order: bool
-    executor: ExecutorName
+    executor: AnyExecutor
     on_bad_sample: BadSamplePolicy | BadSamples
-    tune: Literal["auto", "off"]
     probe: bool
     split: bool | None
-    actor_options: dict[str, Any] | None
     choices: tuple[Setting, ...]
     """One for each setting, in the order of ``LoaderOptions``."""
+    tuned: bool
+    """The number of workers is changed while they read."""
     limits: tuple[str, ...]
     """What this machine cannot give, and how to lift it; worth a ``FastDataWarning`` each."""
     warnings: tuple[str, ...] = ()
@@ -293,7 +300,7 @@ def plan_for(
         choice = ExecutorChoice("inline", stream.why, alone=True)
     asked, actors = options.executor, None
     if asked != "auto" and options.num_workers == "auto" and not spec.is_stream:
-        actors = room_elsewhere(asked, options.actor_options, local_ranks)
+        actors = room_elsewhere(asked, local_ranks)
     situation = Situation(
         stage=spec.stage,
         cpu=cpu,
@@ -460,9 +467,10 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
     if platform == "win32":
         check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
     executor = chosen.executor if options.executor == "auto" else options.executor
-    ours = not (KINDS[executor].is_torch or situation.iterable)
-    count, why, limits = count_workers(options, executor, situation, ours=ours)
-    if not KINDS[executor].elsewhere:
+    kind = kind_of(executor)
+    ours = not (kind.is_torch or situation.iterable)
+    count, why, limits = count_workers(options, kind, situation, ours=ours)
+    if not kind.elsewhere:
         limits = [*_overstepped(options, situation), *limits]
     prefetch: int | None
     if ours:
@@ -471,15 +479,17 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
             count,
             prefetch=prefetch,
             batch_size=batch_size,
-            split=situation.split and KINDS[executor].splits_batches,
+            split=situation.split and kind.splits_batches,
         )
         prefetch_why = f"{ahead} batches ahead in all, as memory allows"
     else:
         prefetch, prefetch_why = torch_prefetch(count, options)
     kept = count > 0 and situation.stage in ("train", "val") and ours
     forks = situation.instead_of_fork is None
+    untuned = _why_untuned(options, situation, executor, count)
+    tuning = f"not tuned: {untuned}" if untuned else "tuned as the steps show what pays"
     auto: dict[str, tuple[Value, str]] = {
-        "num_workers": (count, why),
+        "num_workers": (count, f"{why}; {tuning}"),
         "pin_memory": (reads_page_locked(situation.accelerator), _PIN),
         "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
@@ -488,20 +498,13 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
         "in_order": (True, "as the sampler gives them"),
         "executor": (chosen.executor, chosen.why),
         "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
-        "tune": _tuned(options, situation, executor, count),
         "probe": (True, "a few samples tell what suits them"),
         "split": _split(situation),
-        "actor_options": (
-            None,
-            "each takes a CPU of the cluster, wherever one is free"
-            if KINDS[executor].elsewhere
-            else "only executor='ray' has actors",
-        ),
     }
     limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
-    return LoaderPlan(**decided, choices=choices, limits=tuple(limits))
+    return LoaderPlan(**decided, choices=choices, tuned=not untuned, limits=tuple(limits))
 
 
 def _split(situation: Situation) -> tuple[Value, str]:
@@ -511,26 +514,25 @@ def _split(situation: Situation) -> tuple[Value, str]:
     return situation.stream.splits, situation.stream.why
 
 
-def _tuned(
-    options: LoaderOptions, situation: Situation, executor: ExecutorName, workers: int
-) -> tuple[Value, str]:
-    """Return whether the number of workers is changed while they read, and why."""
-    why = ""
+def _why_untuned(
+    options: LoaderOptions, situation: Situation, executor: AnyExecutor, workers: int
+) -> str | None:
+    """Return why the number of workers stays as it is while they read; None: it is changed."""
     if options.num_workers != "auto":
-        why = "num_workers is set by you"
-    elif situation.stage not in ("train", "val"):
-        why = "it is read once, and tuned loaders learn from epoch to epoch"
-    elif situation.iterable:
-        why = "which worker reads what of a stream rests on how many there are"
-    elif situation.choice.standby:
-        why = "whether workers pay at all is measured as the training begins"
-    elif not workers:
-        why = "what the training process has opened by then, workers may not share"
-    elif not KINDS[executor].resizes:
-        why = f"executor={executor!r} has no workers that come and go"
-    elif not shared_slots_supported():
-        why = "this system has no memory files for side processes"
-    return ("off", why) if why else ("auto", "the steps show which number of workers pays")
+        return "num_workers is set by you"
+    if situation.stage not in ("train", "val"):
+        return "it is read once, and tuned loaders learn from epoch to epoch"
+    if situation.iterable:
+        return "which worker reads what of a stream rests on how many there are"
+    if situation.choice.standby:
+        return "whether workers pay at all is measured as the training begins"
+    if not workers:
+        return "what the training process has opened by then, workers may not share"
+    if not kind_of(executor).resizes:
+        return f"executor={executor!r} has no workers that come and go"
+    if not shared_slots_supported():
+        return "this system has no memory files for side processes"
+    return None
 
 
 def _overstepped(options: LoaderOptions, situation: Situation) -> Iterator[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName
 from lightning_fastdata.host.memory import size_text
 
 if TYPE_CHECKING:
+    from lightning_fastdata.executors.kinds import ExecutorKind
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.planning.facts.probe import SampleCost
@@ -216,10 +216,10 @@ def most_workers(
 
 
 def count_workers(
-    options: LoaderOptions, executor: ExecutorName, situation: Situation, *, ours: bool
+    options: LoaderOptions, kind: ExecutorKind, situation: Situation, *, ours: bool
 ) -> tuple[int, str, list[str]]:
     """Return how many workers there are, why, and what bounds them; torch's own if not ours."""
-    kind, chosen, cpu = KINDS[executor], situation.choice, situation.cpu
+    chosen, cpu = situation.choice, situation.cpu
     if options.num_workers != "auto":
         return options.num_workers, SET, []
     if situation.stream is not None and situation.stream.here:

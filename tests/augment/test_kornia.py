@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import (
-    BatchError,
     DataThroughputCallback,
     FastDataLoader,
     FastDataModule,
@@ -24,7 +23,7 @@ from lightning_fastdata import (
     prefetch,
 )
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.seeds import torch_seed
 
 torch.set_num_threads(1)

@@ -15,7 +15,6 @@ from torchvision.transforms import v2
 from trainers import Keeps, quiet_trainer
 
 from lightning_fastdata import (
-    BatchError,
     DataThroughputCallback,
     FastDataLoader,
     FastDataModule,
@@ -25,7 +24,7 @@ from lightning_fastdata import (
 )
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import TransformError
+from lightning_fastdata.errors import BatchError, TransformError
 from lightning_fastdata.randomness.seeds import torch_seed
 
 torch.set_num_threads(1)

@@ -16,7 +16,8 @@ import torch
 from programs import run_program
 
 import lightning_fastdata as ld
-from lightning_fastdata import CachedSource, sources
+from lightning_fastdata import sources
+from lightning_fastdata.data import CachedSource
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from tests.sources.object_server import ObjectServer
 

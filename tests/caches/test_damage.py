@@ -21,8 +21,9 @@ from misses import each
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fastdata import CachedDataset, CachedSource, FastDataLoader, FastDataModule
+from lightning_fastdata import CachedDataset, FastDataLoader, FastDataModule
 from lightning_fastdata.caches import folders
+from lightning_fastdata.data import CachedSource
 from lightning_fastdata.errors import DatasetError, FastDataError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import rows_of
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Subset
 import lightning_fastdata as ld
 from lightning_fastdata.caches import folders
 from lightning_fastdata.caches.image_cache import cache_of
+from lightning_fastdata.data import cache_images
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host import clock
 from lightning_fastdata.images.stored import StoredPicture
@@ -48,7 +49,7 @@ def all_of(dataset, epoch=0):
 def test_pixels_are_those_without_a_cache(root, tmp_path, shorter_side, normalize):
     options = {"shorter_side": shorter_side, "resample": "exact", "normalize": normalize}
     plain = folder_of(root, **options)
-    kept = ld.cache_images(folder_of(root, **options), tmp_path / "kept")
+    kept = cache_images(folder_of(root, **options), tmp_path / "kept")
     for epoch in range(3):  # the first is made, the others are read
         assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
     assert kept.targets == plain.targets
@@ -56,7 +57,7 @@ def test_pixels_are_those_without_a_cache(root, tmp_path, shorter_side, normaliz
 
 
 def test_files_are_read_once(root, tmp_path):
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     wanted = all_of(kept, 1)
     shutil.rmtree(root)
     assert torch.equal(wanted, all_of(kept, 1))
@@ -73,9 +74,9 @@ def test_files_are_read_once(root, tmp_path):
     ],
 )
 def test_workers_share_what_is_kept(root, tmp_path, method, loader):
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     plain = folder_of(root, shorter_side=48, resample="exact")
-    exact = ld.cache_images(plain, tmp_path / "kept")
+    exact = cache_images(plain, tmp_path / "kept")
     for data in (kept, exact):
         data.set_epoch(0)
         batches = loader(data, 5, num_workers=2, multiprocessing_context=method)
@@ -86,7 +87,7 @@ def test_workers_share_what_is_kept(root, tmp_path, method, loader):
 
 def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
     def path(**options):
-        return cache_of(ld.cache_images(folder_of(root, **options), tmp_path / "kept")).folder
+        return cache_of(cache_images(folder_of(root, **options), tmp_path / "kept")).folder
 
     small = path(shorter_side=48)
     assert path(shorter_side=48, scale=(0.5, 1.0), seed=3, normalize=True) == small
@@ -97,7 +98,7 @@ def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
 
 def test_what_finds_no_room_is_made_each_time(root, tmp_path):
     options = {"shorter_side": 48, "resample": "exact"}
-    kept = ld.cache_images(folder_of(root, **options), tmp_path / "kept", max_bytes=40_000)
+    kept = cache_images(folder_of(root, **options), tmp_path / "kept", max_bytes=40_000)
     plain = folder_of(root, **options)
     for epoch in range(2):
         assert torch.equal(all_of(plain, epoch), all_of(kept, epoch))
@@ -113,7 +114,7 @@ def test_impossible_options_are_refused(root):
 
 def test_a_damaged_file_is_named(root, tmp_path):
     (root / "a" / "0.png").write_bytes(b"nothing")
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     with pytest.raises(DatasetError, match=r"a/0\.png"):
         kept[0]
 
@@ -155,7 +156,7 @@ def test_a_data_module_keeps_samples_where_nothing_is_random(root, tmp_path):
 
 
 def test_fill_keeps_the_pictures_of_a_training(root, tmp_path):
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     kept.pictures.fill()
     assert cache_of(kept).stored == len(kept)
     module = Photos(folder_of(root, shorter_side=48), cache=tmp_path / "kept")
@@ -164,7 +165,7 @@ def test_fill_keeps_the_pictures_of_a_training(root, tmp_path):
 
 
 def test_views_of_a_cache_can_not_be_written_to(root, tmp_path):
-    kept = ld.cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
+    kept = cache_images(folder_of(root, shorter_side=48), tmp_path / "kept")
     all_of(kept)
     picture = kept.pictures.open(0)
     assert isinstance(picture, StoredPicture)
@@ -173,7 +174,7 @@ def test_views_of_a_cache_can_not_be_written_to(root, tmp_path):
 
 def test_caches_that_nobody_has_used_for_a_month_are_removed(root, tmp_path):
     kept = tmp_path / "kept"
-    used = cache_of(ld.cache_images(folder_of(root, shorter_side=48), kept))
+    used = cache_of(cache_images(folder_of(root, shorter_side=48), kept))
     used[0]
     old = kept / "old"
     shutil.copytree(used.folder, old)

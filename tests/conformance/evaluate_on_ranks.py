@@ -18,7 +18,7 @@ from conformance.forked_ranks import on_ranks
 from conformance.pieces import Rows, RowsModule, make_trainer
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch.utils.data import SequentialSampler
+from torch.utils.data import BatchSampler
 
 from lightning_fastdata import LoaderOptions
 
@@ -70,7 +70,10 @@ class Writer(BasePredictionWriter):
 
 
 class Uneven(RowsModule):
-    """``length`` rows for all evaluation; two loaders for validation if ``second`` is given."""
+    """``length`` rows for all evaluation; two loaders for validation if ``second`` is given.
+
+    ``sampled``: they come by samplers of the user's own, backwards.
+    """
 
     def __init__(self, length, second=None, sampled=False, **arguments):
         options = LoaderOptions(num_workers=0, probe=False)
@@ -87,10 +90,16 @@ class Uneven(RowsModule):
         return Rows(self.rows)
 
     def test_dataloader(self):
-        if not self.sampled:
-            return super().test_dataloader()
-        rows = Rows(self.rows)
-        return self.make_loader(rows, stage="test", sampler=SequentialSampler(rows))
+        own = {"sampler": self.backwards()} if self.sampled else {}
+        return self.make_loader(Rows(self.rows), stage="test", **own)
+
+    def predict_dataloader(self):
+        batches = BatchSampler(self.backwards(), self.batch_size, drop_last=True)
+        own = {"batch_sampler": batches} if self.sampled else {}
+        return self.make_loader(Rows(self.rows), stage="predict", **own)
+
+    def backwards(self):
+        return list(range(self.rows))[::-1]
 
 
 def evaluate(ranks, folder, method, module, **arguments):
@@ -135,7 +144,8 @@ def main(ranks, folder, cases):
     record("several", "validate", Uneven(7, second=11, batch_size=3))
     record("limited", "validate", Uneven(40, batch_size=4), limit_val_batches=0.5)
     record("unshared", "validate", Uneven(7, batch_size=2), use_distributed_sampler=False)
-    record("sampled", "test", Uneven(7, sampled=True, batch_size=2))
+    record("sampled", "test", Uneven(9, sampled=True, batch_size=2))
+    record("sampled to predict", "predict", Uneven(10, sampled=True, batch_size=2))
     if ranks > 1:
         record("fewer", "validate", Uneven(ranks - 1, batch_size=2))
         record("ones", "validate", Uneven(2 * ranks + 1, batch_size=1))

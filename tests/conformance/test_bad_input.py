@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import albumentations as A
 import numpy as np
@@ -12,7 +13,12 @@ from conformance.pieces import Images, Linear, Pixels, Rows, RowsModule, make_tr
 from misses import each
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
+from lightning_fastdata import (
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    LoaderOptions,
+)
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError, TransformError
 
 torch.set_num_threads(1)
@@ -200,7 +206,7 @@ def test_a_misspelled_option_names_the_one_that_was_meant(make, misspelled, mean
         make(**{misspelled: 2})
 
 
-@each("name", ["executor", "timeout", "in_order", "on_bad_sample", "tune"])
+@each("name", ["executor", "timeout", "in_order", "on_bad_sample", "split"])
 def test_an_option_of_loaders_is_answered_with_where_it_is_given(name):
     said = (
         rf"^FastDataModule has no option '{name}'. Give it as options=LoaderOptions\({name}=...\)."
@@ -208,6 +214,19 @@ def test_an_option_of_loaders_is_answered_with_where_it_is_given(name):
     for make in (FastDataModule, RowsModule):
         with pytest.raises(OptionsError, match=said):
             make(**{name: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("tune", "off", r'num_workers="auto", and not with a number'),
+        ("actor_options", {"num_cpus": 2}, r"executor=Ray\(num_cpus=2, ...\), of \S+ray\. Options"),
+    ],
+)
+def test_an_option_that_is_gone_is_answered_with_what_to_give_instead(name, value, instead):
+    for make in (LoaderOptions, FastDataModule, RowsModule, partial(FastDataLoader, Rows(4))):
+        with pytest.raises(OptionsError, match=rf"has no option '{name}'\. .*{instead}"):
+            make(**{name: value})
 
 
 def test_a_misspelled_option_is_found_through_a_subclass():

@@ -30,10 +30,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lightning_fastdata
-from lightning_fastdata import FastImageFolder, LoaderOptions, MixUp, decode_crop
+from lightning_fastdata import FastImageFolder, LoaderOptions, MixUp
 from lightning_fastdataTWIN import DataThroughputCallback, FastDataModule
 from lightning_fastdata.augment.mixing import mixed
 from lightning_fastdata.cli import main
+from lightning_fastdata.data import decode_crop
 from lightning_fastdata.sources import ObjectSource
 
 

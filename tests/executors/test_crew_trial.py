@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.executors.crew_trial import CrewTrial
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import open_executor
+from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.stamps.batch_stamps import TaskStamps
 
 MS = 1_000_000
@@ -117,7 +117,7 @@ class Waits(Dataset[torch.Tensor]):
 def test_all_workers_read_on_when_nobody_takes_stamps_any_more():
     plan = FetchPlan(dataset=Waits(), collate_fn=default_collate, default_collation=True)
     with on_machine():
-        pool = open_executor("workers", plan, workers=2)
+        pool = open_executor(plan, Resources(executor="workers", workers=2))
         pool.record(deque())
         pool.start_epoch([list(range(at, at + 8)) for at in range(0, 4000, 8)], 0)
         while pool._trial.limit is None:

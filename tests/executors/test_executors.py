@@ -17,7 +17,7 @@ from thoroughness import max_examples
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import open_executor
+from lightning_fastdata.executors.kinds import Resources, open_executor
 
 ALL = ("inline", "workers")
 
@@ -65,7 +65,7 @@ class Made(Dataset):
 
 
 def fetched(name: str, plan: FetchPlan, batches: list[Any], epoch: int = 0, **how: Any) -> list:
-    executor = open_executor(name, plan, **{"workers": 2, **how})
+    executor = open_executor(plan, Resources(executor=name, **{"workers": 2, **how}))
     try:
         executor.start_epoch(batches, epoch)
         return list(executor)
@@ -181,7 +181,7 @@ class Sick(Made):
 
 @pytest.mark.parametrize("kind", ["tensor", "strings"])
 def test_an_error_names_its_sample_and_the_rest_of_the_epoch_follows(kind) -> None:
-    executor = open_executor("workers", plan_of(Sick(20, kind)), workers=2)
+    executor = open_executor(plan_of(Sick(20, kind)), Resources(executor="workers", workers=2))
     executor.start_epoch([list(range(i, i + 5)) for i in range(0, 20, 5)], 0)
     good = [next(executor), next(executor)]
     with pytest.raises(KeyError, match=r"(?s)sample 11 .*no such picture"):
@@ -213,7 +213,7 @@ def test_workers_know_who_they_are() -> None:
 
 
 def test_an_abandoned_epoch_leaves_nothing_in_the_next() -> None:
-    executor = open_executor("workers", plan_of(Made(100, "big")), workers=2)
+    executor = open_executor(plan_of(Made(100, "big")), Resources(executor="workers", workers=2))
     for epoch in range(6):
         executor.start_epoch([[i, i + 1] for i in range(epoch * 10, 99, 2)], epoch)
         assert next(executor)[:, 0, 0, 0].tolist() == [epoch * 10, epoch * 10 + 1]
@@ -239,7 +239,7 @@ class FirstBatchFirst(Dataset):
 def test_the_first_batch_waits_for_no_later_one(tmp_path: Path) -> None:
     arrived = tmp_path / "arrived"
     plan = plan_of(FirstBatchFirst(arrived))
-    executor = open_executor("workers", plan, workers=2)
+    executor = open_executor(plan, Resources(executor="workers", workers=2))
     try:
         executor.start_epoch([[0, 1], [2, 3], [4, 5], [6, 7]], 0)
         assert next(executor).tolist() == [0, 1]
@@ -250,7 +250,9 @@ def test_the_first_batch_waits_for_no_later_one(tmp_path: Path) -> None:
 
 
 def test_processes_come_and_go_while_running() -> None:
-    executor = open_executor("workers", plan_of(Made(200, "numbers")), workers=1)
+    executor = open_executor(
+        plan_of(Made(200, "numbers")), Resources(executor="workers", workers=1)
+    )
     executor.start_epoch([[i, i + 1] for i in range(0, 200, 2)], 0)
     seen = []
     for number, batch in enumerate(executor):
@@ -262,7 +264,7 @@ def test_processes_come_and_go_while_running() -> None:
 
 
 def test_a_process_that_is_wanted_again_while_it_leaves_is_replaced() -> None:
-    executor = open_executor("workers", plan_of(Numbers()), workers=3)
+    executor = open_executor(plan_of(Numbers()), Resources(executor="workers", workers=3))
     executor.start_epoch([list(range(i, i + 6)) for i in range(0, 600, 6)], 0)
     seen = []
     for number, indices in enumerate(executor):

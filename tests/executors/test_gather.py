@@ -38,7 +38,7 @@ from lightning_fastdata.executors.gather.columns import (
 )
 from lightning_fastdata.executors.gather.executor import GatherExecutor, GatherJob
 from lightning_fastdata.executors.gather.rows import gatherable, rows_of
-from lightning_fastdata.executors.kinds import open_executor
+from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.loading.loader import FastDataLoader
 
 GENERATOR = np.random.default_rng(0)
@@ -300,12 +300,12 @@ REFUSED = {
 def test_what_is_not_rows_as_they_are_is_not_gathered(kind) -> None:
     assert not gatherable(REFUSED[kind])
     with pytest.raises(OptionsError, match="neither tensors nor arrays"):
-        open_executor("gather", plan_of(REFUSED[kind]))
+        open_executor(plan_of(REFUSED[kind]), Resources(executor="gather"))
 
 
 def test_a_collate_function_of_the_user_is_never_passed_over() -> None:
     with pytest.raises(OptionsError, match="default"):
-        open_executor("gather", plan_of(TABLE, default_collation=False))
+        open_executor(plan_of(TABLE, default_collation=False), Resources(executor="gather"))
 
 
 @each("threads", [0, 2])

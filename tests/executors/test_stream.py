@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import open_executor
+from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -94,7 +94,7 @@ def test_an_executor_that_needs_an_index_gives_way_to_workers(executor: str) -> 
     assert same(epochs_of(ours), epochs_of(DataLoader(Lengths([7]), **how)))
     plan = FetchPlan(dataset=Lengths([7]), collate_fn=default_collate)
     with pytest.raises(OptionsError, match="is a stream"):
-        open_executor(executor, plan)
+        open_executor(plan, Resources(executor=executor))
 
 
 class Told(Lengths):

@@ -14,7 +14,8 @@ from misses import each
 from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
 
-from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule, OptionsError
+from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule
+from lightning_fastdata.errors import OptionsError
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 

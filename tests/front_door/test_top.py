@@ -149,7 +149,7 @@ def test_a_hung_sample_is_named_with_the_line_that_it_hangs_in(tmp_path, own, pa
 
     data = FastDataModule.from_datasets(
         Hangs(server), batch_size=2, shuffle=False,
-        options=LoaderOptions(num_workers=2, executor="workers", tune="off", timeout=0),
+        options=LoaderOptions(num_workers=2, executor="workers", timeout=0),
     )  # fmt: skip
     callback = DataThroughputCallback(summary=False, report=False)
     trainer = make_trainer(tmp_path / "logs-worker", callbacks=[callback])

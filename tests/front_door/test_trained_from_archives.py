@@ -15,6 +15,7 @@ from trainers import quiet_trainer
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
+from lightning_fastdata.data import CachedSource
 from tests.sources.object_server import ObjectServer
 
 COUNT = 36
@@ -67,7 +68,7 @@ def source(request, tmp_path):
     keys = [f"{index:03}" for index in range(COUNT)]
     objects = sources.ObjectSource(server.url, keys, client_options={"allow_http": True})
     kept = request.param == "kept objects"
-    yield ld.CachedSource(objects, tmp_path / "cache", key="photos") if kept else objects
+    yield CachedSource(objects, tmp_path / "cache", key="photos") if kept else objects
     server.close()
 
 

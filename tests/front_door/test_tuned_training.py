@@ -23,6 +23,8 @@ from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOpt
 from lightning_fastdata.tuning.tuner import Tuner
 
 BATCH = 8
+CALM = {"num_workers": 2, "probe": False}
+"""A number of workers is not tuned, and what is not tried is not advised on."""
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +94,8 @@ def fit(tmp_path, data, *callbacks, ckpt=None, module=None, **how):
 
 def tuner_of(trainer):
     loader = trainer.train_dataloader
-    assert isinstance(loader.tune, Tuner)
-    return loader.tune
+    assert isinstance(loader.tuner, Tuner)
+    return loader.tuner
 
 
 class Storage(Dataset):
@@ -143,7 +145,7 @@ def test_it_is_done_and_told_everywhere_and_a_second_fit_goes_on_with_it(tmp_pat
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     report = tmp_path / "report.json"
     watch = DataThroughputCallback(report=report, every_n_steps=10, scalars="all")
-    data = Data(Waiting(BATCH * 200, quick=0), executor="workers", tune="auto")
+    data = Data(Waiting(BATCH * 200, quick=0), executor="workers")
     trainer, _ = fit(tmp_path, data, watch, logger=logger, log_every_n_steps=10)
     tuner = tuner_of(trainer)
     assert tuner.moves
@@ -167,14 +169,14 @@ def test_it_is_done_and_told_everywhere_and_a_second_fit_goes_on_with_it(tmp_pat
 
 
 def test_order_and_content_are_those_of_a_run_that_is_not_tuned(tmp_path):
-    calm = fit(tmp_path, Data(tune="off"), max_epochs=2)[1]
+    calm = fit(tmp_path, Data(**CALM), max_epochs=2)[1]
     tuned = fit(tmp_path, Data(val=True), max_epochs=2, val_check_interval=50)[1]
     assert len(tuned.seen) == len(calm.seen) == 260
     assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
 
 
 def test_a_run_that_goes_on_has_the_same_samples_whatever_was_tuned(tmp_path):
-    whole = fit(tmp_path, Data(tune="off"))[1]
+    whole = fit(tmp_path, Data(**CALM))[1]
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_top_k=-1, filename="{step}")
     fit(tmp_path, Data(), saves, max_steps=100)
     _, rest = fit(tmp_path, Data(), ckpt=tmp_path / "step=60.ckpt")
@@ -191,12 +193,10 @@ def test_loaders_that_are_made_anew_begin_where_the_last_one_ended(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers=2, but")
-@pytest.mark.parametrize("options", [{"tune": "off"}, {"num_workers": 2}])
-def test_explicit_settings_stay(tmp_path, options):
-    trainer, _ = fit(tmp_path, Data(Waiting(BATCH * 80, quick=0), **options))
-    assert trainer.train_dataloader.tune == "off"
-    if "num_workers" in options:
-        assert trainer.train_dataloader.num_workers == 2
+def test_explicit_settings_stay(tmp_path):
+    trainer, _ = fit(tmp_path, Data(Waiting(BATCH * 80, quick=0), num_workers=2))
+    assert trainer.train_dataloader.tuner is None
+    assert trainer.train_dataloader.num_workers == 2
 
 
 class Two(FastDataModule):
@@ -213,9 +213,9 @@ class OfTwo(Module):
 
 
 def test_each_of_two_loaders_is_tuned_and_their_batches_stay(tmp_path):
-    calm = fit(tmp_path, Two(tune="off"), module=OfTwo())[1]
+    calm = fit(tmp_path, Two(**CALM), module=OfTwo())[1]
     trainer, tuned = fit(tmp_path, Two(), module=OfTwo())
-    tuners = [loader.tune for loader in trainer.train_dataloader.values()]
+    tuners = [loader.tuner for loader in trainer.train_dataloader.values()]
     assert all(isinstance(each, Tuner) for each in tuners)
     assert tuners[0] is not tuners[1]
     assert len(tuned.seen) == 100
@@ -226,7 +226,7 @@ def test_each_of_two_loaders_is_tuned_and_their_batches_stay(tmp_path):
 def test_short_passes_over_the_data_are_tuned_too(tmp_path, limits):
     options = {"executor": "workers"}
     trainer, tuned = fit(tmp_path, Data(**options), max_epochs=4, **limits)
-    calm = fit(tmp_path, Data(tune="off", **options), max_epochs=4, **limits)[1]
+    calm = fit(tmp_path, Data(**CALM, **options), max_epochs=4, **limits)[1]
     assert len(tuned.seen) == len(calm.seen)
     assert all(torch.equal(*pair) for pair in zip(tuned.seen, calm.seen, strict=True))
     assert tuner_of(trainer)._batches >= 4 * min(limits.values())
@@ -238,7 +238,7 @@ def test_ranks_tune_each_for_itself_and_see_what_they_would_have_seen(tmp_path):
     moves = []
     for rank in range(2):
         calm, tuned = (
-            json.loads((tmp_path / f"{tune}-{rank}.json").read_text()) for tune in ("off", "auto")
+            json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for name in ("calm", "tuned")
         )
         assert calm["moves"] == []
         assert len(tuned["seen"]) == 100

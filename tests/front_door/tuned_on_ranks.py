@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from trainers import quiet_trainer
 
 from lightning_fastdata import FastDataModule, LoaderOptions
-from lightning_fastdata.tuning.tuner import Tuner
 
 BATCH, STEPS = 8, 100
 
@@ -54,23 +53,23 @@ class Data(FastDataModule):
         return Waiting()
 
 
-def run(folder, tune):
+def run(folder, name, **given):
     rank = int(os.environ["LOCAL_RANK"])
-    module, options = Module(), LoaderOptions(executor="workers", tune=tune)
+    module, options = Module(), LoaderOptions(executor="workers", **given)
     trainer = quiet_trainer(devices=2, strategy="ddp")
     trainer.fit(module, Data(batch_size=BATCH, seed=5, options=options))
-    tuner = trainer.train_dataloader.tune
-    moves = [str(move) for move in tuner.moves] if isinstance(tuner, Tuner) else []
+    tuner = trainer.train_dataloader.tuner
+    moves = [] if tuner is None else [str(move) for move in tuner.moves]
     found = {"seen": module.seen, "moves": moves}
-    (folder / f"{tune}-{rank}.json").write_text(json.dumps(found))
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
 
     def both():
-        for tune in ("off", "auto"):
+        for name, given in {"calm": {"num_workers": 2, "probe": False}, "tuned": {}}.items():
             with on_machine():
-                run(folder, tune)
+                run(folder, name, **given)
 
     on_ranks(2, both)

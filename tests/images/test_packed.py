@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
 
-from lightning_fastdata import PackedStrings
+from lightning_fastdata.data import PackedStrings
 
 # Any str, also with the lone surrogates that stand for the bytes of a path that is not UTF-8.
 text = st.text(st.characters(min_codepoint=0, max_codepoint=0x10FFFF, exclude_categories=()))

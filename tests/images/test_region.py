@@ -15,7 +15,7 @@ from misses import each
 from PIL import Image
 from thoroughness import max_examples
 
-import lightning_fastdata as ld
+from lightning_fastdata.data import decode_crop
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.images import Box, decoders, region
@@ -84,20 +84,20 @@ def test_any_image_can_be_decoded_in_part(jpegs, name, library, as_image_folder_
         top, left, height, width = box
         if height and width:
             wanted = whole[top : top + height, left : left + width]
-            np.testing.assert_array_equal(ld.decode_crop(jpegs[name], box), wanted)
+            np.testing.assert_array_equal(decode_crop(jpegs[name], box), wanted)
 
 
 @each("decoder", ["pillow", "simplejpeg"])
 def test_what_is_no_jpeg_can_be_decoded_in_part(china, encode, decoder):
     data = encode(china, format="PNG")
-    part = ld.decode_crop(data, (100, 50, 30, 20), decoder=decoder)
+    part = decode_crop(data, (100, 50, 30, 20), decoder=decoder)
     np.testing.assert_array_equal(part, np.asarray(china)[100:130, 50:70])
 
 
 @each("box", [(0, 0, 0, 5), (-1, 0, 5, 5), (250, 0, 8, 5), (0, 330, 5, 4)])
 def test_a_box_that_is_not_within_the_picture_is_named(jpegs, box):
     with pytest.raises(OptionsError, match=r"257 x 333 pixels"):
-        ld.decode_crop(jpegs["420"], box)
+        decode_crop(jpegs["420"], box)
 
 
 @needs_library
@@ -163,12 +163,12 @@ def test_damage_within_the_part_is_an_error(jpegs):
     middle = len(data) // 2
     garbled = data[:middle] + b"\xff\xd9" + data[middle + 2 :]
     with pytest.raises(DatasetError, match="in memory"):
-        ld.decode_crop(garbled, (200, 0, 57, 333))
+        decode_crop(garbled, (200, 0, 57, 333))
 
 
 def test_a_file_that_was_cut_off_is_an_error(jpegs):
     with pytest.raises(DatasetError):
-        ld.decode_crop(jpegs["420"][:-500], (0, 0, 10, 10))
+        decode_crop(jpegs["420"][:-500], (0, 0, 10, 10))
 
 
 def test_forked_processes_share_which_files_are_whole():

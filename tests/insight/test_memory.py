@@ -106,7 +106,7 @@ HEALTHY = {
 
 def test_a_list_is_blamed_by_its_own_pages_and_not_by_the_largest_sum():
     (use,) = memory_uses(CAUSES["copied, as its own pages tell"])
-    assert (use.objects.name, use.each_bytes) == ("dataset.samples", GIB)
+    assert (use.objects.name, use.size_bytes) == ("dataset.samples", 8 * GIB)
 
 
 def test_what_is_healthy_is_blamed_for_nothing():
@@ -205,6 +205,18 @@ def test_a_list_of_datasets_is_named_by_the_lists_of_these():
     (split,) = held_objects(nested)
     assert set(split.places) <= set(map(id, nested.splits["train"])), "what reading writes to"
     assert len(split.places) > 100
+
+
+def test_what_objects_hold_in_slots_counts_and_what_many_hold_counts_once():
+    paths = [Path(f"train/{n:012d}.jpg") for n in range(500)]
+    name = "a name that all have" * 10
+    kinds = {
+        held.name.rpartition(".")[2]: held
+        for held in held_objects(Holds(paths=paths, names=[(name, n + 0.5) for n in range(500)]))
+    }
+    least = sys.getsizeof(paths[0]) + sys.getsizeof(paths[0].name)
+    assert kinds["paths"].size_bytes > 500 * least
+    assert kinds["names"].size_bytes < 500 * sys.getsizeof(name)
 
 
 def test_pages_that_only_one_process_has_are_told_from_those_that_several_have():

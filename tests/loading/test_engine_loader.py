@@ -135,7 +135,7 @@ class Large(Dataset):
 @pytest.mark.parametrize(("prefetch_factor", "ahead"), [(None, 5), (8, 16)])
 def test_large_batches_are_fetched_as_far_ahead_as_was_asked(prefetch_factor, ahead):
     loader = FastDataLoader(
-        Large(), 2, num_workers=2, executor="workers", prefetch_factor=prefetch_factor, tune="off"
+        Large(), 2, num_workers=2, executor="workers", prefetch_factor=prefetch_factor
     )
     batches = iter(loader)
     assert [int(next(batches)[0, 0, 0]) for _ in range(2)] == [0, 2]

@@ -28,8 +28,9 @@ from torch.utils.data import (
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
-from lightning_fastdata.order.ranks import SharedSampler, knows_ranks
-from lightning_fastdata.order.samplers import RankBatchSampler
+from lightning_fastdata.order.indices import EpochIndices
+from lightning_fastdata.order.ranks import SharedSampler, split_of
+from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler
 from lightning_fastdata.randomness.seeds import seed_global_generators
 
 LENGTH = 53
@@ -96,6 +97,7 @@ SAMPLERS = {
     "own": Drawing,
     "without a length": Unsized,
     "a list": lambda: [5, 1, 1, 4, *range(20, 45)],
+    "the package's own": lambda: ShuffleSampler(range(LENGTH), seed=3),
 }
 
 
@@ -159,6 +161,8 @@ def test_the_steps_of_any_number_of_ranks_are_those_of_one_and_the_samplers_own(
     drop_last=st.booleans(),
     sized=st.booleans(),
 )
+@example(length=26, size=2, ranks=4, drop_last=False, sized=True)
+@example(length=26, size=2, ranks=4, drop_last=False, sized=False)
 def test_what_does_not_divide_is_shared_as_by_the_packages_own_order(
     length, size, ranks, drop_last, sized
 ):
@@ -167,7 +171,7 @@ def test_what_does_not_divide_is_shared_as_by_the_packages_own_order(
     for rank in range(ranks):
         plan = EpochOrder(
             length=length, batch_size=size, rank=rank, world_size=ranks, shuffle=False,
-            drop_last=drop_last, equal_counts=True,
+            drop_last=drop_last,
         )  # fmt: skip
         make = (lambda: range(length)) if sized else (lambda: iter(range(length)))
         found = list(batches_of(make, ranks, rank, size=size, drop_last=drop_last))
@@ -304,6 +308,12 @@ def test_draws_are_keyed_by_the_epoch_and_leave_the_global_generators_alone(name
     assert found[0] != found[2]
 
 
+def test_what_a_sampler_draws_when_it_is_iterated_is_keyed_on_one_rank_too():
+    assert list(EpochIndices(Drawing(), seed=3)) == alone(Drawing)
+    batches = BatchSampler(Drawing(), STEP, drop_last=False)
+    assert joined(EpochIndices(batches, arrays=True, seed=3)) == alone(Drawing)
+
+
 # -- who splits already ----------------------------------------------------------------------------
 
 
@@ -331,7 +341,7 @@ class Lhotse:
     ],
 )
 def test_what_splits_itself_is_known_and_not_split_again(sampler):
-    assert knows_ranks(sampler)
+    assert split_of(sampler) is not None
     with pytest.raises(OptionsError, match="shared out again"):
         SharedSampler(sampler, batch_size=2, num_replicas=2, rank=0)
 
@@ -465,9 +475,26 @@ def test_the_packages_own_order_is_cut_anew_any_number_of_times():
     assert state["samples"] == 25
 
 
+def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():
+    def make():
+        return ShuffleSampler(range(18), seed=3)
+
+    order, data = list(make()), range(18)
+    state = stopped(make, 2, 2, data=data)
+    with pytest.warns(FastDataWarning, match="taken again"):
+        left = after(state, make, 4, data=data)
+    assert left == [[*order[16:], *order[16:]]]
+
+
 def test_an_order_that_is_another_one_is_noticed_on_any_rank():
     state = stopped(Drawing, 2, 3)
     again = loader_of(lambda: range(LENGTH - 1, -1, -1), 2, 1)
     again.load_state_dict({**state, "order": "range"})
     with pytest.warns(FastDataWarning, match="range gives another order now"):
         next(iter(again))
+    # The order that goes on is the one that the next resume is to find.
+    once_more = loader_of(lambda: range(LENGTH - 1, -1, -1), 2, 1)
+    once_more.load_state_dict(again.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        next(iter(once_more))

@@ -12,7 +12,8 @@ from thoroughness import max_examples
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import lightning_fastdata as ld
-from lightning_fastdata import BlockShuffleSampler, sources
+from lightning_fastdata import sources
+from lightning_fastdata.data import BlockShuffleSampler
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 from thoroughness import max_examples
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.order.interleave import Interleaving
 from lightning_fastdata.order.ranks import SharedSampler
-from lightning_fastdata.order.samplers import RankBatchSampler, RankSampler
+from lightning_fastdata.order.samplers import RankBatchSampler
 
 # The sum of the reciprocals of the Fibonacci numbers.
 OFF_BY = 3.36
@@ -192,8 +192,8 @@ def numbered(weights=None):
 def loaders(ranks, weights=None):
     for rank in range(ranks):
         data = numbered(weights)
-        share = RankSampler(
-            data, batch_size=8 // ranks, num_replicas=ranks, rank=rank, shuffle=False
+        share = SharedSampler(
+            SequentialSampler(data), batch_size=8 // ranks, num_replicas=ranks, rank=rank
         )
         batches = RankBatchSampler(share, 8 // ranks, drop_last=False)
         yield FastDataLoader(data, batch_sampler=batches, executor="inline")
@@ -334,6 +334,21 @@ def test_a_stream_is_read_in_its_order_by_whoever_reads(workers):
     assert torch.cat(list(again)).tolist() == first[12:]
 
 
+class Counted(Letters):
+    begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return super().__iter__()
+
+
+def test_a_stream_is_not_read_again_for_the_sample_that_it_gave_last():
+    stream = Counted()
+    mixed = Mixture({"s": stream}, {"s": 1}, length=9)
+    assert [mixed[i] for i in (0, 1, 1, 3)] == [0, 1, 1, 3]
+    assert stream.begun == 1
+
+
 class Once(IterableDataset):
     def __init__(self):
         self.left = iter(range(3))
@@ -362,7 +377,7 @@ TWO = {"a": range(3), "b": range(4)}
         ((TWO, {"a": 0, "b": 0}), "sum up"),
         ((TWO, {"a": -1, "b": 2}), "numbers from 0"),
         ((TWO, {"a": float("nan"), "b": 2}), "numbers from 0"),
-        ((TWO, {"a": 1}), "'a', and the Mixture has 'a', 'b'"),
+        ((TWO, {"a": 1}), r"\{'a': 1\}; give one for each part by its name, as \{'a': 1, 'b': 1\}"),
         ((TWO, {5: {"a": 1, "b": 1}}), "first of them 0"),
         ((TWO, {0: {"a": 1, "b": 1}, "x": 3}), "numbers of the steps"),
         (({"s": Letters()},), "length="),

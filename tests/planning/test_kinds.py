@@ -13,7 +13,13 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 import lightning_fastdata
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import KINDS, ExecutorName, executor_for, open_executor
+from lightning_fastdata.executors.kinds import (
+    KINDS,
+    ExecutorName,
+    Resources,
+    executor_for,
+    open_executor,
+)
 from lightning_fastdata.planning.options import LoaderOptions
 
 ROOMS = ("device", "executors", "insight", "loading", "planning", "plugin/guard")
@@ -65,11 +71,13 @@ def test_who_fetches_can_read_the_dataset_with_so_many_workers(name, stream, wor
     dataset = Stream() if stream else TensorDataset()
     if stream and not KINDS[name].reads_streams:
         with pytest.raises(OptionsError, match="is a stream"):
-            open_executor(name, FetchPlan(dataset=dataset, collate_fn=default_collate))
+            open_executor(
+                FetchPlan(dataset=dataset, collate_fn=default_collate), Resources(executor=name)
+            )
 
 
 @pytest.mark.parametrize("name", ["torch", "thread", "Workers"])
 def test_what_is_no_executor_is_refused_with_those_that_there_are(name):
     plan = FetchPlan(dataset=Stream(), collate_fn=default_collate)
     with pytest.raises(OptionsError, match="'inline', 'gather', 'workers', 'ray'"):
-        open_executor(name, plan)
+        open_executor(plan, Resources(executor=name))

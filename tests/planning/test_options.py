@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +13,9 @@ from misses import each
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.executors.ray import Ray, options_of_actors
 from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
 from lightning_fastdata.host.memory import HostMemory
 from lightning_fastdata.planning.options import LoaderOptions
@@ -163,8 +166,8 @@ def test_validation_has_what_training_has_and_is_tuned_as_it(
         plan(options, **engine, cpu=cpus(count), accelerator=accelerator, stage=stage)
         for stage in ("train", "val", "test")
     )
-    assert (val.num_workers, val.tune) == (train.num_workers, train.tune)
-    assert (val.tune, test.tune) == ("auto" if workers == "auto" else "off", "off")
+    assert (val.num_workers, val.tuned) == (train.num_workers, train.tuned)
+    assert (val.tuned, test.tuned) == (workers == "auto", False)
 
 
 @each(
@@ -254,6 +257,50 @@ def test_an_impossible_value_is_named_and_quoted(option: str, value: object) -> 
     assert str(error.value).startswith(f"{option} is {value!r}; allowed are ")
 
 
+def test_each_loader_option_is_one_of_eleven() -> None:
+    assert len(NAMES) == 11
+
+
+@each(
+    ("executor", "taken"),
+    [
+        ("ray", {"num_cpus": 1}),
+        (Ray(), {"num_cpus": 1}),
+        (Ray(num_cpus=0.5, memory=2**30), {"num_cpus": 0.5, "memory": 2**30}),
+        (
+            Ray(resources={"fast": 1}, options={"num_gpus": 1, "num_cpus": 3}),
+            {"num_cpus": 1, "resources": {"fast": 1}, "num_gpus": 1},
+        ),
+    ],
+)
+def test_actors_take_what_the_executor_says_wherever_it_is_given(executor: Any, taken: Any) -> None:
+    assert options_of_actors(executor) == taken
+    asked = LoaderOptions(executor=executor, num_workers=2)
+    assert plan(asked).executor == executor
+    assert str(executor) in plan(asked).explain()
+    loader = FastDataLoader(TensorDataset(torch.arange(4)), executor=executor, num_workers=2)
+    assert loader.executor == pickle.loads(pickle.dumps(loader)).executor == executor
+
+
+@each(
+    ("name", "value"),
+    [
+        ("num_cpus", -1),
+        ("num_cpus", None),
+        ("num_cpus", True),
+        ("memory", "1 GiB"),
+        ("resources", ["fast"]),
+        ("label_selector", "zone"),
+        ("runtime_env", 1),
+        ("options", ("a",)),
+    ],
+)
+def test_an_impossible_value_of_an_executor_is_named_and_quoted(name: str, value: object) -> None:
+    with pytest.raises(OptionsError) as error:
+        Ray(**{name: value})  # type: ignore[arg-type]
+    assert str(error.value).startswith(f"{name} of Ray is {value!r}; allowed are ")
+
+
 def test_what_the_system_lacks_is_refused() -> None:
     with pytest.raises(OptionsError, match="multiprocessing_context is 'fork'"):
         plan(LoaderOptions(multiprocessing_context="fork"), platform="win32")
@@ -279,6 +326,9 @@ def test_options_come_from_a_command_line_and_from_yaml() -> None:
     parser.add_class_arguments(LoaderOptions, "loader")
     parser.add_argument("--config", action="config")
     yaml = "loader:\n  num_workers: 4\n  pin_memory: false\n  timeout: 2.5\n"
+    ray = yaml + "  executor:\n    class_path: lightning_fastdata.executors.ray.Ray\n"
+    ray += "    init_args: {num_cpus: 2}\n"
+    assert parser.instantiate_classes(parser.parse_string(ray)).loader.executor == Ray(num_cpus=2)
     for parsed in (
         parser.parse_string(yaml),
         parser.parse_args(

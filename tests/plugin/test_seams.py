@@ -21,18 +21,14 @@ from lightning_fastdata import DataThroughputCallback
 from lightning_fastdata.plugin.seams import internals
 from lightning_fastdata.plugin.seams.hooks import HOOKS
 from lightning_fastdata.plugin.seams.internals import replace_for_one_run
-from lightning_fastdata.plugin.seams.loaders import (
-    average_exactly,
-    is_shared_evenly,
-    silence_padding_warning,
-)
+from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.profiler_tee import attach
 from lightning_fastdata.plugin.seams.trainer import unseen_steps
 
 PACKAGE = Path(lightning_fastdata.__file__).parent
 NAMES = (
     "_data_source", "_loaded_from_state_dict", "_batches_that_stepped", "_combined_loader",
-    "_accelerator_connector", "_data_connector", "_datahook_selector", "_prepare_dataloader",
+    "_accelerator_connector", "_data_connector", "_datahook_selector",
     "_checkpoint_connector", "_loaded_checkpoint", "_results",
 )  # fmt: skip
 CLASSES_KNOWN_BY_NAME = {
@@ -170,7 +166,7 @@ class Parts:
     def __init__(self, trainer, model, module):
         loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop]
         self.owners = [
-            model, module, trainer.strategy, internals.data_connector(trainer),
+            model, module, trainer.strategy,
             *map(internals.data_source, loops),
         ]  # fmt: skip
         self.profiler, self.trainer = trainer.profiler, trainer
@@ -215,7 +211,6 @@ def test_all_that_was_replaced_is_put_back_however_a_run_ends(tmp_path, data, en
     class Stops(Linear):
         def training_step(self, batch, batch_idx):
             average_exactly(self.trainer)
-            silence_padding_warning(self.trainer)
             if isinstance(module, RowsModule):
                 assert not parts.are_as_before()
             if ending == "exception":
@@ -329,46 +324,3 @@ def test_another_training_of_the_process_is_warned_of_a_hook_that_is_not_called(
     assert warned(tmp_path, RowsModule()) == []
     (message,) = warned(tmp_path, OwnHook())
     assert f"`{HOOKS[2]}` in both" in message
-
-
-class Padded:
-    """Warns of doubled samples for every loader, as Lightning's does for several ranks."""
-
-    def _prepare_dataloader(self, dataloader, shuffle, mode):
-        warnings.warn(
-            "Using `DistributedSampler` with the dataloaders. During `trainer.test()`, it is",
-            UserWarning,
-            stacklevel=1,
-        )
-        return dataloader
-
-
-def test_only_loaders_that_are_shared_evenly_are_spared_the_warning_of_doubled_samples(tmp_path):
-    trainer = make_trainer(tmp_path, strategy="ddp", devices=2)
-    trainer._data_connector = Padded()
-    module = RowsModule(batch_size=4, length=14)
-    module.trainer = trainer
-    even = module.test_dataloader()  # silences the warning for what can be shared
-    uneven = module.make_loader(Rows(7), stage="test", sampler=range(7))
-    assert is_shared_evenly(even, 2)
-    assert not is_shared_evenly(uneven, 2)
-    connector = trainer._data_connector
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        assert connector._prepare_dataloader(even, shuffle=False, mode=None) is even
-        assert heard == []
-        assert connector._prepare_dataloader(uneven, shuffle=False, mode=None) is uneven
-    assert len(heard) == 1
-    trainer.strategy.teardown()
-    assert vars(connector) == {}
-
-
-def test_lightnings_own_warning_of_doubled_samples_begins_with_what_is_silenced():
-    import inspect
-
-    from lightning.pytorch.trainer.connectors import data_connector
-
-    from lightning_fastdata.plugin.seams import loaders
-
-    begins = loaders._PADDED.removesuffix("trainer.")
-    assert begins in inspect.getsource(data_connector._DataConnector)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
 from conformance.pieces import RowsModule, make_trainer
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_fastdata import FastDataLoader, FastDataModule
-from lightning_fastdata.order.samplers import EvaluationBatchSampler, RankBatchSampler
+from lightning_fastdata.order.samplers import RankBatchSampler
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 
 
@@ -46,11 +44,15 @@ def test_ranks_have_batches_of_our_own(tmp_path):
         )
         return [type(loader.batch_sampler) for loader in loaders]
 
-    ours, theirs = EvaluationBatchSampler, BatchSampler
-    assert kinds(ranks_of(tmp_path)) == [RankBatchSampler, ours, ours, ours]
-    assert kinds(make_trainer(tmp_path)) == [theirs] * 4
-    assert kinds(ranks_of(tmp_path, use_distributed_sampler=False)) == [theirs] * 4
-    assert kinds(None) == [theirs] * 4
+    ours, theirs = [RankBatchSampler] * 4, [BatchSampler] * 4
+    assert kinds(ranks_of(tmp_path)) == ours
+    assert kinds(ranks_of(tmp_path, overfit_batches=2)) == [*ours[:1], *theirs[:3]]
+    for trainer in (
+        make_trainer(tmp_path),
+        ranks_of(tmp_path, use_distributed_sampler=False),
+        None,
+    ):
+        assert kinds(trainer) == theirs
 
 
 class Pairs:
@@ -155,7 +157,7 @@ def test_what_splits_itself_is_read_as_it_is_and_told_the_epoch(tmp_path, name, 
     assert again == found
 
 
-TRAINED = {
+READ = {
     "sampler": ({"sampler": [4, 2, 6, 0, 7]}, [[4, 2], [0]]),
     "sampler, the rest left out": ({"sampler": [4, 2, 6, 0, 7], "drop_last": True}, [[4, 2]]),
     "torch's batch sampler": (
@@ -169,18 +171,21 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("stage", ["train", "val"])
+@pytest.mark.parametrize("name", READ)
 @pytest.mark.filterwarnings("ignore:The last 1 of an epoch")
-def test_a_rank_trains_on_its_part_of_any_order_and_none_is_split_twice(tmp_path, name, capsys):
-    how, expected = TRAINED[name]
+def test_a_rank_reads_its_part_of_any_order_and_none_is_split_twice(tmp_path, name, stage, capsys):
+    how, expected = READ[name]
     module = RowsModule(batch_size=2, length=8, guard="off")
     module.trainer = ranks_of(tmp_path)
     rows = list(range(9))
-    loader = module.make_loader(rows[: 9 if "batch_sampler" in how else 8], stage="train", **how)
+    loader = module.make_loader(rows[: 9 if "batch_sampler" in how else 8], stage=stage, **how)
     assert isinstance(loader.sampler, DistributedSampler)  # Lightning leaves it alone
     found = [batch.tolist() if hasattr(batch, "tolist") else batch for batch in loader]
     assert found == (expected or [[1, 3], [5, 7]])
     assert len(loader) == len(found)
+    averaged = stage == "val" and name != "split already"
+    assert ("reduce" in vars(module.trainer.strategy)) == averaged
     said = capsys.readouterr().out
     if name == "sampler":
         assert "the last 1 samples of each epoch of list are shared by all 2 ranks" in said
@@ -192,41 +197,3 @@ def test_a_rank_trains_on_its_part_of_any_order_and_none_is_split_twice(tmp_path
         assert "the last 1 batches of each epoch of Pairs are shared" in said
     else:
         assert "of each epoch" not in said
-
-
-def test_a_users_order_wins(tmp_path):
-    module = RowsModule(batch_size=4)
-    module.trainer = ranks_of(tmp_path)
-    rows = module.val_dataset()
-    orders = [
-        {"shuffle": True},
-        {"sampler": [1, 0]},
-        {"batch_sampler": BatchSampler([2, 1, 0], 2, drop_last=False)},
-        {"batch_size": None},
-    ]
-    for order in orders:
-        loader = module.make_loader(rows, stage="val", **order)
-        assert not isinstance(loader.batch_sampler, EvaluationBatchSampler)
-    loader = module.make_loader(rows, stage="val", batch_size=3, drop_last=True)
-    assert isinstance(loader.batch_sampler, EvaluationBatchSampler)
-    assert isinstance(loader.sampler, SequentialSampler)
-    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (3, True)
-    assert "reduce" in vars(module.trainer.strategy)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_batches_of_one_that_do_not_come_out_even_are_predicted_once_and_a_warning_says_the_risk(
-    rank,
-):
-    """The sampler is the one that Lightning puts into loaders for prediction."""
-
-    def share(length):
-        whole = SequentialSampler(range(length))
-        return UnrepeatedDistributedSamplerWrapper(whole, num_replicas=2, rank=rank, shuffle=False)
-
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        found = list(EvaluationBatchSampler(share(5), 1))
-    assert found == [[[0], [2], [4]], [[1], [3]]][rank]
-    assert ["a batch less than others" in str(w.message) for w in heard] == [True] * (rank == 0)
-    assert list(EvaluationBatchSampler(share(5), 2)) == [[[0, 1], [3]], [[2], [4]]][rank]

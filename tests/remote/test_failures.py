@@ -21,7 +21,8 @@ from remote.clusters import actors, wait_until
 from torch.utils.data import Dataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.executors.ray import Ray
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -126,16 +127,13 @@ def test_a_loader_reads_though_another_one_holds_all_cpus(expected) -> None:
 
 def test_actors_run_where_their_options_say(cluster) -> None:
     node = cluster.add_node(num_cpus=1, resources={"fast": 1})
-    options = LoaderOptions(
-        executor="ray", num_workers=1, actor_options={"resources": {"fast": 1}, "num_cpus": 0.5}
-    )
+    there = Ray(resources={"fast": 1}, num_cpus=0.5)
+    options = LoaderOptions(executor=there, num_workers=1)
     loader = FastDataModule.from_datasets(Rows(4), options=options).train_dataloader()
     next(iter(loader))
     assert has_actor(psutil.Process(node.all_processes["raylet"][0].process.pid))
     loader.close()
     cluster.remove_node(node)
-    with pytest.raises(OptionsError, match=r"actor_options is.*executor 'workers'"):
-        LoaderOptions(executor="workers", actor_options={"num_cpus": 2})
 
 
 def has_actor(raylet: psutil.Process) -> bool:

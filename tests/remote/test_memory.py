@@ -19,6 +19,7 @@ from remote.clusters import patiently
 from torch.utils.data import Dataset
 
 from lightning_fastdata import FastDataLoader
+from lightning_fastdata.executors.ray import Ray
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -66,8 +67,8 @@ def read(mib: int, loaders: int, filled: int) -> tuple[list[list[int]], int]:
     Also returns how many files of the store were on disk at once.
     """
     held = [ray.put(np.ones(MIB, np.uint8)) for _ in range(filled)]
-    there = {"resources": {"small": 0.01}, "num_cpus": 0.1}
-    how = {"executor": "ray", "num_workers": 4, "prefetch_factor": 4, "actor_options": there}
+    there = Ray(resources={"small": 0.01}, num_cpus=0.1)
+    how = {"executor": there, "num_workers": 4, "prefetch_factor": 4}
     each = [FastDataLoader(Large(mib), 1, **how) for _ in range(loaders)]
     seen: list[list[int]] = [[] for _ in each]
     most = 0

@@ -20,7 +20,8 @@ from lightning_fastdata import FastDataModule, FastImageFolder, LoaderOptions
 from lightning_fastdata.augment.mixing import MixUp, mixed
 from lightning_fastdata.cli import main
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.order.samplers import RankBatchSampler, RankSampler
+from lightning_fastdata.order.ranks import SharedSampler
+from lightning_fastdata.order.samplers import RankBatchSampler, ShuffleSampler
 from lightning_fastdata.plugin.data.replay import replayed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -135,7 +136,8 @@ def test_what_a_callable_draws_on_a_batch_is_drawn_again() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_batch_of_a_rank_has_the_samples_that_its_sampler_gave_it(rank) -> None:
-    sampler = RankSampler(range(LENGTH), batch_size=4, num_replicas=2, rank=rank, seed=5)
+    order = ShuffleSampler(range(LENGTH), seed=5)
+    sampler = SharedSampler(order, batch_size=4, num_replicas=2, rank=rank)
     sampler.set_epoch(1)
     batches = list(RankBatchSampler(sampler, 4, drop_last=False))
     for number in (0, len(batches) - 1):

@@ -21,7 +21,7 @@ from lightning_fastdata.batches.keyed import keyed
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.inline import InlineExecutor
-from lightning_fastdata.executors.kinds import open_executor
+from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.executors.stream_state import StateTaker
@@ -485,7 +485,7 @@ def test_a_position_that_is_not_known_is_an_error(workers: int) -> None:
 
 
 def test_data_with_indices_have_no_position_here() -> None:
-    executor = open_executor("inline", plan_of([1, 2, 3]))
+    executor = open_executor(plan_of([1, 2, 3]), Resources(executor="inline"))
     executor.start_epoch([[0, 1]], 0)
     assert isinstance(executor, InlineExecutor)
     assert executor.position(0) is None

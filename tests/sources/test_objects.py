@@ -16,6 +16,7 @@ from processes import until
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
+from lightning_fastdata.data import CachedSource
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host import clock
 from tests.sources.object_server import ObjectServer
@@ -267,7 +268,7 @@ def test_objects_in_s3_are_listed_read_and_kept_until_they_change(s3, tmp_path):
     def cached():
         source = sources.ObjectSource("s3://bucket/data", suffix=".bin", **config)
         assert list(source.keys) == [f"{index:03}.bin" for index in range(COUNT)]
-        return ld.CachedSource(source, tmp_path)
+        return CachedSource(source, tmp_path)
 
     first = cached()
     assert in_workers(first) == list(range(COUNT))

@@ -8,6 +8,7 @@ import torch
 
 import lightning_fastdata as ld
 from lightning_fastdata import sources
+from lightning_fastdata.data import CachedSource
 from lightning_fastdata.errors import DatasetError
 
 ORDER = [17, 3, 0, 29, 3]
@@ -68,7 +69,7 @@ def test_zarr_that_was_written_again_has_another_cache(tmp_path):
     def cached(value):
         group = zarr.open_group(tmp_path / "x.zarr", mode="w")
         group.create_array("number", data=np.full(9, value))
-        return ld.CachedSource(sources.ZarrSource(tmp_path / "x.zarr"), tmp_path / "cache")
+        return CachedSource(sources.ZarrSource(tmp_path / "x.zarr"), tmp_path / "cache")
 
     assert cached(1).get_bytes([4])[0]["number"] == 1
     assert cached(2).get_bytes([4])[0]["number"] == 2

@@ -17,7 +17,7 @@ from rig.machine import VirtualLock, sleep, work
 from rig.virtual_crew import on_machine
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lightning_fastdata import FastDataLoader, LoaderOptions
+from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError, WorkerError
 from lightning_fastdata.tuning.tuner import Phase, Pressure, Tuner
 
@@ -70,7 +70,7 @@ def run(dataset, epochs=1, step_s=0.002, *, workers=1, tune=None, programs=0, ba
         machine.programs(programs)
         mine = tuner() if tune is None else tune()
         loader = how.pop("kind", FastDataLoader)(
-            dataset, batch, executor="workers", num_workers=workers, tune=mine, **how
+            dataset, batch, executor="workers", num_workers=workers, tuner=mine, **how
         )
         for _ in range(epochs):
             for each in loader:
@@ -266,7 +266,7 @@ def test_workers_that_do_not_come_and_go_are_refused(how, workers):
     with pytest.raises(OptionsError, match="Make a new loader"):
         loader.set_workers(workers)
     with pytest.raises(OptionsError, match="Make a new loader"):
-        FastDataLoader(Drawn(), 4, tune=tuner(), executor="inline")
+        FastDataLoader(Drawn(), 4, tuner=tuner(), executor="inline")
     loader.close()
 
 
@@ -359,7 +359,7 @@ def test_the_moves_that_are_told_are_those_that_were_made(refused):
 def test_a_loader_that_takes_the_place_of_another_begins_as_that_one_ended():
     mine = tuner()
     mine.workers = 3
-    loader = FastDataLoader(Drawn(), 4, executor="workers", num_workers=1, tune=mine)
+    loader = FastDataLoader(Drawn(), 4, executor="workers", num_workers=1, tuner=mine)
     assert loader.num_workers == 3
     assert len(list(loader)) == 24
     loader.close()
@@ -367,7 +367,7 @@ def test_a_loader_that_takes_the_place_of_another_begins_as_that_one_ended():
 
 def test_who_tunes_does_not_keep_a_loader_alive():
     loader = FastDataLoader(
-        Drawn(), 4, executor="workers", num_workers=2, persistent_workers=True, tune=tuner()
+        Drawn(), 4, executor="workers", num_workers=2, persistent_workers=True, tuner=tuner()
     )
     next(iter(loader))
     processes = [child.process for child in loader._iterator.children.values()]
@@ -379,9 +379,9 @@ def test_who_tunes_does_not_keep_a_loader_alive():
 
 
 def test_copies_are_not_tuned():
-    loader = FastDataLoader(Drawn(), 4, executor="workers", num_workers=2, tune=tuner())
+    loader = FastDataLoader(Drawn(), 4, executor="workers", num_workers=2, tuner=tuner())
     for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert other.tune == "off"
+        assert other.tuner is None
         assert len(list(other)) == 24
         other.close()
 
@@ -394,10 +394,9 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "how", "why"),
     [
-        (Drawn(), {"tune": "off"}, "set by you"),
-        (Drawn(), {"num_workers": 2}, "num_workers is set by you"),
+        (Drawn(), {"num_workers": 2}, "set by you"),
         (Drawn(), {"num_workers": "auto"}, "what the training process has opened"),
-        (Drawn(), {"num_workers": 0}, "num_workers is set by you"),
+        (Drawn(), {"num_workers": 0}, "set by you"),
         (Stream(), {"num_workers": "auto"}, "a stream"),
         (
             TensorDataset(torch.arange(64.0).reshape(16, 4)),
@@ -408,23 +407,15 @@ class Stream(IterableDataset):
 )
 def test_what_is_not_tuned_says_why(dataset, how, why):
     loader = FastDataLoader(dataset, 4, executor="auto", **how)
-    assert loader.tune == "off"
-    setting = next(each for each in loader.plan.choices if each.option == "tune")
-    assert setting.value == "off"
+    assert loader.tuner is None
+    setting = next(each for each in loader.plan.choices if each.option == "num_workers")
     assert why in setting.why
+    assert "not tuned" in setting.why or setting.by == "you"
 
 
 def test_what_is_tuned_says_so():
     with on_machine():
         loader = FastDataLoader(Costly(64, waits(0.004)), 4, num_workers="auto")
-    assert isinstance(loader.tune, Tuner)
-    assert "tune" in loader.plan.explain()
-    assert loader.tune.phase is Phase.MEASURING
-
-
-@pytest.mark.parametrize("value", [True, "on", 3, None])
-def test_a_wrong_value_is_refused(value):
-    with pytest.raises(ValueError, match="tune"):
-        LoaderOptions(tune=value)
-    with pytest.raises(ValueError, match="tune"):
-        FastDataLoader(Drawn(), 4, tune=value)
+    assert isinstance(loader.tuner, Tuner)
+    assert "; tuned as the steps show" in loader.plan.explain()
+    assert loader.tuner.phase is Phase.MEASURING

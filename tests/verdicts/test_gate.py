@@ -197,8 +197,8 @@ def test_a_cache_is_told_only_where_samples_were_seen_to_be_fixed():
 
 def test_what_this_run_has_tried_is_not_told_again():
     loader = FastDataLoader(Fixed(), 4, num_workers=2, executor="workers")
-    loader.tune = Tuner(most_workers=8, cpus=8.0)
-    loader.tune.moves.append(
+    loader.tuner = Tuner(most_workers=8, cpus=8.0)
+    loader.tuner.moves.append(
         Move(batch=51, before=2, after=4, step_before_ms=10.0, wait_before_ms=5.0,
              step_expected_ms=6.0, step_seen_ms=11.0, why="late", outcome="taken back")
     )  # fmt: skip

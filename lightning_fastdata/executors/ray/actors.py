@@ -73,7 +73,7 @@ class Actors:
         self.coming: dict[Any, Reader] = {}
         """By what Ray knows their first answer by."""
         self._plan = plan
-        self._options = {"num_cpus": 1, **options}
+        self._options = options
         self._needs = {"CPU": float(self._options["num_cpus"])}
         self._needs |= self._options.get("resources", {})
         self.training = read_training(ray)

@@ -83,7 +83,7 @@ def room_for_actors(options: Mapping[str, Any], ranks: int = 1) -> int:
         WorkerError: No cluster can be reached or started.
     """
     ray = connect()
-    each = float(options.get("num_cpus", 1))
+    each = float(options["num_cpus"])
     total = float(ray.cluster_resources().get("CPU", 0.0))
     free = sum(node.free_cpus for node in read_nodes(ray))
     left = min(total, free + each * actors_here()) - own_share(ray)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.usage import (
@@ -15,10 +14,9 @@ from lightning_fastdata.host.usage import (
     read_own_bytes,
     read_pages,
 )
+from lightning_fastdata.insight.measure.few import Few
 from lightning_fastdata.insight.model.memory import Growth, MemorySeen
 from lightning_fastdata.sources.attributes import HeldObjects, held_objects
-
-_MOST_READINGS: Final = 300
 
 
 class MemoryMeter:
@@ -52,8 +50,7 @@ class MemoryMeter:
         self._here: int | None = None
         """What this process took when workers were first seen: with that they began."""
         self._read: dict[int, Pages] = {}
-        self._growth: list[Growth] = []
-        self._each, self._looks = 1, 0
+        self._growth = Few[Growth]()
         self._elements: dict[str, int] = {}
         self._most = self._now = 0
         self._crew = frozenset[int]()
@@ -67,44 +64,33 @@ class MemoryMeter:
             self._kept &= self._crew <= set(workers)
             self._joined |= not self._crew >= set(workers)
             self._now, self._most = len(workers), max(self._most, len(workers))
-        grown = dict[int, int]()
         if workers and self._here is None:
             self._here = self._own_bytes(os.getpid())
-        for process in workers or ([os.getpid()] if not self._most else []):
-            size = self._own_bytes(process)
-            if size is not None:
-                grown[process] = size - self._first.setdefault(process, size)
-        if grown and self._looks % self._each == 0:
-            crew = [size for process, size in grown.items() if process in self._crew]
+        processes = workers or ([] if self._most else [os.getpid()])
+        sizes = {each: self._own_bytes(each) for each in processes}
+        known = {each: size for each, size in sizes.items() if size is not None}
+        grown = {each: size - self._first.setdefault(each, size) for each, size in known.items()}
+        if grown:
+            crew = [size for each, size in grown.items() if each in self._crew]
             of_first = sum(crew) // len(crew) if crew else None
-            self._growth.append(Growth(step, epoch, sum(grown.values()) // len(grown), of_first))
-        self._looks += 1
-        if len(self._growth) > _MOST_READINGS:
-            del self._growth[1::2]
-            self._each *= 2
+            self._growth.add(Growth(step, epoch, sum(grown.values()) // len(grown), of_first))
 
     def read(self, workers: Sequence[int]) -> int | None:
         """Look at the pages of all processes; return what they take together, if it is known."""
-        processes = [os.getpid(), *workers]
-        read = {each: self._pages(each) for each in processes}
+        read = {each: self._pages(each) for each in (os.getpid(), *workers)}
         now = {each: pages for each, pages in read.items() if pages is not None}
         self._shared = max(0, self._memory_files() - self._files_first)
         self._read = now if workers or not self._most else {**self._read, **now}
         return sum(pages.pss_bytes for pages in now.values()) if now else None
 
-    def _began_with(self, process: int) -> int:
-        """Return what a worker took before it had anything of its own."""
-        first = self._first[process]
-        return first if self._here is None else min(first, self._here)
-
     @property
     def copied_bytes(self) -> int:
         """Of a worker, the mean: what it had in common with this process, and has of its own."""
-        of = [
-            pages.own_bytes - max(0, pages.anonymous_bytes - self._began_with(process))
-            for process, pages in self._read.items()
-            if process in self._first and process != os.getpid()
-        ]
+        of = []
+        for process in self._read.keys() & self._first.keys() - {os.getpid()}:
+            pages, first = self._read[process], self._first[process]
+            began = first if self._here is None else min(first, self._here)
+            of.append(pages.own_bytes - max(0, pages.anonymous_bytes - began))
         return max(0, sum(of) // len(of)) if of else 0
 
     def _own_parts(self, objects: Sequence[HeldObjects]) -> dict[str, float]:
@@ -123,14 +109,13 @@ class MemoryMeter:
     def seen(self, dataset: object, *, forked: bool) -> MemorySeen:
         """Return what was seen so far of a training that reads a dataset."""
         objects = held_objects(dataset)
-        if not self._elements:
-            self._elements = {held.name: held.elements for held in objects}
-        growing = [
+        self._elements = self._elements or {held.name: held.elements for held in objects}
+        growing = (
             held.name
             for held in objects
             if held.elements > self._elements.get(held.name, 0)
             or (self._most and not held.elements)
-        ]
+        )
         return MemorySeen(
             workers=self._now,
             forked=forked,
@@ -142,6 +127,6 @@ class MemoryMeter:
             shared_bytes=self._shared,
             file_bytes=max(0, sum(each.file_bytes for each in self._read.values()) - self._mapped),
             objects=objects,
-            growing=growing[0] if growing else "",
+            growing=next(growing, ""),
             left_bytes=self._left_bytes(),
         )

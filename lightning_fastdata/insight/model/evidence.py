@@ -31,7 +31,6 @@ from lightning_fastdata.tuning.simulate import (
     batch_costs,
     by_epoch,
 )
-from lightning_fastdata.tuning.tuner import Tuner
 
 _DECIDED: Final = frozenset(
     {"num_workers", "executor", "prefetch_factor", "pin_memory", "persistent_workers", "split"}
@@ -100,8 +99,8 @@ def closed_options(loader: object, *, prefix: str = "") -> dict[str, str]:
     if plan is not None:
         chosen = {each.option for each in plan.choices if each.by == "auto"}
         found = dict.fromkeys(sorted(chosen & _DECIDED), _CHOSEN)
-    if ours is not None and isinstance(ours.tune, Tuner):
-        back = [move for move in ours.tune.moves if move.outcome == "taken back"]
+    if ours is not None and ours.tuner is not None:
+        back = [move for move in ours.tuner.moves if move.outcome == "taken back"]
         found["num_workers"] = f"{_TUNED}: {back[-1]}" if back else _TUNED
     if ours is None or plan is None or plan.draws is not False:
         found["cache"] = _DRAWN

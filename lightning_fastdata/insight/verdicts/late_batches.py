@@ -54,9 +54,7 @@ _IF_UNEVEN: Final = ALL_COSTS | {"FD302", "FD303", "FD304", "FD305", "FD309"}
 _FULL: Final = 0.9
 """Of the object stores, where it is not told what was written to disk."""
 _UINT8, _ON = "uint8 pixels that the device floats", ("augment_on",)
-_NEAR: Final = (
-    "smaller batches; or actors on nearer nodes (LoaderOptions(actor_options={'resources': ...}))"
-)
+_NEAR: Final = "smaller batches; or actors on nearer nodes (the executor Ray(resources={...}))"
 _TIMES: Final = 1.5
 """A node is slow whose samples take so many times as long as those of the others."""
 _FEWEST_BATCHES: Final = 8
@@ -521,7 +519,7 @@ def _slow_node(e: Evidence) -> Finding | None:
         f"samples take {slow.sample_ms:.3g} ms on {printable(slow.name, keep='')}, "
         f"{slow.sample_ms / usual_ms:.1f} times as long as on the other nodes ({usual_ms:.3g} ms)",
         f"find what else runs on {printable(slow.name, keep='')}, or keep actors off it "
-        "(LoaderOptions(actor_options={'label_selector': ...}))",
+        "(the executor Ray(label_selector={...}))",
         remedies.gain_of_costs(e, scaled(e.costs, cpu=factor, blocked=factor, collate=factor)),
         "the other nodes",
     )

@@ -27,13 +27,12 @@ from lightning_fastdata.insight.report.run_report import Explanation
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
-from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
-from lightning_fastdata.order.ranks import SharedSampler, knows_ranks
+from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.ranks import SharedSampler, split_of
 from lightning_fastdata.order.samplers import (
-    EvaluationBatchSampler,
     RankBatchSampler,
-    RankSampler,
     ShuffleSampler,
+    epoch_order,
     rows_in,
 )
 from lightning_fastdata.planning.facts.inspection import (
@@ -68,8 +67,8 @@ from lightning_fastdata.plugin.data.datasets import (
 from lightning_fastdata.plugin.data.training_run import TrainingProgress, TrainingRun
 from lightning_fastdata.plugin.placing.stage_transforms import StagePlan
 from lightning_fastdata.plugin.placing.trial import device_type
-from lightning_fastdata.plugin.seams.internals import spreads_samples
-from lightning_fastdata.plugin.seams.loaders import average_exactly, silence_padding_warning
+from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_samples
+from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.trainer import (
     first_epoch,
     print_line,
@@ -190,7 +189,7 @@ class ModuleLoaders:
             "seed": seed,
             "epoch": first_epoch if run is None else run.epoch,
             "run": run,
-            "tune": self._tuner(spec, plan, trainer) or "off",
+            "tuner": self._tuner(spec, plan, trainer),
             "chosen": spec.options.num_workers == "auto" and not plan.only_here,
             "standby": plan.standby,
             "ahead": self._prefetching.look_ahead(trainer, stage, self._transforms),
@@ -229,15 +228,13 @@ class ModuleLoaders:
 
     def _tuner(self, spec: LoaderSpec, plan: LoaderPlan, trainer: Trainer | None) -> Tuner | None:
         """Return what tunes a loader: that of the last loader of the dataset, if there is one."""
-        known = self._tuners.get((spec.name, spec.batch_size))
+        key = spec.name, spec.batch_size
         tell = partial(_tell, trainer, spec.name)
-        if known is not None and plan.tune == "auto":
-            known.tell = tell  # to the trainer of now
-            return known
         ranks = 1 if trainer is None else trainer.num_devices
-        tuner = tuner_for(plan, local_ranks=ranks, tell=tell)
+        tuner = tuner_for(plan, self._tuners.get(key), local_ranks=ranks, tell=tell)
         if tuner is not None:
-            self._tuners[spec.name, spec.batch_size] = tuner
+            tuner.tell = tell  # to the trainer of now
+            self._tuners[key] = tuner
         return tuner
 
     def seed(self, module: DataModule) -> int:
@@ -411,12 +408,10 @@ def build_loader(
 
     Of its arguments the planned ones win over ``settings``, and ``overrides`` over all; what they
     exclude is left out. Training is shuffled by the seed in ``settings``, unless ``shuffle`` says
-    otherwise. With several ranks, evaluation is put into batches that can be shared among them,
-    unless an override says which samples come in which order.
+    otherwise. Several ranks share out the order, whoever gives it.
     """
     arguments = {**settings, **plan.dataloader_kwargs(), "executor": plan.executor}
     arguments["on_bad_sample"] = bad_samples_of(plan, trainer)
-    arguments["actor_options"] = plan.actor_options
     if plan.timeout is None:
         arguments["timeout"] = "auto"
     overrides = dict(overrides)
@@ -433,26 +428,14 @@ def build_loader(
     by_default = stage == "train" and not has_own_order(dataset)
     shuffled = not stream and (by_default if shuffle is None else shuffle)
     arguments |= _without(overrides, () if plan.num_workers else _NEEDS_WORKERS)
-    given = arguments.get("sampler")
-    by_blocks = type(given) is BlockShuffleSampler and given.data_source is sized
     ordered = any(arguments.get(name) is not None for name in _ORDERS)
-    spread = trainer is not None and trainer.world_size > 1 and spreads_samples(trainer)
-    batches = not stream and arguments["batch_size"] is not None
-    evaluates = spread and stage != "train" and batches and not (ordered or shuffled)
-    share = None
-    if trainer is not None and stage == "train" and spread and not stream:
-        own = by_blocks or not ordered
-        share = _share_of_rank(sized, arguments, trainer, own=own, shuffled=bool(shuffled))
+    if shuffled and not ordered:
+        arguments["sampler"] = ShuffleSampler(sized, settings["seed"])
+    share = None if stream else _share_of_rank(sized, arguments, stage, trainer)
     if isinstance(share, SharedSampler):
         arguments["sampler"] = share
     elif share is not None:
         arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": share}
-    elif shuffled and not ordered:
-        arguments["sampler"] = ShuffleSampler(sized, settings["seed"])
-    elif evaluates and dataset_length(dataset) is not None:
-        order = SequentialSampler(sized)
-        sampler = EvaluationBatchSampler(order, arguments["batch_size"], arguments["drop_last"])
-        arguments = {**_without(arguments, _REPLACED_BY_BATCH_SAMPLER), "batch_sampler": sampler}
     elif "batch_sampler" in overrides:
         replaced = [name for name in _REPLACED_BY_BATCH_SAMPLER if name not in overrides]
         arguments = _without(arguments, replaced)
@@ -462,31 +445,30 @@ def build_loader(
 
 
 def _share_of_rank(
-    dataset: Any, arguments: Mapping[str, Any], trainer: Trainer, *, own: bool, shuffled: bool
+    dataset: Any, arguments: Mapping[str, Any], stage: Stage, trainer: Trainer | None
 ) -> RankBatchSampler | SharedSampler | None:
-    """Return this rank's share of a training; None where its sampler splits itself among ranks.
-
-    ``own``: the order is one of this package, not that of a sampler or batch sampler.
-    """
+    """Return this rank's share of an order; None where nothing is shared out, or splits itself."""
+    if trainer is None or trainer.world_size == 1 or not spreads_samples(trainer):
+        return None
+    if stage != "train" and attributes_of(trainer).overfit_batches:
+        return None  # Lightning puts samplers of its own there
     kwargs = trainer.distributed_sampler_kwargs
     batches, order = arguments.get("batch_sampler"), arguments.get("sampler")
     given = order if batches is None else batches
-    if kwargs is None or knows_ranks(given):
+    if kwargs is None or split_of(given) is not None:
         return None
-    of: dict[str, Any] = {name: int(kwargs[name]) for name in ("num_replicas", "rank")}
-    of["seed"] = arguments["seed"]
+    if given is None and dataset_length(dataset) is None:
+        return None
+    given = SequentialSampler(dataset) if given is None else given
     size = arguments["batch_size"] if batches is None else None
-    drop_last = arguments["drop_last"]
-    if own and size and (drop_last or can_share_evenly(len(dataset), size, of["num_replicas"])):
-        if isinstance(given, BlockShuffleSampler):
-            of |= {"seed": given.seed, "blocks": given.blocks}
-        shuffle = shuffled or given is not None
-        sampler = RankSampler(dataset, batch_size=size, drop_last=drop_last, shuffle=shuffle, **of)
-        return RankBatchSampler(sampler, size, drop_last)
-    if given is None:
-        given = ShuffleSampler(dataset, of["seed"]) if shuffled else SequentialSampler(dataset)
+    drop_last = arguments["drop_last"] if batches is None else None
     share = SharedSampler(
-        given, batch_size=size, drop_last=drop_last if batches is None else None, **of
+        given,
+        batch_size=size,
+        num_replicas=int(kwargs["num_replicas"]),
+        rank=int(kwargs["rank"]),
+        drop_last=False if stage == "predict" else drop_last,  # as Lightning has it
+        seed=arguments["seed"],
     )
     if size is None and batches is None:
         return share
@@ -554,33 +536,21 @@ def _tell_of_uneven_parts(stream: IterableDataset[Any], trainer: Trainer) -> Non
 def settle_sharing(
     loader: FastDataLoader, name: str, stage: Stage, trainer: Trainer | None
 ) -> None:
-    """Make sure that what the ranks share in evaluation can be, and is averaged as on one device.
+    """Say what becomes of samples that do not divide, and average evaluation as on one device.
 
     Of a stream that several ranks train on it is said what happens if their parts are not as long.
-    A loader that Lightning shares in its own way is left alone.
-
-    Raises:
-        DatasetError: There is less to predict than there are ranks, whereupon Lightning ends those
-            that have nothing and leaves the others waiting.
     """
     if trainer is not None and stage == "train" and isinstance(loader.dataset, IterableDataset):
         _tell_of_uneven_parts(loader.dataset, trainer)
-    if isinstance(loader.sampler, SharedSampler) and (left := loader.sampler.left_over()):
+    share = loader.sampler
+    if trainer is None or not isinstance(share, SharedSampler):
+        return
+    # Of an order of this package each sample comes once, which is not worth a line.
+    left = None if epoch_order(loader.batch_sampler) is not None else share.left_over()
+    if left is not None:
         _tell(trainer, name, left)
-    if trainer is None or not isinstance(loader.batch_sampler, EvaluationBatchSampler):
-        return
-    average_exactly(trainer)
-    silence_padding_warning(trainer)
-    length = dataset_length(loader.dataset) or 0
-    # Few strategies cannot say before they are set up how many share, and then it is not asked.
-    if stage != "predict" or length >= trainer.world_size or running_stage(trainer) != stage:
-        return
-    replicas = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
-    if length < replicas:
-        raise DatasetError(
-            f"{name} returned {length} samples to predict on {replicas} devices, and each needs "
-            "one. Predict on fewer devices."
-        )
+    if stage != "train":
+        average_exactly(trainer)
 
 
 def kept(

@@ -10,20 +10,19 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, SequentialSampler
 
 from lightning_fastdata.batches.staged import as_plain, move, row_words
 from lightning_fastdata.device.prefetch import drawn_under
 from lightning_fastdata.errors import OptionsError, printable
 from lightning_fastdata.images.folder import files_of
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.block_shuffle import BlockShuffleSampler
 from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
-from lightning_fastdata.order.samplers import ShuffleSampler
+from lightning_fastdata.order.ranks import deciding, tell_samplers
+from lightning_fastdata.order.samplers import epoch_order
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.plugin.data.arguments import take_over_hyperparameters
 from lightning_fastdata.plugin.data.module_loaders import ModuleLoaders
@@ -172,27 +171,16 @@ def _training_loader(twin: Any) -> FastDataLoader:
 
 def _order_of(loader: FastDataLoader, epoch: int, rank: int, ranks: int) -> EpochOrder:
     """Return which samples the batches of an epoch held, on a rank of so many."""
-    batches: Any = loader.batch_sampler
-    sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
-    if type(sampler) not in (ShuffleSampler, BlockShuffleSampler, SequentialSampler):
+    tell_samplers(epoch, loader.batch_sampler)
+    order = epoch_order(loader.batch_sampler, epoch)
+    if not isinstance(order, EpochOrder):
         on = f" on {ranks} ranks" if ranks > 1 else ""
         raise OptionsError(
-            f"The order of this training is that of {type(sampler).__name__}{on}, which does not "
-            "follow from seed and epoch alone here, so that its batches cannot be found again."
+            f"The order of this training is that of {type(deciding(loader.batch_sampler)).__name__}"
+            f"{on}, which does not follow from seed and epoch alone here, so that its batches "
+            "cannot be found again."
         )
-    in_blocks = type(sampler) is BlockShuffleSampler
-    return EpochOrder(
-        length=dataset_length(loader.dataset) or 0,
-        batch_size=batches.batch_size,
-        seed=loader.seed if type(sampler) is SequentialSampler else sampler.seed,
-        epoch=epoch,
-        shuffle=type(sampler) is not SequentialSampler,
-        drop_last=batches.drop_last,
-        equal_counts=ranks > 1,
-        rank=rank,
-        world_size=ranks,
-        blocks=sampler.blocks if in_blocks else None,
-    )
+    return replace(order, rank=rank, world_size=ranks)
 
 
 def _read(loader: FastDataLoader, indices: list[int], epoch: int) -> Batch:

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.device.backend import is_out_of_memory, synchronize
 from lightning_fastdata.errors import BatchSizeError, FastDataWarning, OptionsError
-from lightning_fastdata.executors.kinds import KINDS
+from lightning_fastdata.executors.kinds import kind_of
 from lightning_fastdata.host.memory import read_host_memory, reserve_bytes, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.plugin.data.datasets import (
@@ -356,7 +356,7 @@ def _first_rows(datamodule: DataModule, dataset: Any, rows: int) -> Batch:
             persistent_workers=False,
         )
     loader.ahead = None  # steps are tried on it several times
-    if KINDS[loader.executor].caller_reads:
+    if kind_of(loader.executor).caller_reads:
         loader.executor = "workers"
     try:
         return next(iter(loader))

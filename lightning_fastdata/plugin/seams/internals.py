@@ -5,7 +5,7 @@ Read: ``_data_source`` of a loop, and its ``instance``; ``_loaded_from_state_dic
 too; ``epoch_progress`` and ``batch_progress`` of its loops; ``_batches_that_stepped`` of the epoch
 loop;
 ``_accelerator_connector``, ``_data_connector`` of a trainer, of the latter
-``_datahook_selector`` and ``_prepare_dataloader``; ``_loaded_checkpoint`` of its
+``_datahook_selector``; ``_loaded_checkpoint`` of its
 ``_checkpoint_connector``, whose counts are set, too; ``_results`` of a trainer, whose
 ``batch_size`` is set; ``_mode`` of a CombinedLoader; ``_prefix``
 of a TensorBoardLogger.
@@ -13,8 +13,7 @@ of a TensorBoardLogger.
 Replaced on one object, never on a class, until the run of its trainer ends:
 
 - in :mod:`.profiler_tee`: ``trainer.profiler``
-- in :mod:`.loaders`: ``dataloader`` of a loop's data source, ``reduce`` of the strategy,
-  ``_prepare_dataloader`` of the data connector
+- in :mod:`.loaders`: ``dataloader`` of a loop's data source, ``reduce`` of the strategy
 - in :mod:`.hooks`: ``on_after_batch_transfer`` of a module, ``get_instance`` of the hook selector
 - here: ``teardown`` of the strategy, which puts back what :func:`replace_for_one_run` replaced
 - in :mod:`..watch.recording`: ``batch_to_device`` of the strategy
@@ -50,6 +49,7 @@ class TrainerAttributes(Protocol):
     profiler: Any
     fast_dev_run: bool | int
     log_every_n_steps: int
+    overfit_batches: int | float
     reload_dataloaders_every_n_epochs: int
 
 
@@ -126,12 +126,6 @@ def forget_training_loader(trainer: Trainer) -> None:
     """
     if _private(trainer.fit_loop, "_combined_loader") is not None:
         trainer.fit_loop._combined_loader = None
-
-
-def data_connector(trainer: Trainer) -> Any:
-    """Return what asks a FastDataModule for its loaders and spreads them; None: not known."""
-    connector = _private(trainer, "_data_connector")
-    return connector if callable(_private(connector, "_prepare_dataloader")) else None
 
 
 def hook_selector(trainer: Trainer) -> Any:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_fastdata.insight.waits.causes import LoaderKey
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.epoch_order import can_share_evenly, dataset_length
-from lightning_fastdata.order.samplers import EvaluationBatchSampler
 from lightning_fastdata.plugin.seams.internals import (
     combined_mode,
-    data_connector,
     data_source,
     itself,
     replace_for_one_run,
@@ -28,8 +22,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastdata.types import Stage
-
-_PADDED: Final = "Using `DistributedSampler` with the dataloaders. During `trainer."
 
 
 def watch_sources(
@@ -160,39 +152,8 @@ def _reduce(
     return reduce(tensor, group=group, reduce_op=reduce_op)
 
 
-def silence_padding_warning(trainer: Trainer) -> None:
-    """Keep Lightning from warning, in one run, that samples of evenly shared loaders count twice.
-
-    The warning of every other loader is given.
-    """
-    connector = data_connector(trainer)
-    if connector is not None and not _calls(connector._prepare_dataloader, _prepare):
-        quiet = partial(_prepare, connector._prepare_dataloader, trainer.world_size)
-        replace_for_one_run(trainer, connector, "_prepare_dataloader", quiet)
-
-
-def _prepare(
-    prepare: Callable[..., object], ranks: int, dataloader: object, *args: object, **kwargs: object
-) -> object:
-    """Prepare a loader as a data connector does, which warns only where there is reason to."""
-    with warnings.catch_warnings():
-        if is_shared_evenly(dataloader, ranks):
-            warnings.filterwarnings("ignore", message=re.escape(_PADDED), category=UserWarning)
-        return prepare(dataloader, *args, **kwargs)
-
-
-def is_shared_evenly(loader: object, ranks: int) -> bool:
-    """Return whether ranks share a loader's samples, each once and in as many batches on each."""
-    if not isinstance(loader, DataLoader):
-        return False
-    sampler, length = loader.batch_sampler, dataset_length(loader.dataset) or 0
-    if not isinstance(sampler, EvaluationBatchSampler):
-        return False
-    return can_share_evenly(length, sampler.batch_size, ranks)
-
-
 def tuned_loaders(loaders: object) -> Iterator[tuple[FastDataLoader, Tuner]]:
     """Yield the loaders whose workers are tuned, and what tunes them."""
     for loader in flattened(loaders):
-        if isinstance(loader, FastDataLoader) and isinstance(loader.tune, Tuner):
-            yield loader, loader.tune
+        if isinstance(loader, FastDataLoader) and loader.tuner is not None:
+            yield loader, loader.tuner
