@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.util
 import json
 import os
 import tempfile
@@ -276,59 +277,65 @@ def apart(work, *arguments):
     return json.loads(text) if text else None
 
 
-def told(make, ours, batch_size=250, epochs=4, workers=2):
-    """Return what is told of a dataset, the largest first: cause, and the words."""
+WAYS = {
+    "torch": (DataLoader, {"num_workers": 2}),
+    "ours": (FastDataLoader, {"num_workers": 2, "executor": "workers"}),
+    "ours, auto": (FastDataLoader, {"num_workers": "auto", "executor": "auto"}),
+}
+
+
+def told(make, way, batch_size=250, epochs=4):
+    """Return what is told of a dataset: all uses, those that are blamed, and who read."""
     dataset = make()
     large = isinstance(dataset, Planted) and dataset.length == LARGE
     epochs = 1 if large or len(dataset) > 100_000 else epochs
-    arguments = {"batch_size": 4 if large else batch_size, "shuffle": True, "num_workers": workers}
+    kind, arguments = WAYS[way]
+    arguments = {**arguments, "batch_size": 4 if large else batch_size, "shuffle": True}
     if large:
         arguments |= {"collate_fn": lambda _: torch.zeros(2**21), "prefetch_factor": 8}
-    kind = FastDataLoader if ours else DataLoader
-    more = {"executor": "workers"} if ours else {}
     gc.collect()
     meter = MemoryMeter()
-    loader = kind(dataset, persistent_workers=True, **arguments, **more)
-    last = 0
+    loader = kind(dataset, persistent_workers=True, **arguments)
     meter.seen(dataset, forked=True)
     for epoch in range(epochs):
         for number, _ in enumerate(loader):
             pids = worker_processes()
-            meter.look(pids, step=(step := epoch * len(loader) + number), epoch=epoch)
-            if not large and epoch == epochs - 1 and number == 9 * len(loader) // 10:
+            meter.look(pids, step=epoch * len(loader) + number, epoch=epoch)
+            if not large and (epoch, number) in ((0, 0), (epochs - 1, 9 * len(loader) // 10)):
                 meter.read(pids)
             if large and number == 50:
                 time.sleep(1)  # so that all that may be ahead is made
                 meter.read(pids)
-        last = step
     if not large:
         meter.read(worker_processes())
     seen = meter.seen(dataset, forked=True)
-    uses = memory_uses(seen)
+    uses = [(use.cause, memory_text(seen, use)) for use in memory_uses(seen)]
     blamed = [found.code for found in findings(Evidence(memory=seen)) if found.code in CODES]
-    return [(use.cause, memory_text(seen, use)) for use in uses], blamed, last
+    return uses, blamed, f"{getattr(loader, 'executor', 'torch')} {loader.num_workers}"
 
 
 CODES = ("FD334", "FD335", "FD336")
 
 
 def causes(only):
-    for ours in (False, True):
-        whose, right, blamed = ("ours" if ours else "torch"), 0, 0
-        for name, (cause, make) in PLANTED.items():
-            if only and only not in name:
-                continue
-            found = apart(told, make, ours)
-            uses = found[0] if found else []
-            right += bool(uses) and uses[0][0] == cause
-            print(f"{whose} planted {name}: {cause} -> {uses[:2]}", flush=True)
-        for name, make in HEALTHY.items():
-            if only and only not in name:
-                continue
-            found = apart(told, make, ours)
-            blamed += bool(found is None or found[1])
-            print(f"{whose} healthy {name}: {found and found[:2]}", flush=True)
-        print(f"{whose}: {right} of {len(PLANTED)} right, {blamed} of {len(HEALTHY)} blamed")
+    """Print a table of what is told of each dataset, with plain loaders and with ours."""
+    print(f"| dataset | cause | {' | '.join(WAYS)} |\n|{' --- |' * (2 + len(WAYS))}")
+    right, blamed, said = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), []
+    for name, (cause, make) in {**PLANTED, **{n: ("", m) for n, m in HEALTHY.items()}}.items():
+        if only and only not in name:
+            continue
+        cells = []
+        for way in WAYS:
+            uses, codes, who = apart(told, make, way) or ([], ["no answer"], "")
+            first = uses[0][0] if uses else "nothing"
+            right[way] += first == cause
+            blamed[way] += not cause and bool(codes)
+            cells.append(first if cause else ", ".join(codes) or "nothing")
+            said.append(f"{name}, {way} ({who}): {'; '.join(text for _, text in uses)}")
+        print(f"| {name} | {cause or 'healthy'} | {' | '.join(cells)} |", flush=True)
+    rows = [f"{right[way]} right, {blamed[way]} blamed" for way in WAYS]
+    print(f"| of {len(PLANTED)} and {len(HEALTHY)} | | {' | '.join(rows)} |\n")
+    print("\n".join(said))
 
 
 # -- what share() saves ----------------------------------------------------------------------------
@@ -427,20 +434,30 @@ def saved(form, count, workers):
 
 
 def sharing(count, workers):
-    print(f"{count} COCO-like dicts; MiB beyond an empty program, objects alone and with workers")
+    """Print a table of what each form of the objects takes."""
+    print(f"{count:,} COCO-like dicts; MiB beyond an empty program")
+    heads = ["built, million a minute", "read, us", "alone", *(f"{n} workers" for n in workers)]
+    print(f"| form | {' | '.join(heads)} | most : fewest |")
+    print(f"| --- |{' ---: |' * (len(heads) + 1)}")
     for form in FORMS:
+        if form == "datasets" and importlib.util.find_spec("datasets") is None:
+            print("| datasets | not installed |")
+            continue
         rows = [apart(saved, form, count, number) for number in workers]
         if None in rows:
-            print(f"{form}: could not be measured")
+            print(f"| {form} | could not be measured |")
             continue
         built_s, _, alone, _ = rows[0]
-        sizes = ", ".join(f"{row[3]:.0f} ({n})" for row, n in zip(rows, workers, strict=True))
         rate = count / max(built_s, 1e-9) * 60 / 1e6
-        print(
-            f"{form}: {alone:.0f} alone, {sizes}; {rows[-1][3] / rows[0][3]:.2f} x; "
-            f"read {min(row[1] for row in rows):.1f} us; built at {rate:.1f} million a minute",
-            flush=True,
-        )
+        sizes = [f"{row[3]:.0f}" for row in rows]
+        cells = [
+            "" if form == "a list" else f"{rate:.1f}",
+            f"{min(row[1] for row in rows):.1f}",
+            f"{alone:.0f}",
+            *sizes,
+            f"{rows[-1][3] / rows[0][3]:.2f}",
+        ]
+        print(f"| {form} | {' | '.join(cells)} |", flush=True)
 
 
 def main():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ _BUSY: Final = (0, 1, 2, 5, 6, 7)
 """user, nice, system, irq, softirq and steal: where ``/proc/stat`` counts work of any process."""
 _USED: Final = slice(11, 15)
 """utime, stime, cutime and cstime of ``/proc/PID/stat``, behind the name of the program."""
+_ALONE: Final = 1 << 56
+"""In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
@@ -179,12 +182,14 @@ class Pages(NamedTuple):
 def pages_of(smaps_rollup: str) -> Pages | None:
     """Return what ``/proc/PID/smaps_rollup`` says; None: nothing.
 
-    A page of a memory file counts there as dirty and private where one process alone has mapped it.
+    A page of a memory file counts there as dirty and private where one process alone has mapped it,
+    and so does one of a file that was just written.
     """
     kib = counters(smaps_rollup)
     if "Pss" not in kib:
         return None
-    own = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
+    dirty = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
+    own = min(dirty, kib.get("Pss_Anon", dirty))
     parts = kib["Pss"], kib.get("Anonymous", 0), own, kib.get("Pss_File", 0)
     return Pages(*(1024 * size for size in parts))
 
@@ -197,9 +202,29 @@ def read_pages(process: int, *, root: Path = Path("/")) -> Pages | None:
     return pages_of(_text_of(process, "smaps_rollup", root))
 
 
+def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")) -> float | None:
+    """Return which part of some addresses is in pages that no other process has; None: not known.
+
+    https://docs.kernel.org/admin-guide/mm/pagemap.html
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        with (root / f"proc/{process}/pagemap").open("rb", buffering=0) as file:
+            entries = [os.pread(file.fileno(), 8, each // page * 8) for each in addresses]
+    except OSError:
+        return None
+    alone = [bool(int.from_bytes(entry, sys.byteorder) & _ALONE) for entry in entries if entry]
+    return sum(alone) / len(alone) if alone else None
+
+
 def read_memory_files(*, root: Path = Path("/")) -> int:
     """Bytes of all memory files of the machine, those in ``/dev/shm`` included; 0: not known."""
     return 1024 * counters(read_text(root, "/proc/meminfo") or "").get("Shmem", 0)
+
+
+def read_mapped_bytes(*, root: Path = Path("/")) -> int:
+    """Bytes of files, libraries among them, that this process has mapped and used; 0: not known."""
+    return 1024 * counters(_text_of(os.getpid(), "status", root)).get("RssFile", 0)
 
 
 def read_own_bytes(process: int, *, root: Path = Path("/")) -> int | None:

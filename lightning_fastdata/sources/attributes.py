@@ -6,7 +6,7 @@ import gc
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
@@ -76,19 +76,28 @@ class HeldObjects:
     """Of all that it holds."""
     counted_bytes: int
     """Of its objects, at most a page each: what a process copies that reads all of them."""
+    places: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """Where some of them are in the memory of this process, and of those that it has forked."""
 
 
 def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
     """Return the lists and dicts that a dataset holds, the largest first."""
-    found = {id(each.owner[each.key]): each for each in attributes(dataset)}
+    held = [each for each in attributes(dataset) if not _of_owners(each.owner[each.key])]
+    found = {id(each.owner[each.key]): each for each in held}
     measured = (_measured(each.name, each.owner[each.key]) for each in found.values())
     return tuple(sorted(measured, key=lambda held: -held.counted_bytes))
 
 
+def _of_owners(value: Any) -> bool:
+    """Return whether it is a list of a few objects, as datasets, whose own lists are named."""
+    if type(value) is not list or not 0 < len(value) <= _PARTS:
+        return False
+    return all(held_by(part) and not isinstance(part, _OPAQUE) for part in value)
+
+
 def _measured(name: str, value: Any) -> HeldObjects:
     mapping = isinstance(value, Mapping)
-    every = len(value) // _ELEMENTS or 1
-    some = list(islice(value.values(), _ELEMENTS)) if mapping else value[::every]
+    some = _some(value)
     keys = islice(value, len(some) if mapping else 0)
     seen: set[int] = set()
     sizes = [_size(part, _DEPTH, seen) for part in (*keys, *some)]
@@ -102,7 +111,25 @@ def _measured(name: str, value: Any) -> HeldObjects:
         kind=f"{type(value).__name__} of {count} {_WORDS.get(word, f'{word}s')}",
         size_bytes=size + sys.getsizeof(value),
         counted_bytes=counted,
+        places=tuple(id(part) for part in _counted(value)),
     )
+
+
+def _some(value: Any) -> list[Any]:
+    """Return some elements of a list, or values of a dict."""
+    if isinstance(value, Mapping):
+        return list(islice(value.values(), _ELEMENTS))
+    return value[:: len(value) // _ELEMENTS or 1]  # type: ignore[no-any-return]
+
+
+def _counted(value: Any) -> Iterator[Any]:
+    """Yield some objects that reading writes to; of a list of a few lists, some of theirs."""
+    few = len(value) <= _PARTS
+    for element in _some(value):
+        if few and type(element) in CONTAINERS and element:
+            yield from _counted(element)
+        elif _size(element, 0, set())[1]:
+            yield element
 
 
 def _size(value: Any, depth: int, seen: set[int]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from misses import Misses
 
-from lightning_fastdata.host.usage import Pages, pages_of
+from lightning_fastdata.host.usage import Pages, pages_of, read_alone
 from lightning_fastdata.insight.measure.memory import MemoryMeter
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.memory import Growth, MemorySeen, leaks, memory_uses
@@ -60,6 +60,11 @@ CAUSES = {
     "cache of eight workers": seen(growth=cache(8, 5), workers=8),
     "cache, in the first epoch": seen(growth=growth(1), workers=4),
     "cache that ends with workers": seen(growth=growth(1, 1, 1), workers=4, kept=False),
+    "copied, as its own pages tell": seen(
+        objects=(replace(SAMPLES, name="dataset.unread", counted_bytes=3 * GIB), SAMPLES),
+        own_parts={"dataset.unread": 0.01, "dataset.samples": 0.5},
+        copied_bytes=2 * GIB,
+    ),
     "ahead": seen(shared_bytes=3 * GIB),
     "page cache": seen(file_bytes=30 * GIB),
 }
@@ -89,8 +94,19 @@ HEALTHY = {
         copied_bytes=30 * MIB,
     ),
     "it settles": seen(growth=growth(0.2, 0, 0), workers=2),
+    "a global that is copied, which is no list of the dataset": seen(
+        objects=(SAMPLES,), own_parts={"dataset.samples": 0.0}, copied_bytes=2 * GIB
+    ),
+    "buffers, there soon": seen(
+        growth=tuple(Growth(n, n // 40, min(n, 8) * 10 * MIB) for n in range(80)), workers=2
+    ),
     "few batches": seen(shared_bytes=10 * MIB),
 }  # fmt: skip
+
+
+def test_a_list_is_blamed_by_its_own_pages_and_not_by_the_largest_sum():
+    (use,) = memory_uses(CAUSES["copied, as its own pages tell"])
+    assert (use.objects.name, use.size_bytes) == ("dataset.samples", 8 * GIB)
 
 
 def test_what_is_healthy_is_blamed_for_nothing():
@@ -139,7 +155,19 @@ def test_a_leak_and_a_cache_are_told_apart_after_some_epochs(workers):
     after = 6
     assert leaks(growth(*[1] * after), workers)
     assert not leaks(cache(workers, after), workers)
-    assert not leaks(growth(1), workers), "within one epoch nobody can say"
+    assert leaks(growth(1), workers) is None, "within one epoch nobody can say"
+
+
+def test_where_nobody_can_say_whether_it_leaks_the_words_do_not():
+    (sure,) = memory_notes(seen(growth=cache(2, 4), workers=2))
+    assert not sure.endswith("is not known.")
+    for unsure in (
+        seen(growth=growth(1, each=4 * MIB), workers=2),
+        seen(growth=growth(1, 1, 1), workers=2, kept=False),
+        seen(growth=cache(2, 4), workers=2, joined=True),
+    ):
+        (told,) = memory_notes(unsure)
+        assert told.endswith("; whether it leaks is not known.")
 
 
 class Holds:
@@ -167,6 +195,18 @@ def test_objects_are_named_and_sized_by_what_a_worker_would_copy():
     assert kinds["names"].kind == "dict of 300 texts"
 
 
+def test_a_list_of_datasets_is_named_by_the_lists_of_these():
+    parts = [Holds(samples=[{"n": number} for number in range(n)]) for n in (300, 200)]
+    found = held_objects(Holds(datasets=parts))
+    assert [each.name for each in found] == [
+        "dataset.datasets[0].samples", "dataset.datasets[1].samples"
+    ]  # fmt: skip
+    nested = Holds(splits={"train": [f"{n:030d}" for n in range(500)]})
+    (split,) = held_objects(nested)
+    assert set(split.places) <= set(map(id, nested.splits["train"])), "what reading writes to"
+    assert len(split.places) > 100
+
+
 def test_what_objects_hold_in_slots_counts_and_what_many_hold_counts_once():
     paths = [Path(f"train/{n:012d}.jpg") for n in range(500)]
     name = "a name that all have" * 10
@@ -185,15 +225,20 @@ def test_pages_that_only_one_process_has_are_told_from_those_that_several_have()
     assert pages_of(text.format(40, 600)) == Pages(*(1024 * n for n in (700, 900, 560, 60)))
     # What is private is of a memory file.
     assert pages_of(text.format(500, 480)).own_bytes == 0
+    # It is of a file that was just written.
+    fresh = pages_of(text.format(0, 480) + "Pss_Anon: 70 kB\n")
+    assert fresh.own_bytes == 70 * 1024
     assert pages_of("Rss: 1 kB\n") is None
 
 
-def meter(sizes, pages=None):
+def meter(sizes, pages=None, alone=lambda *_: None):
     return MemoryMeter(
         own_bytes=sizes.get,
         pages={}.get if pages is None else pages.get,
         left_bytes=lambda: GIB,
         memory_files=iter(range(0, GIB, MIB)).__next__,
+        mapped_bytes=lambda: 50 * MIB,
+        alone=alone,
     )
 
 
@@ -203,7 +248,7 @@ def test_what_a_worker_has_grown_by_does_not_count_as_copied():
     of.look([1, 2], step=0, epoch=0)
     sizes.update({1: 600 * MIB, 2: 600 * MIB})
     for process in (os.getpid(), 1, 2):
-        pages[process] = Pages(250 * MIB, 600 * MIB, 300 * MIB, 0)
+        pages[process] = Pages(250 * MIB, 600 * MIB, 300 * MIB, 40 * MIB)
     assert of.read([1, 2]) == 750 * MIB
     of.look([1, 2], step=9, epoch=0)
     found = of.seen(Holds(cache={}, samples=[1] * 5), forked=True)
@@ -211,10 +256,38 @@ def test_what_a_worker_has_grown_by_does_not_count_as_copied():
     assert [each.grown_bytes for each in found.growth] == [0, 100 * MIB]
     assert (found.workers, found.kept, found.growing) == (2, True, "dataset.cache")
     assert found.shared_bytes == MIB, "more than at first"
+    assert found.file_bytes == 70 * MIB, "libraries left out"
     of.look([3, 4], step=10, epoch=1)
     assert not of.seen(None, forked=True).kept
     assert of.read([]) == 250 * MIB
     assert of.copied_bytes == 200 * MIB, "of workers that have ended"
+
+
+def test_the_growth_of_workers_is_not_that_of_others_that_come_later():
+    sizes = dict.fromkeys((1, 2, 3), MIB)
+    of = meter(sizes)
+    for step in range(20):
+        sizes[1] += 6 * MIB
+        of.look([1, 3] if step < 10 else [1, 2, 3], step=step, epoch=step // 10)
+    found = of.seen(None, forked=True)
+    assert (found.workers, found.kept, found.joined) == (3, True, True)
+    assert found.growth[-1][2:] == (38 * MIB, 57 * MIB)
+    assert leaks(found.growth, found.workers)
+    of.look([3], step=20, epoch=2)
+    assert (of.seen(None, forked=True).workers, of.seen(None, forked=True).kept) == (1, False)
+
+
+def test_the_part_of_a_list_that_workers_own_is_not_asked_of_a_single_one():
+    objects = Holds(samples=[f"{n:030d}" for n in range(500)])
+    for workers, expected in (([1, 2], {"dataset.samples": 0.5}), ([1], {})):
+        pages = dict.fromkeys([os.getpid(), *workers], Pages(9, 9, 9, 0))
+        of = meter(dict.fromkeys(workers, MIB), pages, alone=lambda process, _: process - 1.0)
+        of.look(workers, step=0, epoch=0)
+        of.read(workers)
+        assert of.seen(objects, forked=True).own_parts == expected
+        pages.clear()
+        of.read(workers)
+        assert of.seen(objects, forked=True).own_parts == expected, "of workers that have ended"
 
 
 def test_where_nothing_is_known_nothing_is_said():
@@ -236,7 +309,11 @@ def test_readings_stay_few():
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc")
 def test_a_forked_process_that_reads_a_list_is_seen_to_copy_its_objects():
     dataset = Holds(samples=[{"path": f"{n:030d}"} for n in range(40_000)])
+    (held,) = held_objects(dataset)
     reading, writing = os.pipe()
+    idle = os.fork()
+    if idle == 0:
+        signal.pause()
     pid = os.fork()
     if pid == 0:
         try:
@@ -259,9 +336,12 @@ def test_a_forked_process_that_reads_a_list_is_seen_to_copy_its_objects():
         os.read(reading, 1)
         of.look([pid], step=1, epoch=0)
         of.read([pid])
-        copied, (held,) = of.copied_bytes - before, held_objects(dataset)
+        copied = of.copied_bytes - before
+        own = [read_alone(each, held.places) for each in (pid, idle)]
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        for each in (pid, idle):
+            os.kill(each, signal.SIGKILL)
+            os.waitpid(each, 0)
         os.close(reading), os.close(writing)
     assert 0.6 * held.counted_bytes < copied < 1.7 * held.counted_bytes
+    assert own[0] is None or own[0] > 0.9 > 0.3 > own[1]

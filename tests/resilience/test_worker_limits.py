@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.executors.pool import crew
 from lightning_fastdata.executors.pool.faults import Deaths, Growth
 from lightning_fastdata.host.memory import read_oom_kills
 from lightning_fastdata.host.usage import read_own_bytes
@@ -28,6 +29,12 @@ class DiesEverywhere(Dataset):
         if index >= 32:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor(index)
+
+
+class DiesInAStream(IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(8)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -81,6 +88,20 @@ def test_a_process_that_the_kernel_killed_for_memory_is_told_of_with_the_figures
     deaths.note(-9, 30, {})  # the same kill is told of once
     kills[0] = 5
     deaths.note(-11, 40, {})  # it was another process
+    with pytest.warns(FastDataWarning, match=r"700 MiB are left. The rest of its stream is miss"):
+        deaths.tell(-9, {}, "The rest of its stream is missing.")
+
+
+def test_a_reader_of_a_stream_that_the_kernel_killed_for_memory_is_told_of(monkeypatch):
+    kills = iter([3])
+    monkeypatch.setattr(crew, "Deaths", lambda: Deaths(oom_kills=lambda: next(kills, 4)))
+    loader = FastDataLoader(DiesInAStream(), 8, num_workers=1, executor="workers")
+    with (
+        pytest.warns(FastDataWarning, match=r"as memory ran out.*rest of its stream is missing"),
+        pytest.raises(WorkerError, match="before the end of its stream"),
+    ):
+        list(loader)
+    loader.close()
 
 
 class Child:

@@ -311,7 +311,9 @@ class Crew:
         if suspect is None and taken in lost:
             suspect = lost[taken].first_sample
         yield Loss(child, [lost[number] for number in sorted(lost)], suspect)
+        living = {each.number: each.pid for each in self.children.values()}
         if self._streams:
+            self._deaths.tell(child.process.exitcode, living, "The rest of its stream is missing.")
             return
         if self._queue is not None:
             missing = self._tasks.keys() - self._queue.numbers()
@@ -324,7 +326,6 @@ class Crew:
         self.respawned += 1
         self.plan.faults.deaths += 1
         if child.hang is None:
-            living = {each.number: each.pid for each in self.children.values()}
             self._deaths.note(child.process.exitcode, self._answered, living)
         self._spawn_missing()
         if not child.began:

@@ -240,17 +240,7 @@ class Deaths:
                 for each.
         """
         now_s = self._clock()
-        kills = self._oom_kills()
-        if code == -signal.SIGKILL and kills is not None and kills > (self._killed or 0):
-            self._killed = kills
-            warnings.warn(
-                f"The kernel has killed a side process as memory ran out. {_memory_of(pids)} "
-                f"{size_text(self._left_bytes())} are left. It is replaced, and its samples are "
-                "read again. Take fewer workers or smaller batches, or share(dataset) where "
-                "workers copy its objects.",
-                FastDataWarning,
-                stacklevel=2,
-            )
+        self.tell(code, pids, "It is replaced, and its samples are read again.")
         self._last.append(_Death(now_s, code, tasks))
         while self._last[0].at_s < now_s - _MINUTE_S:
             self._last.popleft()
@@ -264,6 +254,23 @@ class Deaths:
                 "would not get far. Where memory runs out, take fewer workers or smaller batches; "
                 "otherwise what the processes printed says why."
             )
+
+    def tell(self, code: int | None, pids: Mapping[int, int], then: str) -> None:
+        """Warn with the figures of a death, and what comes then, if the kernel killed for memory.
+
+        ``pids``: As of :meth:`note`.
+        """
+        kills = self._oom_kills()
+        if code != -signal.SIGKILL or kills is None or kills <= (self._killed or 0):
+            return
+        self._killed = kills
+        warnings.warn(
+            f"The kernel has killed a side process as memory ran out. {_memory_of(pids)} "
+            f"{size_text(self._left_bytes())} are left. {then} Take fewer workers or smaller "
+            "batches, or share(dataset) where workers copy its objects.",
+            FastDataWarning,
+            stacklevel=3,
+        )
 
     def _from_the_kernel(self) -> str:
         now = self._oom_kills()

@@ -8,7 +8,13 @@ from typing import Final
 from lightning_fastdata.host.memory import size_text
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.finding import Advice, Finding, Rule
-from lightning_fastdata.insight.model.memory import MemoryCause, MemorySeen, MemoryUse, memory_uses
+from lightning_fastdata.insight.model.memory import (
+    MemoryCause,
+    MemorySeen,
+    MemoryUse,
+    leaks,
+    memory_uses,
+)
 
 _CODES: Final[dict[MemoryCause, str]] = {"copied": "FD334", "leak": "FD335", "cache": "FD336"}
 _NEARLY: Final = 0.9
@@ -33,9 +39,11 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
         so_far = " so far" if use.size_bytes < _NEARLY * count * held.counted_bytes else ""
         return f"{held.name} ({held.kind}, {size}) is copied in {where} {how}: {whole}{so_far}"
     within = f", {seen.growing} perhaps: {whole}" if seen.growing else f": {whole}"
+    known = leaks(seen.growth, count, kept=seen.kept)
+    or_leak = "; whether it leaks is not known" if known is None or seen.joined else ""
     return {
         "leak": f"{where} has grown by {each}, and grows on from epoch to epoch{within}",
-        "cache": f"{where} keeps {each} of what it has read, as in a cache{within}",
+        "cache": f"{where} keeps {each} of what it has read, as in a cache{within}{or_leak}",
         "ahead": f"{whole} are batches ahead, in memory that processes share: they get no more",
         "page cache": f"{whole} are pages of files, which the system gives back when memory runs "
         "short",
