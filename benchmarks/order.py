@@ -17,6 +17,7 @@ from itertools import islice
 import numpy as np
 import torch
 from order_lengths import balance, padding
+from order_peers import peers, peers_index
 from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
 from lightning_fastdata import Mixture
@@ -125,6 +126,8 @@ SECTIONS = {
     "mixture_cost": mixture_cost,
     "padding": padding,
     "balance": balance,
+    "peers": peers,
+    "peers_index": peers_index,
 }
 
 

@@ -8,6 +8,8 @@ they are those of before is seen by their digest.
 from __future__ import annotations
 
 import base64
+import copy
+import re
 import sys
 import warnings
 import zlib
@@ -25,7 +27,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.order.buckets import BucketOrder
 from lightning_fastdata.order.epoch_order import EpochOrder, cut, dataset_length, parts_of, steps_in
-from lightning_fastdata.order.ranks import Step, deciding, keyed, share_in
+from lightning_fastdata.order.ranks import Step, deciding, keyed, share_in, tell_samplers
 from lightning_fastdata.order.samplers import draws_at_start, epoch_order, index_batches, rows_in
 from lightning_fastdata.randomness.global_generators import kept_random_state
 
@@ -232,11 +234,18 @@ class EpochIndices:
                 sampler, samples = _without_first(sampler, samples), 0
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
+        share, first = self._share, list[Any]()
         if samples:
-            items = _behind(items, start, taken, deciding(self.source))
-        share = self._share
+            items = (each for each in items)  # lhotse's have iter() begin anew
+            if share is not None and not share.gives_samples:
+                first = list(islice(items, share.num_replicas))
+            items = _behind(chain(first, items), start, taken, deciding(self.source))
         # Not before: what a sampler draws when it is iterated is keyed, too.
-        yield from (Step((one,), one) for one in items) if share is None else share.steps(items)
+        yield from (
+            (Step((one,), one) for one in items)
+            if share is None
+            else share.steps(items, first=first)
+        )
 
 
 def _check(start: Start, found: int | None, sampler: object) -> None:
@@ -257,8 +266,10 @@ def _check(start: Start, found: int | None, sampler: object) -> None:
 
 def _drawn_from(sampler: object, *, keyed: bool) -> Drawn:
     """Return what a sampler is about to draw an epoch from."""
-    if isinstance(sampler, Stateful):
-        return {"sampler": sampler.state_dict()}
+    state = copy.deepcopy(sampler.state_dict()) if isinstance(sampler, Stateful) else None
+    # torchdata's says how many samples it gave of the epoch before, and would go on from there.
+    if state is not None and [*state] != ["yielded"]:
+        return {"sampler": state}
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         return {"generator": _packed(generator.get_state())}
@@ -278,7 +289,11 @@ def _restore(sampler: object, drawn: Drawn) -> None:
         OptionsError: The state of a generator was expected, and something else was saved.
     """
     if "sampler" in drawn and isinstance(sampler, Stateful):
-        sampler.load_state_dict(drawn["sampler"])
+        epoch = getattr(sampler, "epoch", None)
+        # lhotse's take out of a state what they load, and stay at its epoch until they are told.
+        sampler.load_state_dict(copy.deepcopy(drawn["sampler"]))
+        if epoch is not None:
+            tell_samplers(epoch, sampler)
     generator = getattr(sampler, "generator", None)
     if "generator" in drawn and isinstance(generator, torch.Generator):
         generator.set_state(_unpacked(drawn["generator"]))
@@ -362,12 +377,13 @@ def _as_bytes(batch: object) -> Any:
         with suppress(TypeError, OverflowError):  # which other lists raise
             return array("q", batch).tobytes()  # in a half of NumPy's time
     if isinstance(batch, np.ndarray | list | tuple | int):
-        numbers = np.asarray(batch)
-        if numbers.dtype.kind in "iu":
-            return numbers.astype("<i8", copy=False).tobytes()
-    # One after another, so that another cut of the same indices has the same digest.
+        with suppress(ValueError):  # of items of several lengths, such as lhotse's cuts
+            numbers = np.asarray(batch)
+            if numbers.dtype.kind in "iu":
+                return numbers.astype("<i8", copy=False).tobytes()
+    # One after another, so that another cut has the same digest; addresses are of this process.
     items = batch if isinstance(batch, list) else [batch]
-    return "".join(f"{item!r}," for item in items).encode()
+    return re.sub(" at 0x[0-9a-f]+", "", "".join(f"{item!r}," for item in items)).encode()
 
 
 def _packed(state: torch.Tensor) -> str:

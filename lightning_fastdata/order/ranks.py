@@ -185,18 +185,19 @@ class SharedSampler(DistributedSampler[Any]):
             items = BatchSampler(items, self.full, self.drop_last)
         return keyed(lambda: self.steps(items, even=even), self.seed, self.epoch, once=once)
 
-    def steps(self, items: Iterable[Indices], *, even: bool = False) -> Iterator[Step]:
+    def steps(self, items: Iterable[Any], *, even: bool = False, first: Any = ()) -> Iterator[Step]:
         """Yield the steps of a rank.
 
         ``items``: of a sampler its samples in batches of all ranks, without a rest that is to be
         dropped; of a batch sampler its batches. ``even``: all steps but the last are full; samples
-        come again rather than from the step before.
+        come again rather than from the step before. ``first``: batches of the first step, if these
+        begin behind it.
         """
         if self.gives_samples:
             for whole in self._complete(items, even=even):
                 yield Step((whole,), self._own(whole))
             return
-        batches, first = iter(items), None
+        batches, first = (each for each in items), list(first)
         while group := list(islice(batches, self.num_replicas)):
             first = first or group
             if len(group) == self.num_replicas:

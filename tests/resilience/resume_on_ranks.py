@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from conformance.forked_ranks import on_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from resilience.cells import LOADERS, Images, Module
 from resilience.runs import Recorder, train
-from torch.utils.data import Sampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
+from trainers import quiet_trainer
 
 from lightning_fastdata import BucketBatchSampler
+from lightning_fastdata.errors import OptionsError
 
 
 class InGroups(Images):
@@ -57,6 +60,40 @@ class OfLikeLength(Module):
 SAMPLERS = {"own": Own, "weighted": lambda n: WeightedRandomSampler(range(1, n + 1), n + 6)}
 
 
+class Uneven(DistributedSampler):
+    """Gives its first rank a batch more, as MONAI's do with ``even_divisible=False``."""
+
+    def __init__(self, length):
+        super().__init__(range(length))
+        self.num_samples += 0 if self.rank else 4
+
+
+class Seeded(DistributedSampler):
+    """Holds a generator that each rank has seeded in its own way."""
+
+    def __init__(self, length):
+        super().__init__(range(length))
+        self.generator = torch.Generator().manual_seed(self.rank)
+
+
+ODD = {"uneven": Uneven, "seeded": Seeded}
+
+
+def told(folder, ranks, sampler):
+    """Write what is said of a sampler whose ranks do not fit together."""
+    data = Module(LOADERS["inline"], batch_size=4, length=16, sampler=ODD[sampler])
+    file = folder / f"{sampler}-{os.environ['LOCAL_RANK']}"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            trainer = quiet_trainer(folder, strategy="ddp", devices=ranks)
+            trainer.fit(Recorder(folder / "odd"), data)
+        except OptionsError as error:
+            file.write_text(f"refused: {error}")
+            return
+    file.write_text(" ".join(str(warning.message) for warning in warned))
+
+
 def run(folder, ranks, *, name, loader, batch_size, steps, resume=None, length, **about):
     """Train for so many steps in all; save at the last one, and record what each rank took."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -83,6 +120,8 @@ def main(ranks, folder, runs):
     torch.set_num_threads(1)
     for settings in runs:
         run(folder, ranks, **settings)
+    for sampler in ODD if ranks > 1 else ():
+        told(folder, ranks, sampler)
 
 
 if __name__ == "__main__":

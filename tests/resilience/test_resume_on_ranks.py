@@ -136,3 +136,16 @@ def test_the_number_of_ranks_may_change_more_than_once(folder):
     straight = samples(folder, "one")
     assert samples(folder, "one-3-two-5") == straight[3:5]
     assert samples(folder, "one-3-two-5-one") == straight[5:]
+
+
+def test_a_sampler_that_gives_some_ranks_more_batches_is_refused_on_all_of_them(folder):
+    texts = [(folder / f"uneven-{rank}").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("refused: ")
+    assert "Uneven gives ranks 2 to 3 batches" in texts[0]
+
+
+def test_a_generator_that_is_not_seeded_alike_on_all_ranks_is_told_before_the_training(folder):
+    for rank in range(2):
+        text = (folder / f"seeded-{rank}").read_text()
+        assert "Seeded has a generator that is not seeded alike on all ranks" in text

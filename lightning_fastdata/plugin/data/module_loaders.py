@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import tempfile
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+import torch
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_fastdata.augment import prepare_kernels
 from lightning_fastdata.batches.bad_samples import BadSamples
@@ -25,10 +27,10 @@ from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.insight.report.run_report import Explanation
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.loading.source import tuner_for
+from lightning_fastdata.loading.source import order_of, tuner_for
 from lightning_fastdata.order.block_shuffle import BlockShuffleSampler, is_in_blocks
 from lightning_fastdata.order.epoch_order import dataset_length
-from lightning_fastdata.order.ranks import SharedSampler, split_of
+from lightning_fastdata.order.ranks import SharedSampler, as_given, deciding, split_of
 from lightning_fastdata.order.samplers import (
     RankBatchSampler,
     ShuffleSampler,
@@ -71,6 +73,7 @@ from lightning_fastdata.plugin.seams.internals import attributes_of, spreads_sam
 from lightning_fastdata.plugin.seams.loaders import average_exactly
 from lightning_fastdata.plugin.seams.trainer import (
     first_epoch,
+    of_ranks,
     print_line,
     running_stage,
 )
@@ -520,14 +523,41 @@ def _without(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     return {name: value for name, value in arguments.items() if name not in names}
 
 
-def _tell_of_uneven_parts(stream: IterableDataset[Any], trainer: Trainer) -> None:
-    even = isinstance(trainer.limit_train_batches, int) or is_a(stream, "litdata")
-    if trainer.world_size > 1 and not even:
+def _tell_of_uneven_parts(parts: object, trainer: Trainer) -> None:
+    even = any(is_a(parts, package) for package in ("litdata", "lhotse"))
+    if not (even or isinstance(trainer.limit_train_batches, int)):
         warnings.warn(
-            f"{trainer.world_size} ranks train on {type(stream).__name__}, a stream, each on its "
-            "part. If a part gives fewer batches than another, its rank ends the epoch first, and "
-            "the others wait for it for ever, as Lightning does not compare them. Give "
-            "Trainer(limit_train_batches=N) a number of batches that each rank has.",
+            f"{trainer.world_size} ranks train on {type(parts).__name__}, each on its part. If one "
+            "gives fewer batches, the others wait for it for ever, as Lightning does not compare "
+            "them. Give Trainer(limit_train_batches=N) a number of batches that each rank has.",
+            FastDataWarning,
+            stacklevel=2,
+        )
+
+
+def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
+    """Compare what the ranks, which all call this, have of a sampler of the user's."""
+    share, sampler = loader.sampler, deciding(as_given(order_of(loader)))
+    if not (isinstance(share, DistributedSampler) and torch.distributed.is_initialized()):
+        return
+    limit, length = trainer.limit_train_batches, dataset_length(loader)
+    if length is None and not isinstance(share, SharedSampler):
+        _tell_of_uneven_parts(sampler, trainer)
+    batches = min(length or 0, limit) if isinstance(limit, int) else length or 0
+    fewest, most = -of_ranks(trainer, -batches), of_ranks(trainer, batches)
+    about = f"{name}: {type(sampler).__name__}"
+    if fewest < most:
+        raise OptionsError(
+            f"{about} gives ranks {fewest} to {most} batches, and those with more would wait for "
+            f"ever. Have it give all as many, or set Trainer(limit_train_batches={fewest})."
+        )
+    drawn = getattr(sampler, "generator", None)
+    held = drawn.get_state().numpy().tobytes() if isinstance(drawn, torch.Generator) else b""
+    state = zlib.crc32(held)
+    if -of_ranks(trainer, -state) < of_ranks(trainer, state):
+        warnings.warn(
+            f"{about} has a generator that is not seeded alike on all ranks. They share out other "
+            "orders, or have that of rank 0 behind a checkpoint. Seed it by one number.",
             FastDataWarning,
             stacklevel=2,
         )
@@ -540,8 +570,11 @@ def settle_sharing(
 
     Of a stream that several ranks train on it is said what happens if their parts are not as long.
     """
-    if trainer is not None and stage == "train" and isinstance(loader.dataset, IterableDataset):
-        _tell_of_uneven_parts(loader.dataset, trainer)
+    if trainer is not None and stage == "train" and trainer.world_size > 1:
+        if isinstance(loader.dataset, IterableDataset):
+            _tell_of_uneven_parts(loader.dataset, trainer)
+        else:
+            _compare_ranks(loader, name, trainer)
     share = loader.sampler
     if trainer is None or not isinstance(share, SharedSampler):
         return

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.utils.data import IterableDataset, default_collate
 
 from lightning_fastdata.device.backend import is_out_of_memory, synchronize
@@ -52,7 +51,7 @@ from lightning_fastdata.plugin.guard.snapshots import (
 )
 from lightning_fastdata.plugin.seams.hooks import overridden_hook
 from lightning_fastdata.plugin.seams.internals import attributes_of, forget_training_loader
-from lightning_fastdata.plugin.seams.trainer import loss_scaler, unseen_steps
+from lightning_fastdata.plugin.seams.trainer import loss_scaler, of_ranks, unseen_steps
 from lightning_fastdata.torch_internals import not_compiled
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ def _decided(
 ) -> GuardDecision:
     """Return the decision by the probes so far and the memory that is free now, on all ranks."""
     free = min(free_before, reader.free_bytes())
-    budget = _of_ranks(trainer, free - reserve_bytes(reader.total_bytes()), smallest=True)
+    budget = -of_ranks(trainer, reserve_bytes(reader.total_bytes()) - free)
     return decide(probes=probes, budget_bytes=budget, **asked)
 
 
@@ -209,16 +208,6 @@ def _to_run(decision: GuardDecision, largest: int) -> int | None:
     """Return the size that has to run before it is trained with; None: nothing was chosen."""
     chosen = decision.action in ("keep", "accumulate", "reduce")
     return min(decision.batch_size, largest) if chosen else None
-
-
-def _of_ranks(trainer: Trainer, value: int, *, smallest: bool = False) -> int:
-    """Return the largest of what all ranks give here, or the smallest."""
-    if trainer.world_size == 1:
-        return value
-    operation = ReduceOp.MIN if smallest else ReduceOp.MAX
-    shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
-    torch.distributed.all_reduce(shared, op=operation)
-    return int(shared)
 
 
 def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: int) -> Probe:
@@ -235,7 +224,7 @@ def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: in
         peak = _NO_MEMORY if found is None else found
     except Exception as raised:
         error = raised
-    failed = _of_ranks(trainer, int(error is not None))
+    failed = of_ranks(trainer, int(error is not None))
     if error is not None:
         raise error
     if failed:
@@ -243,8 +232,8 @@ def _measured_by_all(trainer: Trainer, measure: Callable[[int], Probe], rows: in
             f"A training step on {rows} rows that the batch-size guard tried failed on another "
             "rank, whose error says why."
         )
-    peak = _of_ranks(trainer, peak)
-    slowest_s = _of_ranks(trainer, int((step_s or 0.0) * 1e9)) / 1e9
+    peak = of_ranks(trainer, peak)
+    slowest_s = of_ranks(trainer, int((step_s or 0.0) * 1e9)) / 1e9
     return Probe(rows, None if peak == _NO_MEMORY else peak, slowest_s or None)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_fastdata.errors import OptionsError, TransformError, has_package
@@ -28,7 +29,6 @@ from lightning_fastdata.tree import held
 from lightning_fastdata.types import STAGES, Stage
 
 if TYPE_CHECKING:
-    import torch
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastdata.plugin.data.datamodule import DataModuleHooks as DataModule
@@ -87,6 +87,14 @@ def running_stage(trainer: Trainer | None) -> Stage | None:
     """Return the stage of the trainer method that runs now; ``"train"`` during all of a fit."""
     method = None if trainer is None else trainer.state.fn
     return None if method is None else _STAGE_OF_FN[method.value]
+
+
+def of_ranks(trainer: Trainer, value: int) -> int:
+    """Return the largest of what all ranks give here."""
+    shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)
+    if trainer.world_size > 1:
+        torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return int(shared)
 
 
 def training_place(trainer: Trainer | None) -> Place:
