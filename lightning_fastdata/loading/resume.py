@@ -117,7 +117,8 @@ def start_of(begun: Pass, now: LoaderState, indices: EpochIndices) -> Start:
     if state is None:
         return Start()
     if not state.batches:
-        return Start(drawn=state.drawn or None)
+        indices.prepare(state.drawn)
+        return Start(drawn=None if "ahead" in state.drawn else state.drawn or None)
     if state.samples < 0:  # a training that was saved without our state
         tell_unknown(state, f"with batch {state.batches} of the order there is now")
         return Start(

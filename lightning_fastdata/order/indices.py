@@ -128,12 +128,18 @@ class EpochIndices:
     def drawn(self, epoch: int | None = None) -> Drawn:
         """Return what the sampler drew the epoch from that began last.
 
-        ``epoch``: of another one, what the sampler holds that it is going to draw it from.
+        ``epoch``: of another one, what the sampler holds that it is going to draw it from, and
+        torch its seed of an epoch before that; see :meth:`prepare`.
         """
         if epoch in (None, self._drawn_epoch):
             return self._drawn
         drawn = self._to_draw()
-        return {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
+        held = {name: drawn[name] for name in ("sampler", "generator") if name in drawn}
+        return {"ahead": held} if held else {}
+
+    def prepare(self, drawn: Drawn) -> None:
+        """Set the sampler to what it held before an epoch."""
+        _restore(deciding(self.source), drawn.get("ahead", {}))
 
     def digest(self, epoch: int, samples: int, batches: int) -> int | None:
         """Return the CRC-32 of the indices of an epoch before a position; None: not known.

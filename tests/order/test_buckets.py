@@ -255,7 +255,7 @@ def test_a_state_of_4_ranks_goes_on_on_others_in_its_order(then) -> None:
             batches = list(loader)
         seen += [int(row[0]) for batch in batches for row in batch]
         assert loader.state_dict()["epoch"] == 1
-        assert loader.state_dict()["drawn"] == {"sampler": {"together": 4}}
+        assert loader.state_dict()["drawn"] == {"ahead": {"sampler": {"together": 4}}}
     assert sorted(seen) == list(range(400))
 
 
