@@ -9,6 +9,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.order.checks import check_whole
 from lightning_fastdata.order.epoch_order import Blocks, dataset_length
 from lightning_fastdata.tree import has_method
 
@@ -96,9 +97,7 @@ def is_in_blocks(shuffle: object) -> bool:
 
 def blocks_of(dataset: Sized, block: int | None = None, at_once: int | None = None) -> Blocks:
     """Return the blocks of a dataset; see :class:`BlockShuffleSampler`."""
-    for name, value in (("block", block), ("blocks_at_once", at_once)):
-        if value is not None and value < 1:
-            raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
+    check_whole(block=block, blocks_at_once=at_once)
     starts, positions, said = _stored(dataset, block)
     if at_once is None:
         at_once = _AT_ONCE if said else max(_AT_ONCE, -(-_TOGETHER // (block or _BLOCK)))

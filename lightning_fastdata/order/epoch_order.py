@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from lightning_fastdata.errors import OptionsError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Ints: TypeAlias = NDArray[np.int64]
+
 _MASK: Final = 2**64 - 1
-Order: TypeAlias = "NDArray[np.int64] | KeyedPermutation | BlockOrder | range"
+Order: TypeAlias = "Ints | KeyedPermutation | BlockOrder | range"
 """Samples in an order: held, computed, or as the dataset has them."""
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
@@ -64,11 +66,11 @@ class KeyedPermutation:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, part: slice) -> NDArray[np.int64]:
+    def __getitem__(self, part: slice) -> Ints:
         """Return a part of the permutation, int64."""
         return self.at(np.arange(*part.indices(self.length)))
 
-    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def at(self, positions: Ints) -> Ints:
         """Return the samples at these positions, each 0 <= position < length; int64."""
         found = self._once(positions.astype(np.uint64))
         # The pairs are a few more than the samples. A pair that is no sample is sent on until it
@@ -106,7 +108,7 @@ def _add(
     return reduced
 
 
-def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64] | KeyedPermutation:
+def epoch_permutation(length: int, seed: int, epoch: int) -> Ints | KeyedPermutation:
     """Return the order of ``length`` samples that (seed, epoch) stand for.
 
     Below :data:`DRAWN_AT_ONCE` it is an array, int64 [length], from there on a
@@ -120,22 +122,59 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64] |
     return drawn_permutation(length, generator)
 
 
-def drawn_permutation(length: int, generator: torch.Generator | None) -> NDArray[np.int64]:
+def drawn_permutation(length: int, generator: torch.Generator | None) -> Ints:
     """Return ``torch.randperm(length, generator=generator)``, int64 [length], in half its time."""
     # The draws are the same for each type of numbers, and narrow ones stay in the cache.
     dtype = torch.int32 if length < 2**31 else torch.int64
     return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
 
 
+def edges_of(sizes: Sequence[int] | Ints) -> Ints:
+    """Return where each of some runs begins, and the last one ends, int64 [runs + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def reordered(edges: Ints, order: Ints) -> tuple[Ints, Ints]:
+    """Return the places in some runs, which come in another order, and the edges of these."""
+    sizes = np.diff(edges)[order]
+    ends = edges_of(sizes)
+    return np.arange(ends[-1]) + np.repeat(edges[order] - ends[:-1], sizes), ends
+
+
+def shuffled_within(classes: NDArray[Any], seed: int, epoch: int) -> Ints:
+    """Return all samples by class, in an order within each that (seed, epoch) stand for."""
+    drawn = epoch_permutation(len(classes), seed, epoch)[:]
+    return drawn[np.argsort(classes[drawn], kind="stable")]
+
+
+class KeepsEpochs:
+    """Draws each epoch once: it keeps the last two, as loaders read ahead, and pickles neither."""
+
+    _kept: dict[Any, tuple[Ints, ...]] = {}  # noqa: RUF012  # never changed, but replaced
+
+    def drawn(self, *key: int) -> tuple[Ints, ...]:
+        """Return what ``_draw`` returns for an epoch."""
+        kept = self._kept  # once, as other threads may draw another epoch
+        if key not in kept:
+            self._kept = kept = {**dict([*kept.items()][-1:]), key: self._draw(*key)}
+        return kept[key]
+
+    def _draw(self, *key: int) -> tuple[Ints, ...]:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Which samples of a dataset are stored together, and how many blocks are shuffled at once."""
 
-    starts: NDArray[np.int64]
+    starts: Ints
     """[blocks]; where in ``positions`` each block begins."""
     length: int
     """Samples of the dataset."""
-    positions: NDArray[np.int64] | None
+    positions: Ints | None
     """[length]; the samples, block by block. None: as the dataset has them."""
     at_once: int
 
@@ -155,7 +194,8 @@ class BlockOrder:
         self._blocks = blocks
         self._seed, self._epoch = seed, epoch
         self._order = epoch_permutation(len(blocks.starts), seed, epoch)[:]
-        sizes = np.diff(blocks.starts, append=blocks.length)[self._order]
+        self._edges = np.append(blocks.starts, blocks.length)
+        sizes = np.diff(self._edges)[self._order]
         runs = np.arange(0, len(sizes), blocks.at_once)
         self._ends = np.cumsum(np.add.reduceat(sizes, runs)) if len(sizes) else sizes
         self._run = lru_cache(maxsize=2)(self._drawn)
@@ -163,7 +203,7 @@ class BlockOrder:
     def __len__(self) -> int:
         return self._blocks.length
 
-    def __getitem__(self, part: slice) -> NDArray[np.int64]:
+    def __getitem__(self, part: slice) -> Ints:
         """Return a part of the order, int64; the slice has no step."""
         start, stop, _ = part.indices(len(self))
         found = [np.empty(0, np.int64)]
@@ -177,12 +217,9 @@ class BlockOrder:
     def _before(self, number: int) -> int:
         return int(self._ends[number - 1]) if number else 0
 
-    def _drawn(self, number: int) -> NDArray[np.int64]:
-        starts, first = self._blocks.starts, number * self._blocks.at_once
-        chosen = self._order[first : first + self._blocks.at_once]
-        ends = np.append(starts[1:], self._blocks.length)[chosen]
-        bounds = zip(starts[chosen].tolist(), ends.tolist(), strict=True)
-        together = np.concatenate([np.arange(start, end) for start, end in bounds])
+    def _drawn(self, number: int) -> Ints:
+        first = number * self._blocks.at_once
+        together, _ = reordered(self._edges, self._order[first : first + self._blocks.at_once])
         key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
         drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
         return drawn if self._blocks.positions is None else self._blocks.positions[drawn]
@@ -194,14 +231,14 @@ def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, stop)
 
 
-def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[NDArray[np.int64]]:
+def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[Ints]:
     """Yield ``order[start:stop]``, int64, for each pair of bounds."""
     if not isinstance(order, KeyedPermutation):
         for start, stop in bounds:
             yield np.arange(start, stop) if isinstance(order, range) else order[start:stop]
         return
     # A call costs about 0.1 ms however short the part is, so that several parts share one.
-    waiting: list[NDArray[np.int64]] = []
+    waiting: list[Ints] = []
     size = 0
     for start, stop in bounds:
         waiting.append(np.arange(start, stop))
@@ -212,9 +249,7 @@ def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[NDArra
     yield from _drawn(order, waiting)
 
 
-def _drawn(
-    order: KeyedPermutation, positions: list[NDArray[np.int64]]
-) -> Iterator[NDArray[np.int64]]:
+def _drawn(order: KeyedPermutation, positions: list[Ints]) -> Iterator[Ints]:
     if positions:
         ends = np.cumsum([len(part) for part in positions])
         yield from np.split(order.at(np.concatenate(positions)), ends[:-1])
@@ -235,7 +270,47 @@ def dataset_length(dataset: object) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochOrder:
+class SharedOrder:
+    """Which samples each batch of one epoch holds of those that ranks share: it reads nothing."""
+
+    epoch: int = 0
+    """Epoch, counted from 0."""
+    drop_last: bool = False
+    """Leave out what does not fill a step of all ranks."""
+    equal_counts: bool = False
+    """Give every rank as many batches."""
+    rank: int = 0
+    """This process among ``world_size``."""
+    world_size: int = 1
+    """Processes that share the epoch."""
+    start: int = 0
+    """Samples of this epoch, over all ranks, that were delivered before; they are skipped."""
+
+    def __len__(self) -> int:
+        """Batches of this rank that are still to come."""
+        raise NotImplementedError
+
+    def samples(self) -> Order:
+        """Return the order of all samples of the epoch, over all ranks."""
+        raise NotImplementedError
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
+        raise NotImplementedError
+
+    def batches(self) -> Iterator[Ints]:
+        """Yield the indices of each batch, int64, from ``start`` on."""
+        return parts_of(self.samples(), map(self._bounds, range(len(self))))
+
+    def batch(self, number: int) -> Ints:
+        """Return the indices of batch ``number`` of this rank, int64; IndexError without one."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"There is no batch {number} of {len(self)}.")
+        return next(parts_of(self.samples(), [self._bounds(number)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochOrder(SharedOrder):
     """Which samples each batch of one epoch holds: a pure plan that reads nothing.
 
     The samples are put in one order for all ranks and cut into global batches of
@@ -249,8 +324,6 @@ class EpochOrder:
     """Samples of one rank's batch, from 1."""
     seed: int = 0
     """Seed of the run."""
-    epoch: int = 0
-    """Epoch, counted from 0."""
     shuffle: bool = True
     """Permute the samples; False keeps the dataset's order."""
     drop_last: bool = False
@@ -261,10 +334,6 @@ class EpochOrder:
     """Give every rank as many batches. If the last global batch has fewer samples than there are
     ranks, the one before gives up what is missing; then the batches of a rank still differ by one
     sample at most between the ranks, and so does how an epoch is cut with their number."""
-    rank: int = 0
-    """This process among ``world_size``."""
-    world_size: int = 1
-    """Processes that share the epoch."""
     blocks: Blocks | None = None
     """Within which each epoch is ordered, in place of a permutation of all samples."""
     start: int = 0
@@ -298,10 +367,6 @@ class EpochOrder:
         # What does not divide evenly goes to the first ranks.
         return full + (not self.drop_last and rest > (0 if self.equal_counts else self.rank))
 
-    def batches(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of each batch, int64, from ``start`` on."""
-        return parts_of(self.samples(), map(self._bounds, range(len(self))))
-
     def samples(self) -> Order:
         """Return the order of all samples of the epoch, over all ranks."""
         if not self.shuffle:
@@ -310,14 +375,7 @@ class EpochOrder:
             return self.blocks.order(self.seed, self.epoch)
         return epoch_permutation(self.length, self.seed, self.epoch)
 
-    def batch(self, number: int) -> NDArray[np.int64]:
-        """Return the indices of batch ``number`` of this rank, int64; IndexError without one."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"There is no batch {number} of {len(self)}.")
-        return next(parts_of(self.samples(), [self._bounds(number)]))
-
     def _bounds(self, number: int) -> tuple[int, int]:
-        """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
         begin, end = self.samples_before(number), self.samples_before(number + 1)
         each, more = divmod(end - begin, self.world_size)
         start = begin + self.rank * each + min(self.rank, more)
@@ -331,3 +389,18 @@ class EpochOrder:
         if shift and batches == full:
             return self.length - self.world_size  # one each for the last batch
         return min(self.start + batches * step, self.length)
+
+
+class Rank(NamedTuple):
+    """Which of the training processes this is."""
+
+    number: int
+    ranks: int
+
+
+def rank_now() -> Rank:
+    """Return which rank this process is; 0 of 1 where there are no others, or not yet."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return Rank(0, 1)
+    return Rank(distributed.get_rank(), distributed.get_world_size())

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.order.buckets import check_whole
+from lightning_fastdata.order.checks import check_whole
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators

@@ -70,10 +70,8 @@ def test_what_is_padding_is_seen(name) -> None:
     assert found.share == pytest.approx(1 - LENGTHS[:24].sum() / places)
     lengths = np.sort(LENGTHS[:24].ravel()).reshape(24, 8)
     in_order = 1 - lengths.sum() / (8 * lengths.max(1)).sum()
-    assert found.sorted_share == pytest.approx(in_order)
-    least = SHARE if name == "text_lengths" else in_order
-    assert found.to_longest_share == (pytest.approx(SHARE) if name == "text_lengths" else None)
-    assert found.left == pytest.approx((1 - found.share) / (1 - least))
+    assert found.one_width == (name == "text_lengths")
+    assert found.least_share == pytest.approx(SHARE if found.one_width else in_order)
     batch = FORMS[name](LENGTHS[0])
     width = 200 if name == "text_lengths" else int(LENGTHS[0].max())
     assert meter.tokens_of(batch) == pytest.approx(8 * width * (1 - found.share))
@@ -130,15 +128,9 @@ def summary(stall_ms=0.0, compute_ms=20.0):
     )  # fmt: skip
 
 
-def judged(share=0.4, *, stall_ms=0.0, closed=None, sorted_share=0.04, to_longest_share=None):
-    padding = Padding(
-        share=share,
-        sorted_share=sorted_share,
-        shown_by="lengths",
-        batches=24,
-        tokens=4000,
-        to_longest_share=to_longest_share,
-    )
+def judged(share=0.4, *, stall_ms=0.0, closed=None, least_share=0.04, one_width=False):
+    shares = {"share": share, "least_share": least_share, "one_width": one_width}
+    padding = Padding(**shares, shown_by="lengths", batches=24, tokens=4000)
     step_ms = stall_ms + 20.0
     how = {"stall_ms": stall_ms, "wait_ms": stall_ms, "step_ms": step_ms, "closed": closed or {}}
     return judge(summary(stall_ms), None, Evidence(padding=padding, **how))
@@ -157,7 +149,9 @@ def test_the_verdict_has_the_share_the_remedy_and_its_gain() -> None:
 
 
 def test_of_one_width_for_all_the_remedy_is_the_longest_of_each_batch() -> None:
-    (finding,) = [f for f in judged(0.8, to_longest_share=0.5).findings if f.code == "FD337"]
+    (finding,) = [
+        f for f in judged(0.8, least_share=0.5, one_width=True).findings if f.code == "FD337"
+    ]
     assert "longest sample of each batch in collate_fn" in finding.remedy
     assert "50%" in finding.remedy
     assert "BucketBatchSampler" not in finding.remedy
@@ -165,26 +159,23 @@ def test_of_one_width_for_all_the_remedy_is_the_longest_of_each_batch() -> None:
     # Batches of one width that is the longest sample of each are not padded to a fixed one.
     lengths = LENGTHS.copy()
     lengths[:, 0] = LENGTHS.max()
-    assert met(named_mask, lengths).found().to_longest_share is None
+    assert not met(named_mask, lengths).found().one_width
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        {"share": 0.09, "sorted_share": 0.0},
+        {"share": 0.09, "least_share": 0.0},
         {"stall_ms": 10.0},
+        {"share": 0.40, "least_share": 0.39},
+        {"closed": {"batch_sampler": "its batches are of samples of like length"}},
     ],
+    ids=["little padding", "steps wait for data", "no gain", "followed already"],
 )
-def test_little_padding_and_steps_that_wait_are_no_finding(how) -> None:
-    assert "FD337" not in {each.code for each in judged(**how).findings}
-
-
-def test_the_gate_lets_no_advice_through_that_gains_nothing_or_is_followed_already() -> None:
-    for how in ({"share": 0.40, "sorted_share": 0.39}, {"closed": {"batch_sampler": "why"}}):
-        (finding,) = [each for each in judged(**how).findings if each.code == "FD337"]
-        assert finding.remedy == ""
-        assert finding.severity == "fine"
-        assert finding.left_out
+def test_what_is_no_matter_or_cannot_be_helped_is_no_finding(how) -> None:
+    verdict = judged(**how)
+    assert "FD337" not in {each.code for each in verdict.findings}
+    assert how.get("stall_ms") or verdict.kind == "compute-bound"
 
 
 class Texts(torch.utils.data.Dataset):
