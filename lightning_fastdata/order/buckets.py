@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.balance import dealt
-from lightning_fastdata.order.checks import check_fits, check_whole, checked_lengths
+from lightning_fastdata.order.checks import Lengths, check_whole, checked_lengths
 from lightning_fastdata.order.epoch_order import (
     KeepsEpochs,
     Rank,
@@ -26,9 +26,6 @@ from lightning_fastdata.order.epoch_order import (
 )
 
 if TYPE_CHECKING:
-    import torch
-    from numpy.typing import NDArray
-
     from lightning_fastdata.order.epoch_order import Ints
 
 Cost: TypeAlias = Literal["linear", "quadratic"]
@@ -50,9 +47,8 @@ class BucketBatchSampler(BatchSampler):
 
     The number of batches is the same in each epoch and on each rank. What is left for the last step
     is cut into smaller batches, one for each rank. Batches of a step are given to ranks so that the
-    costs of an epoch come out even, except that with ``batch_size`` alone one step of long samples
-    may cost more than what all others can make up for. A training may go on within an epoch, on
-    another number of ranks, too, with every sample once.
+    costs of an epoch come out even, unless, with ``batch_size`` alone, one of a few steps costs too
+    much. A training may go on within an epoch, on other ranks, too, with every sample once.
 
     Ranks are those of ``torch.distributed`` when an epoch begins, unless they are given. With
     torch's own DataLoader in Lightning, set ``Trainer(use_distributed_sampler=False)``.
@@ -88,7 +84,7 @@ class BucketBatchSampler(BatchSampler):
 
     def __init__(
         self,
-        lengths: Sequence[int] | NDArray[Any] | torch.Tensor,
+        lengths: Lengths,
         *,
         tokens: int | None = None,
         batch_size: int | None = None,
@@ -111,12 +107,10 @@ class BucketBatchSampler(BatchSampler):
             raise OptionsError(f"cost is {cost!r}; allowed are {', '.join(map(repr, _POWERS))}.")
         if rank is not None and not 0 <= rank < (num_replicas or 0):
             raise OptionsError(f"rank is {rank!r}; with num_replicas it is one from 0 on below it.")
-        found = checked_lengths(lengths)
-        if tokens is not None:
-            check_fits(found, tokens, "Cut such samples, leave them out, or give more tokens.")
+        remedy = "Cut such samples, leave them out, or give more tokens."
+        found = checked_lengths(lengths, tokens, remedy)
         self.batch_size = batch_size  # type: ignore[assignment]  # as SizeWatch and planners read it
-        self.drop_last = drop_last
-        self.tokens = tokens
+        self.drop_last, self.tokens = drop_last, tokens
         buckets = Buckets(found, tokens, batch_size, padding, _POWERS[cost], seed)
         given = None if num_replicas is None else Rank(rank or 0, num_replicas)
         plan = BucketOrder(buckets=buckets, drop_last=drop_last)
@@ -138,8 +132,7 @@ class BucketBatchSampler(BatchSampler):
 class BucketShare(DistributedSampler[Any]):
     """One rank's share of the samples of a :class:`BucketBatchSampler`, batch by batch.
 
-    Lightning puts no sampler of its own in the place of a ``DistributedSampler``, and sets its
-    epoch.
+    Lightning leaves a ``DistributedSampler`` where it is, and sets its epoch.
     """
 
     def __init__(self, plan: BucketOrder, together: int | None, given: Rank | None) -> None:
@@ -240,7 +233,6 @@ class BucketOrder(SharedOrder):
     equal_counts: bool = True
 
     def __len__(self) -> int:
-        """Batches of this rank that are still to come."""
         edges, before = self._steps
         return (len(edges) - 1 - before) // self.world_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -15,22 +15,8 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.order.epoch_order import Ints
 
-
-def checked_lengths(lengths: Sequence[int] | NDArray[Any] | torch.Tensor) -> Ints:
-    """Return lengths as int64 [samples].
-
-    Raises:
-        DatasetError: They are no whole numbers from 0 on, or not one for each sample.
-    """
-    found = np.asarray(lengths)
-    if found.ndim != 1 or (found.dtype.kind not in "iu" and len(found)):
-        raise DatasetError(
-            f"lengths has the shape {found.shape} and numbers of type {found.dtype}; give a whole "
-            "number for each sample, such as len(sample), or the frames of a recording."
-        )
-    for at in np.flatnonzero(found < 0)[:1]:
-        raise DatasetError(f"lengths[{at}] is {found[at]}; a length is a whole number from 0 on.")
-    return found.astype(np.int64)
+Lengths: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
+"""Of samples, whole numbers [samples]."""
 
 
 def check_whole(**values: int | None) -> None:
@@ -41,12 +27,27 @@ def check_whole(**values: int | None) -> None:
             raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
 
 
-def check_fits(lengths: Ints, tokens: int, remedy: str) -> None:
-    """Raise a :class:`DatasetError` that ends with ``remedy`` if a sample is above ``tokens``."""
-    above = np.flatnonzero(lengths > tokens)
+def checked_lengths(lengths: Lengths, tokens: int | None, remedy: str) -> Ints:
+    """Return lengths as int64 [samples].
+
+    Raises:
+        DatasetError: They are no whole numbers from 0 on, or not one for each sample; or some are
+            above ``tokens``, if that is given: the message names the first, and ends with
+            ``remedy``.
+    """
+    found = np.asarray(lengths)
+    if found.ndim != 1 or (found.dtype.kind not in "iu" and len(found)):
+        raise DatasetError(
+            f"lengths has the shape {found.shape} and numbers of type {found.dtype}; give a whole "
+            "number for each sample, such as len(sample), or the frames of a recording."
+        )
+    for at in np.flatnonzero(found < 0)[:1]:
+        raise DatasetError(f"lengths[{at}] is {found[at]}; a length is a whole number from 0 on.")
+    above = np.flatnonzero(found > tokens) if tokens is not None else ()
     if len(above):
         more = f", and so are {len(above) - 1} others" if len(above) > 1 else ""
         raise DatasetError(
-            f"Sample {above[0]} has the length {lengths[above[0]]}, above tokens={tokens}{more}. "
+            f"Sample {above[0]} has the length {found[above[0]]}, above tokens={tokens}{more}. "
             f"{remedy}"
         )
+    return found.astype(np.int64)

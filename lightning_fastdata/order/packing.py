@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.order.best_fit import best_fit
-from lightning_fastdata.order.checks import check_fits, check_whole, checked_lengths
+from lightning_fastdata.order.checks import Lengths, check_whole, checked_lengths
 from lightning_fastdata.order.epoch_order import (
     KeepsEpochs,
     dataset_length,
@@ -23,8 +23,6 @@ from lightning_fastdata.order.epoch_order import (
 from lightning_fastdata.types import has_own_order
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from lightning_fastdata.order.epoch_order import Ints
 
 IGNORED: Final = -100
@@ -37,7 +35,7 @@ def pack(
     dataset: Dataset[Any],
     tokens: int = 8192,
     *,
-    lengths: Sequence[int] | NDArray[Any] | torch.Tensor | None = None,
+    lengths: Lengths | None = None,
     split: bool = True,
     seed: int = 0,
 ) -> PackedDataset:
@@ -83,11 +81,10 @@ def pack(
         )
     if lengths is None:
         lengths = [len(_ids_and_labels(dataset[at], at)[0]) for at in range(count)]
-    found = checked_lengths(lengths)
+    remedy = "Cut such documents, use split=True, or give more tokens."
+    found = checked_lengths(lengths, None if split else tokens, remedy)
     if len(found) != count:
         raise DatasetError(f"lengths has {len(found)} numbers for {count} documents.")
-    if not split:
-        check_fits(found, tokens, "Cut such documents, use split=True, or give more tokens.")
     return (PackedDataset if split else _WholeDocuments)(dataset, found, tokens, seed)
 
 
@@ -158,7 +155,7 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
             "input_ids": torch.cat(ids),
             "position_ids": positions,
             "labels": torch.cat(labels).masked_fill(positions == 0, IGNORED),
-            "cu_seqlens": _ends([len(row) for row in ids]),
+            "cu_seqlens": _ends(positions),
         }
 
     def _pieces(self, number: int, epoch: int) -> Iterator[tuple[int, int, int]]:
@@ -180,13 +177,10 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
         [1, tokens], ``cu_seqlens`` is int32 [documents + 1], and ``max_seqlen``, an int, the length
         of the longest.
         """
-        sizes = torch.cat([one["cu_seqlens"].diff() for one in packs]).tolist()
         rows = ("input_ids", "position_ids", "labels")
-        return {
-            **{name: torch.cat([one[name] for one in packs])[None] for name in rows},
-            "cu_seqlens": _ends(sizes),
-            "max_seqlen": max(sizes, default=0),
-        }
+        batch = {name: torch.cat([one[name] for one in packs])[None] for name in rows}
+        ends = _ends(batch["position_ids"][0])
+        return {**batch, "cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
 
 
 class _WholeDocuments(PackedDataset):
@@ -209,8 +203,9 @@ class _WholeDocuments(PackedDataset):
         return documents, edges, edges[packs]
 
 
-def _ends(sizes: Sequence[int]) -> torch.Tensor:
-    return torch.from_numpy(edges_of(sizes).astype(np.int32))
+def _ends(positions: torch.Tensor) -> torch.Tensor:
+    begins = (positions == 0).nonzero()[:, 0]
+    return torch.cat([begins, torch.tensor([len(positions)])]).int()
 
 
 def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,8 +64,7 @@ def met(form, lengths=LENGTHS):
 def test_what_is_padding_is_seen(name) -> None:
     meter = met(FORMS[name])
     found = meter.found()
-    assert found.shown_by == name
-    assert found.batches == 24
+    assert found.shown_by == f"{name} of 24 batches"
     places = 200 * 24 * 8 if name == "text_lengths" else 8 * LENGTHS[:24].max(1).sum()
     assert found.share == pytest.approx(1 - LENGTHS[:24].sum() / places)
     lengths = np.sort(LENGTHS[:24].ravel()).reshape(24, 8)
@@ -109,7 +108,7 @@ def test_silent_where_it_cannot_be_shown(name) -> None:
 
 def test_a_last_batch_of_one_sample_is_no_objection_and_other_forms_are() -> None:
     few = [*LENGTHS[:11], LENGTHS[0, :1], *LENGTHS[11:22]]
-    assert met(FORMS["pad id 0"], few).found().batches == 22
+    assert met(FORMS["pad id 0"], few).found().shown_by == "pad id 0 of 22 batches"
     assert met(FORMS["pad id 0"], LENGTHS[:3]).found() is None
     meter = met(FORMS["attention_mask"], LENGTHS[:12])
     for row in LENGTHS[:12]:
@@ -130,7 +129,7 @@ def summary(stall_ms=0.0, compute_ms=20.0):
 
 def judged(share=0.4, *, stall_ms=0.0, closed=None, least_share=0.04, one_width=False):
     shares = {"share": share, "least_share": least_share, "one_width": one_width}
-    padding = Padding(**shares, shown_by="lengths", batches=24, tokens=4000)
+    padding = Padding(**shares, shown_by="lengths of 24 batches", tokens=4000)
     step_ms = stall_ms + 20.0
     how = {"stall_ms": stall_ms, "wait_ms": stall_ms, "step_ms": step_ms, "closed": closed or {}}
     return judge(summary(stall_ms), None, Evidence(padding=padding, **how))
@@ -235,7 +234,7 @@ def test_a_plain_loader_is_told_of_its_padding_and_one_of_buckets_is_not(fitted)
     plain = DataLoader(Texts(lengths), 8, collate_fn=collate)
     report, evidence, _ = fitted(plain)
     assert evidence.padding.share == pytest.approx(SHARE)
-    assert evidence.padding.shown_by == "pad id 0"
+    assert evidence.padding.shown_by == "pad id 0 of 24 batches"
     assert "batch_sampler" not in evidence.closed
     assert report.stages[0].tokens_per_s > 0
     assert report.stages[0].words[-1].endswith("tokens/s")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.tree import children, replace_leaves
+from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,9 +45,7 @@ class Padding:
     one_width: bool = False
     """All of them are padded to one width, above the longest sample of some."""
     shown_by: str
-    """In words, e.g. ``attention_mask``."""
-    batches: int
-    """That were looked at."""
+    """In words, e.g. ``attention_mask of 24 batches``."""
     tokens: int
     """Of a batch, with padding: the mean."""
 
@@ -98,14 +96,11 @@ class PaddingMeter:
 
         What of it is padding is taken to be as in the batches that were looked at.
         """
-        padding, value = self.found(), batch
-        if padding is None:
+        padding = self.found()
+        tensor = None if padding is None else tensors_in(batch).get(self._seen[0].where)
+        if padding is None or tensor is None or tensor.ndim < 2:
             return 0.0
-        for key in self._seen[0].where:
-            value = dict(children(value) or ()).get(key)
-        if not isinstance(value, torch.Tensor) or value.ndim < 2:
-            return 0.0
-        return value.shape[0] * value.shape[1] * (1 - padding.share)
+        return tensor.shape[0] * tensor.shape[1] * (1 - padding.share)
 
 
 def _summed(seen: list[_Seen]) -> Padding | None:
@@ -123,8 +118,7 @@ def _summed(seen: list[_Seen]) -> Padding | None:
         share=1 - tokens / places,
         least_share=1 - tokens / least,
         one_width=one_width,
-        shown_by=seen[0].shown_by,
-        batches=len(seen),
+        shown_by=f"{seen[0].shown_by} of {len(seen)} batches",
         tokens=places // len(seen),
     )
 

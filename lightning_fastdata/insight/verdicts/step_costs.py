@@ -160,8 +160,7 @@ def _padding(e: Evidence) -> Finding | None:
     return found(
         "FD337",
         e.of_step(saved_ms),
-        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by} of "
-        f"{padding.batches} batches)",
+        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by})",
         advice,
         gain,
         "the loader's workers",
