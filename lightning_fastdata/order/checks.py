@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,7 +44,7 @@ def checked_lengths(lengths: Lengths, tokens: int | None, remedy: str) -> Ints:
         )
     for at in np.flatnonzero(found < 0)[:1]:
         raise DatasetError(f"lengths[{at}] is {found[at]}; a length is a whole number from 0 on.")
-    above = np.flatnonzero(found > tokens) if tokens is not None else ()
+    above = np.flatnonzero(found > (math.inf if tokens is None else tokens))
     if len(above):
         more = f", and so are {len(above) - 1} others" if len(above) > 1 else ""
         raise DatasetError(

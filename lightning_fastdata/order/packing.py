@@ -164,9 +164,8 @@ class PackedDataset(KeepsEpochs, Dataset[Packed]):
         first, last = packs[number : number + 2].tolist()
         at = int(np.searchsorted(edges, first, side="right")) - 1
         while (begin := int(edges[at])) < last:
-            end = int(edges[at + 1])
-            if begin < end:
-                yield int(documents[at]), max(first - begin, 0), min(last, end) - begin
+            end = min(last, int(edges[at + 1]))
+            yield int(documents[at]), max(first - begin, 0), end - begin
             at += 1
 
     @staticmethod

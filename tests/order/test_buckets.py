@@ -145,9 +145,9 @@ def test_the_costs_of_ranks_are_within_3_percent(ranks, count) -> None:
                 misses.check(max(found) <= 1.03 * min(found), name, cost, max(found) / min(found))
 
 
-@pytest.mark.parametrize(("steps", "ranks"), [(0, 2), (1, 3), (7, 2), (40, 5), (9000, 3)])
+@pytest.mark.parametrize(("steps", "ranks"), [(0, 2), (1, 3), (7, 2), (40, 5), (50_000, 2)])
 def test_ranks_differ_by_no_more_than_the_batches_of_one_step(steps, ranks) -> None:
-    costs = np.random.default_rng(steps).pareto(1.1, (steps, ranks))
+    costs = np.random.default_rng(steps).random((steps, ranks))
     given = dealt(costs)
     assert (np.sort(given) == np.arange(ranks)).all()
     had = np.take_along_axis(costs, given, axis=1).sum(0)
@@ -155,10 +155,13 @@ def test_ranks_differ_by_no_more_than_the_batches_of_one_step(steps, ranks) -> N
 
 
 def test_no_rank_of_a_step_waits_long_for_another() -> None:
-    lengths = drawn("speech", 50_000)
-    steps = zip(*of_ranks(lengths, 4, tokens=16384), strict=True)
-    longest = np.array([[lengths[batch].max() for batch in step] for step in steps])
-    assert (longest.max(1) / longest.mean(1) - 1).mean() < 0.02
+    with Misses() as misses:
+        for count in (20_000, 20_020, 20_060):  # 0, 2 and 1 batches are left for the last step
+            lengths = drawn("speech", count)
+            steps = zip(*of_ranks(lengths, 4, tokens=16384), strict=True)
+            longest = np.array([[lengths[batch].max() for batch in step] for step in steps])
+            waits = (longest.max(1) / longest.mean(1) - 1).mean()
+            misses.check(waits < 0.02, count, waits)
 
 
 def test_1_2_and_4_ranks_have_the_same_samples_in_a_step_of_4_batches() -> None:
@@ -179,6 +182,7 @@ def test_1_2_and_4_ranks_have_the_same_samples_in_a_step_of_4_batches() -> None:
 def test_epochs_and_seeds_differ_in_companions_and_order_but_not_in_number() -> None:
     lengths = drawn("speech", 5000)
     sampler = BucketBatchSampler(lengths, tokens=16384)
+    size = len(pickle.dumps(sampler))
     first = list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)
@@ -190,6 +194,7 @@ def test_epochs_and_seeds_differ_in_companions_and_order_but_not_in_number() -> 
     assert len(together[0] & together[2]) < few
     sampler.set_epoch(0)
     assert list(sampler) == first
+    assert len(pickle.dumps(sampler)) == size  # orders are drawn anew there
     assert list(pickle.loads(pickle.dumps(sampler))) == first
     assert list(copy.deepcopy(sampler)) == first
     order = [lengths[batch].max() for batch in first]
