@@ -1,12 +1,16 @@
 """How near whole torchvision v2 pipelines given as ``augment=`` are to torchvision itself.
 
     python benchmarks/parity_v2.py [--only NAME] [--write docs/parity.md]
+    python benchmarks/parity_v2.py --launches [--write docs/parity.md]
 
 Each pipeline of ``v2_pipelines.py`` runs on 48 photographs of several sizes, uint8 and float32,
 with masks, boxes or points where it is of that kind: by torchvision, sample by sample under the key
 of the sample, and through ``FastDataModule`` and ``FastDataLoader``, where all of it runs in the
 workers, and where the device computes what it can (here the CPU takes its place). It prints a
-table, or writes it into the page.
+table, or writes it into the page. What is called draws are the numbers themselves that torch draws
+for a sample, in their order. All of it takes about five minutes of a core, and no time is measured.
+
+``--launches`` prints what a device is given for a batch of 256, by operation (``v2_launches.py``).
 """
 
 from __future__ import annotations
@@ -24,16 +28,19 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from torch.utils.data import Dataset, default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
+from v2_launches import table
 from v2_pipelines import PIPELINES, Kind, Pipeline
 
 from demo.photos import PHOTOGRAPHS, open_photograph
 from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.randomness.seeds import seed_global_generators
+from lightning_fastdata.types import SampleKey
 
 Place = Literal["workers", "device"]
 BATCH: Final = 8
@@ -46,7 +53,6 @@ _SLACK: Final = 1e-6
 """Of the range: a level that went through a division and back."""
 _SAME_DRAWS: Final = 2 / 255
 """Of the range: with other draws, images of a sample differ by more than that on average."""
-BEGIN, END = "<!-- torchvision -->", "<!-- /torchvision -->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,8 @@ class PipelineParity:
     """Where the pixels were computed."""
     samples: int
     other_draws: int
-    """Samples whose images are so far from torchvision's that they must have drawn otherwise."""
+    """Samples for which torch drew other numbers than for torchvision, or whose images are so far
+    off that they were computed with the numbers of another one."""
     equal: float
     """Share of the pixels that are equal to the bit, 0..1."""
     near: float
@@ -161,15 +168,55 @@ def collate_for(kind: Kind) -> Callable[[Sequence[Any]], Any]:
     return collate_detection if kind.startswith("boxes") else collate_any
 
 
-def eager_batches(pipeline: nn.Module, data: Samples, *, seed: int = SEED) -> Iterator[Any]:
-    """Yield the batches that torchvision makes, each sample drawn under its key in epoch 0."""
+class Drawn(TorchDispatchMode):
+    """Keeps the numbers that torch draws, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.numbers += [one.clone() for one in tree_leaves(out) if isinstance(one, Tensor)]
+        return out
+
+
+def draws_for(pipeline: nn.Module, data: Samples, place: Place, seed: int = SEED) -> list[Any]:
+    """Return for each sample what torch draws where the package runs a pipeline in the worker."""
+    transform: Any = as_batch_transform(pipeline)
+    if place == "device":
+        transform = transform.for_samples(data[index] for index in range(BATCH))
+    worker, drawn = transform.in_worker(on_device=place == "device"), []
+    for index in range(len(data)):
+        sample = data[index]
+        with Drawn() as seen:
+            worker(sample, SampleKey(seed, 0, index))
+        drawn.append(seen.numbers)
+    return drawn
+
+
+def equal_draws(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Return whether the same numbers were drawn, in the same order."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def eager_batches(
+    pipeline: nn.Module, data: Samples, drawn: list[Any], *, seed: int = SEED
+) -> Iterator[Any]:
+    """Yield the batches that torchvision makes, each sample drawn under its key in epoch 0.
+
+    What torch draws for each sample is added to ``drawn``.
+    """
     collate = collate_for(data.kind)
     for first in range(0, len(data), BATCH):
         samples = []
         for index in range(first, min(first + BATCH, len(data))):
             sample = data[index]
             seed_global_generators(seed, 0, index)
-            samples.append(_transformed(pipeline, sample, data.kind))
+            with Drawn() as seen:
+                samples.append(_transformed(pipeline, sample, data.kind))
+            drawn.append(seen.numbers)
         yield collate(samples)
 
 
@@ -215,7 +262,9 @@ class _Sums:
 
     def __init__(self, std: Sequence[float], near: float) -> None:
         self._std, self._near = torch.tensor(std, dtype=torch.float64)[:, None, None], near
-        self.samples = self.other_draws = self.targets = 0
+        self.samples = self.targets = 0
+        self.otherwise: set[int] = set()
+        """Samples that were drawn for otherwise."""
         self.values = self.equal = self.within = 0
         self.largest = 0.0
 
@@ -237,8 +286,8 @@ class _Sums:
                 self._add_pixels(mine, other, off)
             else:
                 self.targets += int((mine != other).sum())
+        self.otherwise |= {self.samples + row for row, mean in off.items() if mean > _SAME_DRAWS}
         self.samples += BATCH
-        self.other_draws += sum(mean > _SAME_DRAWS for mean in off.values())
 
     def _add_pixels(self, mine: Tensor, other: Tensor, off: dict[int, float]) -> None:
         unit = 1 / 255 if other.dtype == torch.uint8 else self._std
@@ -281,11 +330,15 @@ def parity_of(
     made = pipeline.build(brightest)
     sums, failure = _Sums(stds(made), _NEAR[dtype]), ""
     try:
-        wanted = list(eager_batches(made, data))
+        drawn: list[Any] = []
+        wanted = list(eager_batches(made, data, drawn))
         got = list(our_batches(pipeline.build(brightest), data, place))
         assert len(got) == len(wanted), f"{len(got)} batches instead of {len(wanted)}"
         for theirs, ours in zip(wanted, got, strict=True):
             sums.add(theirs, ours)
+        own = draws_for(pipeline.build(brightest), data, place)
+        pairs = enumerate(zip(drawn, own, strict=True))
+        sums.otherwise |= {index for index, both in pairs if not equal_draws(*both)}
     except Exception as error:  # it is a row of the table
         where = traceback.extract_tb(error.__traceback__)[-1]
         failure = f"{type(error).__name__} in {where.name}: {error}".splitlines()[0]
@@ -294,7 +347,7 @@ def parity_of(
         dtype=dtype,
         place=place,
         samples=sums.samples,
-        other_draws=sums.other_draws,
+        other_draws=len(sums.otherwise),
         equal=sums.equal / max(sums.values, 1),
         near=sums.within / max(sums.values, 1),
         largest=sums.largest,
@@ -341,10 +394,19 @@ def section(rows: Sequence[PipelineParity]) -> str:
     return "\n".join([*lines, ""])
 
 
-def written_into(page: str, part: str) -> str:
-    """Return a page with what is between the marks replaced."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{part}\n{END}{rest.split(END)[1]}"
+def written_into(page: str, name: str, part: str) -> str:
+    """Return a page with what is between the marks of a name replaced."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
+
+
+def show(name: str, part: str, page: Path | None) -> None:
+    """Print a part of a page, or write it there, between the marks of its name."""
+    if page is None:
+        print(part)
+    else:
+        page.write_text(written_into(page.read_text(), name, part))
 
 
 def main() -> None:
@@ -353,8 +415,12 @@ def main() -> None:
     parser.add_argument("--place", choices=("workers", "device"), help="one of the two places")
     parser.add_argument("--count", type=int, default=48, help="photographs")
     parser.add_argument("--write", type=Path, help="page to write the table into")
+    parser.add_argument("--launches", action="store_true", help="count launches and bytes instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.launches:
+        show("launches", f"\n{table()}\n", options.write)
+        return
     images, rows = photographs(options.count), []
     places: Sequence[Place] = (options.place,) if options.place else ("workers", "device")
     chosen = {name: one for name, one in PIPELINES.items() if options.only in name}
@@ -371,7 +437,7 @@ def main() -> None:
     bad = [row for row in rows if row.failure or row.other_draws or row.targets or row.near < 0.95]
     print(f"{len(chosen)} pipelines, {len(rows)} rows, {len(bad)} not as torchvision's")
     if options.write is not None:
-        options.write.write_text(written_into(options.write.read_text(), section(rows)))
+        show("torchvision", section(rows), options.write)
 
 
 if __name__ == "__main__":

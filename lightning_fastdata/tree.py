@@ -80,6 +80,26 @@ def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> It
             yield from leaves(part, is_leaf)
 
 
+def with_paths(value: Batch, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves, in order, each with where it is."""
+    parts = children(value)
+    if parts is None:
+        yield path, value
+    else:
+        for key, part in parts:
+            yield from with_paths(part, (*path, key))
+
+
+def at_path(value: Batch, path: Path) -> Any:
+    """Return what lies under keys, positions and field names; None: nothing does."""
+    for key in path:
+        parts = dict(children(value) or ())
+        if key not in parts:
+            return None
+        value = parts[key]
+    return value
+
+
 @runtime_checkable
 class _PilImage(Protocol):
     size: tuple[int, int]
@@ -125,6 +145,11 @@ def replace_leaves(
     if all(new is old for new, (_, old) in zip(replaced, parts, strict=True)):
         return batch
     return rebuilt(batch, replaced)
+
+
+def put_leaves(value: Batch, leaves: Mapping[Path, Any]) -> Batch:
+    """Return a sample or batch with other leaves at some paths."""
+    return replace_leaves(value, leaves.get, depth=-1)
 
 
 def name_of(function: object) -> str:

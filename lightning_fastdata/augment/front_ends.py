@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 FRONT_ENDS: Final = (
     ("albumentations", "lightning_fastdata.augment.transform"),
-    ("torchvision.transforms", "lightning_fastdata.augment.torchvision.mixes"),
     ("torchvision.transforms", "lightning_fastdata.augment.torchvision"),
     ("kornia.augmentation", "lightning_fastdata.augment.kornia"),
 )

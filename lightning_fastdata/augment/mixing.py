@@ -572,6 +572,10 @@ class MixedTransform(StageTransform):
         """Return the operations of which a device makes other pixels of the same distribution."""
         return () if self.pipeline is None else self.pipeline.redrawn()
 
+    def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
+        """Return the parts of the pipeline that run on one sample after the other, by name."""
+        return () if self.pipeline is None else self.pipeline.without_form()
+
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample of the dataset holds no image that can be read."""
         if self.pipeline is not None:
@@ -631,8 +635,8 @@ class MixedTransform(StageTransform):
 
     def explain(self) -> str:
         """Return where each operation runs and why, as text."""
-        plan = None if self.pipeline is None else cast("BatchTransform", self.pipeline).plan
-        rows = [(row.name, row.where, row.why) for row in (plan.placements if plan else ())]
+        plan = getattr(self.pipeline, "plan", None)
+        rows = [] if plan is None else plan.rows
         steps = [(_name(step), "batch", "mixes its samples") for step in self._mixer.steps]
         return table(rows + steps)
 

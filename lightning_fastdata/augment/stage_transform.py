@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,13 +18,16 @@ from lightning_fastdata.augment.pipeline.fields import (
     put_fields,
 )
 from lightning_fastdata.errors import BatchError
+from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.tree import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lightning_fastdata.augment.pipeline.plan import Placements
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.augment.replay.warm_up import Kernel
+    from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch, SampleKey
 
 
@@ -81,6 +85,10 @@ class StageTransform:
         """Return the operations of which a device makes other pixels of the same distribution."""
         return ()
 
+    def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
+        """Return the parts that run on one sample after the other, wherever it runs, by name."""
+        return ()
+
     def for_samples(self, samples: Iterable[Batch]) -> Self:  # noqa: ARG002
         """Return the transform for a dataset, of which these are samples from all over it.
 
@@ -132,6 +140,68 @@ class StageTransform:
         raise NotImplementedError
 
 
+class PipelineTransform(StageTransform):
+    """A pipeline that draws for each sample, and that its user may change between epochs.
+
+    Attributes:
+        pipeline: as it was given.
+    """
+
+    pipeline: Any
+    plan: Placements | None = None
+    """Where its operations run; None: all of them on the device."""
+    _state: Fingerprint | None = None
+    """What the pipeline was when it was planned for; None: that cannot be told."""
+    _epoch: int | None = None
+    """Of the last batch of another loader."""
+
+    def __init__(self, pipeline: Any, fields: Fields) -> None:
+        self.name = type(pipeline).__name__
+        self.pipeline = pipeline
+        self._fields = fields
+        self.take_in()
+
+    @property
+    def defers(self) -> bool:
+        """Whether a device can do any part of it."""
+        return self.plan is None or self.plan.defers
+
+    def explain(self) -> str:
+        """Return a table: operation, where it runs, why."""
+        return table([] if self.plan is None else self.plan.rows)
+
+    def made_of(self) -> tuple[object, ...]:
+        """Return the pipeline."""
+        return (self.pipeline,)
+
+    def renewed(self) -> Self:
+        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
+        if not self._has_changed():
+            return self
+        twin = copy.copy(self)
+        twin.take_in()
+        return twin
+
+    def take_in(self) -> None:
+        """Plan for the pipeline as it is now."""
+        self._state = self.state()
+        self._epoch = None
+
+    def state(self) -> Fingerprint | None:
+        """Return what the pipeline is now."""
+        return fingerprint(self.pipeline, with_globals=False)
+
+    def follow(self, epoch: int | None = None) -> None:
+        """Plan anew if the pipeline has changed; with an epoch, once in each."""
+        if (epoch is None or self._epoch not in (None, epoch)) and self._has_changed():
+            self.take_in()
+        self._epoch = epoch
+
+    def _has_changed(self) -> bool:
+        state = self.state()
+        return state is None or state != self._state
+
+
 class CallableTransform(StageTransform):
     """A callable or ``nn.Module`` that runs on the batch on the device.
 
@@ -143,6 +213,8 @@ class CallableTransform(StageTransform):
 
     def __init__(self, function: Callable[[Any], Any], fields: Fields) -> None:
         self.name = name_of(function)
+        self.spelled = self.name if hasattr(function, "__name__") else f"{self.name}(...)"
+        """How it is written in code."""
         self._function = function
         self._fields = fields
 

@@ -27,6 +27,7 @@ from lightning_fastdata.augment.registry import registered_forms
 from lightning_fastdata.augment.replay.torch import replay_batch
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
+    PipelineTransform,
     StageTransform,
     plain_tensors,
     table,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.augment.ops.operation import DeviceOp
     from lightning_fastdata.augment.pipeline.dtypes import DType
+    from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.augment.replay.warm_up import Kernel
@@ -100,13 +102,14 @@ def stage_transform(
     return BatchTransform(transform, fields, same_pixels=same_pixels)
 
 
-class BatchTransform(StageTransform):
+class BatchTransform(PipelineTransform):
     """An Albumentations pipeline for batches, for ``FastDataModule(augment=...)`` or to be called.
 
     :meth:`from_albumentations` makes one to call. Not for several threads at once.
     """
 
     library = "Albumentations"
+    plan: Plan
     _drawn = 0
     """Samples that calls without a key have drawn for."""
 
@@ -124,7 +127,7 @@ class BatchTransform(StageTransform):
         self.name = type(compose).__name__
         if not isinstance(compose, albumentations.Compose):
             compose = albumentations.Compose([compose])
-        self.compose = compose
+        self.pipeline = compose
         self._ops = ops
         self._registered: dict[str, DeviceOp] = {}
         self._same_pixels = same_pixels
@@ -136,7 +139,7 @@ class BatchTransform(StageTransform):
         """What :meth:`for_samples` has made this of; it runs on the device."""
         self._why_not: str | None = None
         """Why nothing of it runs on a device; None: something may."""
-        self._take_in(_state_of(compose))
+        self.take_in()
 
     @classmethod
     def from_albumentations(
@@ -202,7 +205,7 @@ class BatchTransform(StageTransform):
             BatchError: there are no such images.
             TransformError: the pipeline transforms boxes or keypoints.
         """
-        self._follow()
+        self.follow()
         bare = isinstance(images, torch.Tensor)
         if masks is not None and not bare:
             raise BatchError(
@@ -217,11 +220,20 @@ class BatchTransform(StageTransform):
             return done
         return done["image"] if masks is None else (done["image"], done["mask"])
 
-    def _take_in(self, state: Fingerprint | None) -> None:
+    @property
+    def compose(self) -> Any:
+        """The pipeline, as a ``Compose``."""
+        return self.pipeline
+
+    def state(self) -> Fingerprint | None:
+        """Return what the pipeline is now."""
+        # Globals have no part in what a device can do, nor what somebody drew from the pipeline.
+        return fingerprint(self.compose, with_globals=False, instead=lasting([self.compose]))
+
+    def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
+        super().take_in()
         channels, dtypes = self._images
-        self._state = state
-        self._epoch: int | None = None
         self._registered = registered_forms(self.compose, self._registered)
         self.plan = analyse(
             self.compose,
@@ -233,30 +245,17 @@ class BatchTransform(StageTransform):
         )
         self._foreign: ForeignBatches | None = None
 
-    def made_of(self) -> tuple[object, ...]:
-        """Return the pipeline."""
-        return (self.compose,)
-
     def renewed(self) -> Self:
         """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
-        state = _state_of(self.compose)
-        if state is not None and state == self._state:
-            return self
-        twin = copy.copy(self)
-        twin._take_in(state)
-        if self._unfitted is not None:
-            self._unfitted._take_in(state)
+        twin = super().renewed()
+        if twin is not self and self._unfitted is not None:
+            self._unfitted.take_in()
         return twin
 
     @property
     def ops(self) -> Mapping[str, DeviceOp]:
         """Device forms by name, with those that were registered for the pipeline's own classes."""
         return device_ops(self._ops, self._registered)
-
-    @property
-    def defers(self) -> bool:
-        """Whether a device can do any part of it."""
-        return self.plan.defers
 
     def redrawn(self) -> tuple[str, ...]:
         """Return the operations of which a device makes other pixels of the same distribution."""
@@ -316,7 +315,7 @@ class BatchTransform(StageTransform):
                 fitted._why_not = "the samples hold images of several dtypes"
         else:
             fitted._why_not = "the samples hold no image, but frames or volumes"
-        fitted._take_in(self._state)
+        fitted.take_in()
         return fitted
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
@@ -339,16 +338,8 @@ class BatchTransform(StageTransform):
             BatchError: there is no image batch, or one of floats outside of [0, 1].
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
-        if self._epoch not in (None, key.epoch):
-            self._follow()
-        self._epoch = key.epoch
+        self.follow(key.epoch)
         return self._run_unprepared(batch, key, self._fields)
-
-    def _follow(self) -> None:
-        """Plan anew if the pipeline is not what it was."""
-        state = _state_of(self.compose)
-        if state is None or state != self._state:
-            self._take_in(state)
 
     def _run_unprepared(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:
         with plain_tensors():
@@ -376,7 +367,7 @@ class BatchTransform(StageTransform):
                 which may differ in size until an operation makes them one size.
         """
         plan = self.plan if size is None else self._on_batches().plan(size)
-        rows = table([(place.name, place.where, place.why) for place in plan.placements])
+        rows = table(plan.rows)
         reason = refusal() if size is None else None
         return rows if reason is None else f"{rows}\n{what_it_means(reason)}"
 
@@ -385,8 +376,3 @@ class BatchTransform(StageTransform):
             return key
         first, self._drawn = self._drawn, self._drawn + samples
         return SampleKey(torch.initial_seed(), 0, first)
-
-
-def _state_of(compose: Node) -> Fingerprint | None:
-    # Globals have no part in what a device can do, nor what somebody drew from the pipeline.
-    return fingerprint(compose, with_globals=False, instead=lasting([compose]))

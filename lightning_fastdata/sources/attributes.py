@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -15,8 +16,7 @@ import torch
 
 from lightning_fastdata.tree import held_by
 
-DICTS: Final = (dict, OrderedDict, defaultdict)
-CONTAINERS: Final = (list, *DICTS)
+CONTAINERS: Final = (list, dict, OrderedDict, defaultdict)
 _ELEMENTS: Final = 200
 """Of a list, what is measured: who touches all of them copies them."""
 _PAGE_BYTES: Final = 4096
@@ -32,44 +32,35 @@ _OPAQUE: Final = (
 
 
 class Attribute(NamedTuple):
-    """An attribute that holds a list or a dict."""
+    """An attribute that holds a list or a dict: its name, and where it is."""
 
     name: str
     """As it is reached, e.g. ``"dataset.coco.anns"``."""
     owner: dict[str, Any]
-    """The attributes of the object that it belongs to."""
     key: str
-    value: Any
-
-    def put(self, value: Any) -> None:
-        """Let the object hold another value."""
-        self.owner[self.key] = value
 
 
-def attributes(dataset: object, name: str = "dataset") -> Iterator[Attribute]:
+def attributes(
+    owner: object, name: str = "dataset", depth: int = _DEPTH, seen: set[int] | None = None
+) -> Iterator[Attribute]:
     """Yield what a dataset holds, and the objects that it holds.
 
     Objects are searched that have attributes of their own, as another dataset or an index; modules
     of networks, tensors and functions are not.
     """
-    yield from _within(dataset, name, _DEPTH, {id(dataset)})
-
-
-def _within(owner: object, name: str, depth: int, seen: set[int]) -> Iterator[Attribute]:
+    seen = {id(owner)} if seen is None else seen
     held = held_by(owner)
     for key, value in list(held.items()):
         path = f"{name}.{key}"
-        kind = type(value)
-        if kind in CONTAINERS:
-            yield Attribute(path, held, key, value)
+        if type(value) in CONTAINERS:
+            yield Attribute(path, held, key)
         parts = [(path, value)]
-        if kind in (list, tuple) and len(value) <= _PARTS:
+        if type(value) in (list, tuple) and len(value) <= _PARTS:
             parts = [(f"{path}[{number}]", part) for number, part in enumerate(value)]
         for where, part in parts:
-            opaque = id(part) in seen or isinstance(part, _OPAQUE)
-            if depth and held_by(part) and not opaque:
+            if depth and held_by(part) and id(part) not in seen and not isinstance(part, _OPAQUE):
                 seen.add(id(part))
-                yield from _within(part, where, depth - 1, seen)
+                yield from attributes(part, where, depth - 1, seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,52 +80,51 @@ class HeldObjects:
 
 def held_objects(dataset: object) -> tuple[HeldObjects, ...]:
     """Return the lists and dicts that a dataset holds, the largest first."""
-    found = {id(each.value): _measured(each.name, each.value) for each in attributes(dataset)}
-    return tuple(sorted(found.values(), key=lambda held: -held.counted_bytes))
+    found = {id(each.owner[each.key]): each for each in attributes(dataset)}
+    measured = (_measured(each.name, each.owner[each.key]) for each in found.values())
+    return tuple(sorted(measured, key=lambda held: -held.counted_bytes))
 
 
 def _measured(name: str, value: Any) -> HeldObjects:
-    some: Sequence[Any]
-    if isinstance(value, Mapping):
-        some = list(islice(value.items(), _ELEMENTS))
-    else:
-        some = value[:: max(1, len(value) // _ELEMENTS)]
-    sizes = [_size(part, _DEPTH) for part in some]
+    mapping = isinstance(value, Mapping)
+    every = len(value) // _ELEMENTS or 1
+    some = list(islice(value.values(), _ELEMENTS)) if mapping else value[::every]
+    keys = islice(value, len(some) if mapping else 0)
+    seen: set[int] = set()
+    sizes = [_size(part, _DEPTH, seen) for part in (*keys, *some)]
     times = len(value) / max(1, len(some))
-    size, counted = (int(times * sum(each[n] for each in sizes)) for n in (0, 1))
-    first = some[0][1] if isinstance(value, Mapping) and some else next(iter(some), None)
-    word = type(first).__name__
-    kind = f"{type(value).__name__} of {_count(len(value))} {_WORDS.get(word, f'{word}s')}"
+    size, counted = (int(times * sum(column)) for column in zip((0, 0), *sizes, strict=True))
+    word = type(next(iter(some), None)).__name__
+    count = f"{len(value) / 1e6:.1f} million" if len(value) >= 1e6 else f"{len(value):,}"
     return HeldObjects(
         name=name,
         elements=len(value),
-        kind=kind,
+        kind=f"{type(value).__name__} of {count} {_WORDS.get(word, f'{word}s')}",
         size_bytes=size + sys.getsizeof(value),
         counted_bytes=counted,
     )
 
 
-def _size(value: Any, depth: int) -> tuple[int, int]:
-    """Return the bytes of an object with all that it holds, and those that are counted."""
-    if value is None or type(value) is bool or (type(value) is int and -6 < value < 257):
-        return 0, 0  # Python has one of each
+def _size(value: Any, depth: int, seen: set[int]) -> tuple[int, int]:
+    """Return the bytes of an object with all that it holds, and those that are counted.
+
+    What was seen before is 0: an object that many have is one.
+    """
+    common = value is None or type(value) is bool or (type(value) is int and -6 < value < 257)
+    if common or id(value) in seen:  # Python has one of each that is common
+        return 0, 0
+    seen.add(id(value))
     own = sys.getsizeof(value)
     if isinstance(value, np.ndarray):
         return max(own, int(value.nbytes)), type(value).__basicsize__
-    parts: Any = ()
-    if depth and isinstance(value, dict):
-        parts = value.values()  # keys are names as a rule, which all have in common
-    elif depth and isinstance(value, list | tuple | set | frozenset):
-        parts = value
-    elif depth and hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    inner = [_size(part, depth - 1) for part in islice(parts, _ELEMENTS)]
+    parts: Any = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list | tuple | set | frozenset):
+        # Of any other object what it refers to, also in slots, as paths have them.
+        parts = [part for part in gc.get_referents(value) if not isinstance(part, _OPAQUE)]
+    some = islice(parts, _ELEMENTS if depth else 0)
+    sizes = [_size(part, depth - 1, seen) for part in some]
     times = max(1.0, len(parts) / _ELEMENTS)
-    whole, counted = (int(times * sum(pair[n] for pair in inner)) for n in (0, 1))
+    whole, counted = (int(times * sum(column)) for column in zip((0, 0), *sizes, strict=True))
     # The tables of containers are in memory of their own, which reading does not write to.
     head = type(value).__basicsize__ + _GC_HEAD if parts else min(own, _PAGE_BYTES)
     return own + whole, head + counted
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from augment.v2_pipelines import assert_same, eager, images, keys, sample
@@ -10,7 +11,8 @@ from torchvision.transforms import InterpolationMode, v2
 
 from lightning_fastdata import as_batch_transform
 from lightning_fastdata.augment.torchvision.forms import FORMS
-from lightning_fastdata.augment.torchvision.windows import resized_crop
+from lightning_fastdata.augment.torchvision.kernels import crop
+from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
 from lightning_fastdata.batches.collate import collate_samples
 
 NEAREST, BILINEAR = InterpolationMode.NEAREST, InterpolationMode.BILINEAR
@@ -106,8 +108,16 @@ def test_windows_of_any_size_are_resized_as_torchvision_does(size, dtype):
             for one, box in zip(batch, boxes, strict=True)
         ]
         name = "nearest" if mode is NEAREST else "antialias" if smooth else "bilinear"
-        made = resized_crop(batch, {"size": size, "mode": name}, {"box": torch.tensor(boxes)})
-        assert_same(made, torch.stack(wanted), floats=1e-5)
+        floats = dtype.is_floating_point
+        numbers = [window_numbers(box, (40, 44), size, name, floats=floats) for box in boxes]
+        arrays = {
+            key: torch.from_numpy(np.stack([one[key] for one in numbers])) for key in numbers[0]
+        }
+        run, static = (crop, {"padding": None}) if mode is NEAREST else (resized_crop, {})
+        made = run(batch, static, arrays)
+        assert made.dtype == dtype
+        gaps = (made.double() - torch.stack(wanted).double()).abs()
+        assert float(gaps.max()) <= (1e-6 if dtype.is_floating_point else 0)
 
 
 def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
@@ -118,3 +128,43 @@ def test_what_has_no_form_is_torchvisions_own_kernel_for_equal_parameters():
     assert [len(step.parts) for step in steps] == [COUNT, 1]
     wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
     assert_same(transform.apply(batch, draws), wanted)
+
+
+LEVELS = {
+    "posterize": v2.RandomPosterize(3, p=1),
+    "solarize": v2.RandomSolarize(0.5, p=1),
+    "policy": v2.RandAugment(1, 12),
+    "bytes": v2.ToDtype(torch.uint8, scale=True),
+    "bytes of images": v2.ToDtype({tv_tensors.Image: torch.uint8, "others": None}, scale=True),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_what_rounds_behind_a_resized_float_gets_torchvisions_last_bit(name):
+    samples = photos(COUNT, torch.float32, form="tuple")
+    pipeline = v2.Compose([v2.RandomResizedCrop(9), LEVELS[name]])
+    transform, batch, draws = deferred(pipeline, samples)
+    assert "resized_crop" not in [step.name for step in draws.programs[0,].steps]
+    wanted = collate_samples(eager(pipeline, samples, keys(COUNT)))
+    assert_same(transform.apply(batch, draws), wanted)
+
+
+def test_floats_are_resized_in_one_call_where_nothing_rounds_them():
+    floats = v2.ToDtype({tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64})
+    for steps in ([v2.RandomResizedCrop(9), floats], [LEVELS["posterize"], v2.Resize((9, 9))]):
+        _, _, draws = deferred(v2.Compose(steps), photos(2, torch.float32))
+        assert "resized_crop" in [step.name for step in draws.programs["image",].steps]
+
+
+@pytest.mark.parametrize(
+    ("transform", "own"),
+    [
+        (v2.RandomResizedCrop(9), False),
+        (v2.RandomResizedCrop(9, interpolation=InterpolationMode.BICUBIC), True),
+        (v2.RandomErasing(value="random"), True),
+        (v2.RandomGrayscale(), False),
+    ],
+)
+def test_explain_says_what_takes_a_call_for_each_sample(transform, own):
+    text = as_batch_transform(transform).for_samples(photos(2)).explain()
+    assert ("own kernel on samples with equal parameters" in text) is own

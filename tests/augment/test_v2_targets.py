@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import dataclass
 
 import PIL.Image
@@ -225,9 +226,42 @@ class Shot:
 
 def test_a_sample_in_which_v2_finds_nothing_is_refused():
     flip = as_batch_transform(v2.RandomHorizontalFlip(1.0))
-    for given in (Shot(torch.zeros(3, 8, 8)), {"x": 1.0}, ("text", 4)):
-        with pytest.raises(BatchError, match="nothing to transform"):
-            flip.check_sample(given)
+    image = torch.zeros(3, 8, 8)
+    converted = as_batch_transform(v2.Compose([v2.ToImage(), v2.RandomHorizontalFlip(1.0)]))
+    # torch's own pytree, by which v2 looks, takes other mappings for leaves.
+    for given in (Shot(image), {"x": 1.0}, ("text", 4), UserDict(image=image, label=3)):
+        for transform in (flip, converted):
+            with pytest.raises(BatchError, match="nothing to transform"):
+                transform.check_sample(given)
+            transform.in_worker(on_device=True)(given, SampleKey(0, 0, 0))
+
+
+def test_an_array_beside_a_mask_moves_with_it_once_it_is_converted():
+    samples = [
+        {"image": image.permute(1, 2, 0).numpy(), "mask": tv_tensors.Mask(image[0])}
+        for image in images(4, 30, 30)
+    ]
+    check(v2.Compose([v2.ToImage(), v2.RandomHorizontalFlip(), v2.RandomCrop(20)]), samples)
+    late = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip(), v2.ToImage()]))
+    with pytest.raises(BatchError, match="no role"):
+        late.check_sample(samples[0])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("last", [v2.RandomInvert(), v2.ElasticTransform()])
+def test_what_writes_in_place_leaves_the_dataset_as_it_is(on_device, last):
+    """As in the workers of a DataLoader, whose memory is their own in each epoch."""
+    kept = images(1, 30, 30, torch.float32)[0]
+    written = v2.Normalize([0.5], [0.5], inplace=True), v2.RandomErasing(1.0, inplace=True)
+    pipeline = v2.Compose([v2.CenterCrop(30), *written, last])
+    for number in (0, 1):
+        [wanted] = eager(pipeline, [kept], keys(1, epoch=number))
+        worker = as_batch_transform(pipeline).in_worker(on_device=on_device)
+        before = kept.clone()
+        made, tape = worker(kept, keys(1, epoch=number)[0])
+        [done] = worker.finish_each([made], [tape])[0] if on_device else [made]
+        assert_same(done, wanted, floats=1e-5)
+        assert torch.equal(kept, before)
 
 
 def test_keypoints_that_a_collated_batch_has_lost_are_warned_of():

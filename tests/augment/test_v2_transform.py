@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 
 import pytest
@@ -16,7 +15,7 @@ from torchvision.transforms._presets import ImageClassification
 
 from lightning_fastdata import BatchError, TransformError, as_batch_transform
 from lightning_fastdata.augment.pipeline.fields import Fields
-from lightning_fastdata.augment.torchvision import plan
+from lightning_fastdata.augment.torchvision import kinds, plan
 from lightning_fastdata.augment.torchvision import transform as home
 from lightning_fastdata.augment.torchvision.collated import run_collated
 from lightning_fastdata.augment.torchvision.tape import Recorder
@@ -47,7 +46,7 @@ def places(pipeline, **how):
         ([v2.RandomInvert(), v2.Resize(9), v2.CenterCrop(9), FLOAT], "worker worker worker device"),
         ([v2.RandomHorizontalFlip(), v2.ColorJitter(0.1)], "device device"),
         ([v2.RandomInvert(), v2.ElasticTransform(), v2.RandomInvert()], "worker worker device"),
-        ([v2.RandomInvert(), v2.RandomApply([v2.GaussianNoise()]), FLOAT], "either worker device"),
+        ([v2.RandomInvert(), v2.RandomApply([v2.GaussianNoise()]), FLOAT], "worker worker device"),
         ([v2.RandomInvert(), Halved(), v2.RandomErasing()], "worker worker device"),
         ([v2.RandomApply([FLOAT]), v2.RandomInvert()], "worker device"),
         ([v2.RandomRotation(9, expand=True), v2.CenterCrop(9), FLOAT], "worker worker device"),
@@ -173,15 +172,40 @@ def test_batches_of_other_loaders_draw_by_sample(name, form):
     batch = collate_samples(samples)
     recorder = Recorder(pipeline, plan.make_plan(pipeline, one_size=True))
     for recorded in (False, True, True):
-        how = {"recorder": recorder, "recorded": recorded}
-        made = run_collated(pipeline, batch, Fields(), keys(6)[0], **how)
+        own = recorder if recorded else None
+        made = run_collated(pipeline, batch, Fields(), keys(6)[0], own)
         found = made[0] if form == "tuple" else {n: made[n] for n in ("image", "mask")}
         assert_same(found, collate_samples(wanted), types=False, floats=1e-5)
         rest = made[1] if form == "tuple" else made["label"]
         assert rest.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("several", [v2.FiveCrop(20), lambda image: (image, image.flip(-1))])
+def test_several_views_are_batches_of_views_as_torch_collates_them(recorded, several):
+    pipeline = v2.Compose([v2.RandomInvert(), several])
+    samples = [(image[..., :44], number) for number, image in enumerate(images(4, 40, 44))]
+    recorder = Recorder(pipeline, plan.make_plan(pipeline, one_size=True)) if recorded else None
+    batch = collate_samples(samples)
+    views, labels = run_collated(pipeline, batch, Fields(), keys(4)[0], recorder)
+    wanted = collate_samples(eager(pipeline, [image for image, _ in samples], keys(4)))
+    assert_same(views, wanted, types=False)
+    assert labels.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_images_of_other_dtypes_are_computed_sample_by_sample(dtype):
+    pipeline = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomAffine(9)])
+    recorder = Recorder(pipeline, plan.make_plan(pipeline, one_size=True))
+    given = [image[..., :44].to(dtype) for image in images(4, 40, 44)]
+    made = run_collated(pipeline, torch.stack(given), Fields(), keys(4)[0], recorder)
+    assert_same(made, torch.stack(eager(pipeline, given, keys(4))), types=False)
+
+
 def test_batches_of_other_loaders_that_cannot_be_right_are_refused():
+    sizes = as_batch_transform(v2.RandomResize(20, 40))
+    with pytest.raises(TransformError, match="cannot be stacked"):
+        sizes.apply_unprepared([torch.rand(4, 3, 30, 30), torch.arange(4)], keys(1)[0])
     boxes = as_batch_transform(v2.Compose([v2.RandomHorizontalFlip(), v2.SanitizeBoundingBoxes()]))
     with pytest.raises(TransformError, match="SanitizeBoundingBoxes"):
         boxes.apply_unprepared([torch.zeros(2, 3, 8, 8), torch.zeros(2)], keys(1)[0])
@@ -198,8 +222,8 @@ def test_batches_of_other_loaders_that_cannot_be_right_are_refused():
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_changed_pipeline_is_planned_anew(monkeypatch, recorded):
-    as_there = functools.partial(run_collated, recorded=recorded)
-    monkeypatch.setattr(home, "run_collated", as_there)
+    there = torch.device("meta" if recorded else "cpu")
+    monkeypatch.setattr(home, "first_device", lambda batch: there)
     pipeline = v2.Compose([v2.RandomResizedCrop(9), FLOAT])
     transform = as_batch_transform(pipeline)
     assert transform.renewed() is transform
@@ -235,6 +259,6 @@ def test_without_parameters_by_name_all_runs_in_the_workers(monkeypatch):
 
 def test_policies_run_in_the_worker_where_their_method_has_another_name(monkeypatch):
     for policy in (v2.RandAugment(), v2.AutoAugment(), v2.TrivialAugmentWide()):
-        assert plan.kind_of(policy) == "policy"  # of the installed version
-    monkeypatch.setattr(plan, "POLICY_METHOD", "_of_another_version")
+        assert kinds.kind_of(policy) == "policy"  # of the installed version
+    monkeypatch.setattr(kinds, "POLICY_METHOD", "_of_another_version")
     assert places(v2.Compose([v2.RandAugment()])) == ["worker"]

@@ -167,6 +167,18 @@ def test_objects_are_named_and_sized_by_what_a_worker_would_copy():
     assert kinds["names"].kind == "dict of 300 texts"
 
 
+def test_what_objects_hold_in_slots_counts_and_what_many_hold_counts_once():
+    paths = [Path(f"train/{n:012d}.jpg") for n in range(500)]
+    name = "a name that all have" * 10
+    kinds = {
+        held.name.rpartition(".")[2]: held
+        for held in held_objects(Holds(paths=paths, names=[(name, n + 0.5) for n in range(500)]))
+    }
+    least = sys.getsizeof(paths[0]) + sys.getsizeof(paths[0].name)
+    assert kinds["paths"].size_bytes > 500 * least
+    assert kinds["names"].size_bytes < 500 * sys.getsizeof(name)
+
+
 def test_pages_that_only_one_process_has_are_told_from_those_that_several_have():
     text = "Pss: 700 kB\nPss_File: 60 kB\nPss_Shmem: {} kB\nAnonymous: 900 kB\n"
     text += "Private_Dirty: {} kB\n"

@@ -9,9 +9,12 @@ import pytest
 import torch
 from conformance.pieces import Linear, Rows, make_trainer
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader
+from lightning_fastdata.insight.measure import host_metrics
 from lightning_fastdata.insight.measure.host_metrics import HostMeter
+from lightning_fastdata.insight.measure.memory import MemoryMeter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
 CPU = torch.device("cpu")
@@ -62,6 +65,24 @@ def test_memory_is_added_up_again_only_after_a_thousand_times_as_long():
 def test_the_share_of_busy_workers_is_logged_if_it_is_known():
     assert HostMeter(CPU, busy_share=lambda: 0.5).metrics()["data_workers/busy_percent"] == 50
     assert "data_workers/busy_percent" not in HostMeter(CPU).metrics()
+
+
+@linux
+def test_pages_are_read_at_the_end_of_an_epoch_while_its_workers_live(tmp_path, monkeypatch):
+    seen = []
+
+    def read(_, workers):
+        seen.append((trainer.current_epoch, len(workers)))
+        return 1
+
+    monkeypatch.setattr(MemoryMeter, "read", read)
+    monkeypatch.setattr(host_metrics, "_REST", 0)
+    gc.collect()
+    loader = DataLoader(Rows(8), 4, num_workers=1)
+    callback = DataThroughputCallback(summary=False, report=False)
+    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[callback])
+    trainer.fit(Linear(), loader)
+    assert seen[:2] == [(0, 1), (1, 1)]
 
 
 @linux

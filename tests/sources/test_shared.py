@@ -20,7 +20,7 @@ from misses import Misses
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_fastdata import DatasetError, FastDataLoader, FastDataWarning, share
-from lightning_fastdata.sources.shared import Block
+from lightning_fastdata.sources.sealed import Block
 
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates too, as paths may hold
 SCALARS = st.one_of(
@@ -49,11 +49,22 @@ def same(one, other):
     return repr(one) == repr(other)
 
 
+def plain_within(value):
+    """Return the lists and dicts within a value that could be changed."""
+    if isinstance(value, dict):
+        parts = [*value, *value.values()]
+    else:
+        parts = value if isinstance(value, list | tuple) else ()
+    own = [value] if type(value) in (list, dict) else []
+    return own + [each for part in parts for each in plain_within(part)]
+
+
 @given(LISTS, st.integers(-14, 14), st.slices(12))
 def test_a_shared_list_reads_as_the_list(items, number, some):
     shared = share(items)
     assert len(shared) == len(items)
     assert same(list(shared), items)
+    assert plain_within(tuple(shared)) == []
     assert same(shared[some], items[some])
     assert repr(shared) == repr(items)
     assert same(pickle.loads(pickle.dumps(shared)), items)
@@ -82,6 +93,8 @@ def test_a_shared_dict_reads_as_the_dict(pairs, key):
     assert list(shared) == list(pairs)
     assert same(list(shared.items()), list(pairs.items()))
     assert same(list(shared.values()), list(pairs.values()))
+    assert plain_within(tuple(shared.values())) == []
+    assert plain_within(tuple(shared.items())) == []
     assert (key in shared) == (key in pairs)
     assert same(shared.get(key, "none"), pairs.get(key, "none"))
     assert same(pickle.loads(pickle.dumps(shared)).copy(), pairs)
@@ -110,6 +123,11 @@ def test_arrays_paths_and_dates_in_items_come_back_as_they_were():
         {"image": whole[:, ::2], "box": whole.T, "none": np.zeros((0, 3), np.uint8)},
         {"path": PurePosixPath("a/b"), "day": date(2026, 1, 2), "n": np.float32(1.5)},
         [Path("x"), (np.array(3), whole)],
+        {"at": np.array(["2020-01-01"], "M8[D]"), "row": np.ones(2, [("a", "i4"), ("b", "U3")])},
+        {
+            "aligned": np.ones(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+            ">": whole.astype(">f4"),
+        },
     ]
     shared = share(items)
     for one, other in (("image", whole[:, ::2]), ("box", whole.T)):
@@ -119,8 +137,47 @@ def test_arrays_paths_and_dates_in_items_come_back_as_they_were():
         with pytest.raises(ValueError, match="read-only"):
             read[...] = 0
     assert shared[1] == items[1]
-    assert repr(shared[2]) == repr(items[2])
+    assert repr(shared[2:]) == repr(items[2:])
     assert copy.deepcopy(shared[0])["image"].flags.writeable
+
+
+UNLIKE = [
+    [[1.5, 2], [], [3]],
+    [{"a": [[1]], "b": None}, {"a": [], "b": [1]}, {"a": [[2], []], "b": {"c": [[]]}}],
+    [{"a": [1], "b": [[2]]}, {"b": 3, "a": [4]}, {"a": 5}],
+    [{1: [1], None: {"x": [2]}}, {(1, 2): [3]}, {Path("x"): [Path("y")]}],
+    [("x", [1], {"y": [2]}), ("x", []), ((), [[]]), ("x", None, [3])],
+    [{key: [[1]] for key in range(200)}, {}, tuple([[2]] * 200)],
+    [frozenset({Path("x")}), [frozenset({1})], [np.float32(1), [np.arange(2)]], 5],
+]
+
+
+@pytest.mark.parametrize("items", UNLIKE, ids=range(len(UNLIKE)))
+def test_nothing_can_be_changed_in_items_that_are_unlike(items):
+    shared = share([*items, *items])
+    assert repr(shared) == repr([*items, *items])
+    assert plain_within(tuple(shared)) == []
+    alone = [share([item])[0] for item in items]
+    assert repr(alone) == repr(items)
+    assert plain_within(tuple(alone)) == []
+    assert repr(copy.deepcopy(alone)) == repr(pickle.loads(pickle.dumps(alone))) == repr(items)
+    again = share([*shared])
+    assert repr(again) == repr(shared)
+
+
+def test_an_array_that_many_items_hold_is_written_once():
+    camera = np.arange(1000.0)
+    shared = share([{"camera": camera, "at": n, "again": [camera]} for n in range(50)])
+    assert np.shares_memory(shared[0]["camera"], shared[49]["again"][0])
+    assert len(shared._block) < 2 * camera.nbytes
+
+
+def test_to_go_through_a_dict_looks_nothing_up(monkeypatch):
+    shared = share({f"{n}": [n] for n in range(50)})
+    monkeypatch.setattr(type(shared), "_place", None)  # where a key would be looked up
+    assert list(shared.items()) == [(f"{n}", [n]) for n in range(50)]
+    assert list(shared.values()) == [[n] for n in range(50)]
+    assert shared.copy() == dict(shared.items()) == {f"{n}": [n] for n in range(50)}
 
 
 WRITES = {
@@ -341,6 +398,6 @@ def test_what_was_shared_is_shared_again_and_what_cannot_be_is_named():
     deep: list = []
     for _ in range(600):
         deep = [deep]
-    for cannot in (np.array(["2020-01-01"], "M8[D]"), np.zeros(1, [("a", "i4")])[0], deep):
+    for cannot in (np.zeros(1, [("a", "i4")])[0], np.array([None]), deep):
         with pytest.raises(DatasetError, match="Nothing is shared"):
             share([cannot] * 2)

@@ -18,7 +18,6 @@ from torch import Size, Tensor
 from lightning_fastdata.augment.batch_draws import key_of_batch
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import keyed_draws
-from lightning_fastdata.tree import replace_leaves
 from lightning_fastdata.types import SampleKey
 
 Params: TypeAlias = Any
@@ -26,7 +25,6 @@ Params: TypeAlias = Any
 
 _OF_BATCH: Final = frozenset({"MixAugmentationBaseV2", "OperationBase"})
 """Bases of modules that draw for a batch: mixing, and the policies of AutoAugment and its kin."""
-_GENERATORS: Final = ("torch",)
 
 
 class _Leaf(NamedTuple):
@@ -35,22 +33,24 @@ class _Leaf(NamedTuple):
     module: Any
     drawn: dict[str, Any]
 
-    @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
 
 def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params:
-    """Return the parameters of a module for a batch of images ``[C, H, W]``, each with its key.
+    """Return the parameters of a module for a batch of images ``[n, C, H, W]``.
+
+    ``keys``: of its samples, which draw for themselves; or of the first one alone, and the batch
+    draws as a whole.
 
     Raises:
         TransformError: what it draws has no row for each sample.
     """
-    drawn = draw_together(module, keys[0], (len(keys), *shape))
+    with keyed_draws(key_of_batch(keys[0]), ("torch",)):
+        drawn = module.forward_parameters(Size(shape))
+    if len(keys) != shape[0]:
+        return drawn
     alone = [leaf for leaf in _leaves(module, drawn) if not is_of_batch(leaf.module)]
     rows: list[list[dict[str, Tensor]]] = [[] for _ in alone]
     for key in keys if alone else ():
-        with keyed_draws(key, _GENERATORS):
+        with keyed_draws(key, ("torch",)):
             for leaf, drawn_alone in zip(alone, rows, strict=True):
                 drawn_alone.append(leaf.module.forward_parameters(_as_one(leaf)))
     for leaf, drawn_alone in zip(alone, rows, strict=True):
@@ -58,18 +58,10 @@ def draw(module: Any, keys: Sequence[SampleKey], shape: Sequence[int]) -> Params
         counts = len(keys), int((leaf.drawn["batch_prob"] > 0.5).sum())
         for name, value in leaf.drawn.items():
             if isinstance(value, Tensor):
+                what = f"{type(leaf.module).__name__}: {name}"
                 ones = [one[name] for one in drawn_alone]
-                leaf.drawn[name] = _put_together(value, ones, counts, f"{leaf.name}: {name}")
+                leaf.drawn[name] = _put_together(value, ones, counts, what)
     return drawn
-
-
-def draw_together(module: Any, first: SampleKey, shape: Sequence[int]) -> Params:
-    """Return the parameters of a batch ``[n, C, H, W]`` as Kornia draws them, by the batch's key.
-
-    ``first`` is the key of its first sample.
-    """
-    with keyed_draws(key_of_batch(first), _GENERATORS):
-        return module.forward_parameters(Size(shape))
 
 
 def is_of_batch(module: Any) -> bool:
@@ -77,21 +69,6 @@ def is_of_batch(module: Any) -> bool:
     if getattr(module, "same_on_batch", False) or getattr(module, "p_batch", 1.0) < 1:
         return True
     return not _OF_BATCH.isdisjoint(one.__name__ for one in type(module).__mro__)
-
-
-def as_arrays(params: Params) -> Params:
-    """Return parameters with arrays for tensors: they go to another process as plain bytes."""
-    return replace_leaves(
-        params, lambda _, leaf: leaf.numpy() if isinstance(leaf, Tensor) else leaf, depth=-1
-    )
-
-
-def as_tensors(params: Params) -> Params:
-    """Return what :func:`as_arrays` made with tensors again."""
-    return replace_leaves(
-        params, lambda _, leaf: torch.from_numpy(leaf) if hasattr(leaf, "__array__") else leaf,
-        depth=-1,
-    )  # fmt: skip
 
 
 def _leaves(module: Any, drawn: Params) -> Iterator[_Leaf]:
@@ -107,8 +84,8 @@ def _as_one(leaf: _Leaf) -> Size:
     shape = leaf.drawn.get("forward_input_shape")
     if shape is None:
         raise TransformError(
-            f"Kornia's {leaf.name} does not say for which shape it draws (forward_input_shape), so "
-            "that it cannot be drawn for each sample by its key."
+            f"Kornia's {type(leaf.module).__name__} does not say for which shape it draws "
+            "(forward_input_shape), so that it cannot be drawn for each sample by its key."
         )
     return Size((1, *shape.tolist()[1:]))
 

@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
-from lightning_fastdata.augment.kornia.keyed import (
-    as_arrays,
-    as_tensors,
-    draw,
-    draw_together,
-    is_of_batch,
-)
+from lightning_fastdata.augment.kornia.keyed import draw, is_of_batch
 from lightning_fastdata.augment.pipeline.fields import (
     Fields,
     Location,
@@ -32,6 +27,7 @@ from lightning_fastdata.augment.pipeline.fields import (
 from lightning_fastdata.augment.pipeline.roles import Mover, check_beside
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
+    PipelineTransform,
     StageTransform,
     WorkerTransform,
     follow,
@@ -40,16 +36,12 @@ from lightning_fastdata.augment.stage_transform import (
 )
 from lightning_fastdata.device.backend import device_draws
 from lightning_fastdata.errors import BatchError, TransformError
-from lightning_fastdata.fingerprint import fingerprint
 from lightning_fastdata.randomness.search import loaded_classes
 from lightning_fastdata.randomness.seeds import keyed_draws
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
 
 _IMAGES: Final = frozenset({"INPUT", "IMAGE"})
@@ -112,7 +104,7 @@ class _Drawn(NamedTuple):
     """Of its image, ``[C, H, W]``; None: another one when it is collated."""
 
 
-class KorniaTransform(StageTransform):
+class KorniaTransform(PipelineTransform):
     """A module of Kornia, or a sequence of them; see :func:`as_batch_transform`.
 
     Kornia computes it on the whole batch, with parameters of which each sample has drawn its own.
@@ -122,45 +114,30 @@ class KorniaTransform(StageTransform):
 
     library = "Kornia"
 
-    def __init__(self, module: Any, fields: Fields) -> None:
-        self.name = type(module).__name__
-        self._module = module
-        self._fields = fields
-        self._take_in(_state_of(module))
-
-    def _take_in(self, state: Fingerprint | None) -> None:
+    def take_in(self) -> None:
+        """Take the module as it is now."""
+        super().take_in()
         # A copy computes, as a module keeps what it drew last: it would seem to have changed.
-        self._state, self._copy = state, copy.deepcopy(self._module)
-
-    def made_of(self) -> tuple[object, ...]:
-        """Return the module."""
-        return (self._module,)
-
-    def renewed(self) -> Self:
-        """Return the transform as the module is now: itself, if nothing of that has changed."""
-        state = _state_of(self._module)
-        if state is not None and state == self._state:
-            return self
-        self._take_in(state)
-        return copy.copy(self)
+        self._copy = copy.deepcopy(self.pipeline)
 
     def behind(self) -> StageTransform:
         """Return the module as what draws for whole batches, by their numbers."""
-        return CallableTransform(self._module, self._fields)
+        return CallableTransform(self.pipeline, self._fields)
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample has no image, or something that would stay behind it."""
         place = find_fields(sample, self._fields, batched=False).image
         size = to_hwc(get_field(sample, place))[0].shape[:2]
-        if place is None or not _moves_pixels(self._module):
+        moving = loaded_classes(_HOME, "GeometricAugmentationBase2D")
+        if place is None or not any(isinstance(one, moving) for one in self.pipeline.modules()):
             return
-        moved = [where for _, where in _targets(self._module, self._fields, sample, place)]
+        moved = [where for _, where in _targets(self.pipeline, self._fields, sample, place)]
         mover = Mover(self.name, takes_boxes=len(moved) > 1)
         check_beside(sample, {*moved, *self._fields.stays}, size, mover)
 
     def in_worker(self, *, on_device: bool) -> KorniaWorker:
         """Return what draws for each sample, and computes there if no device does."""
-        return KorniaWorker(self._module, self._fields, on_device=on_device)
+        return KorniaWorker(self.pipeline, self._fields, on_device=on_device)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Return the batch as Kornia makes it of the parameters that were drawn."""
@@ -177,12 +154,10 @@ class KorniaTransform(StageTransform):
 
     def explain(self) -> str:
         """Return a line for each module that draws."""
-        rows = []
-        for module in self._module.modules():
-            if hasattr(module, "p_batch"):
-                who = "the batch draws" if is_of_batch(module) else "each sample draws"
-                rows.append((type(module).__name__, "device", f"by Kornia itself; {who}"))
-        return table(rows)
+        who = {True: "the batch", False: "each sample"}
+        drawing = (module for module in self.pipeline.modules() if hasattr(module, "p_batch"))
+        rows = [(type(one).__name__, who[is_of_batch(one)]) for one in drawing]
+        return table([(name, "device", f"by Kornia itself; {one} draws") for name, one in rows])
 
 
 class KorniaWorker(WorkerTransform):
@@ -216,16 +191,18 @@ class KorniaWorker(WorkerTransform):
         keys, shapes = zip(*drawn, strict=True)
         params = None
         if shapes[0] is not None and len(set(shapes)) == 1:
-            params = as_arrays(draw(self._module, keys, shapes[0]))
+            # Arrays go to another process as plain bytes.
+            params = draw(self._module, keys, (len(keys), *shapes[0]))
+            params = tree_map_only(Tensor, Tensor.numpy, params)
         return BatchDraws(len(keys), (params, keys))
 
     def stacks(
         self, samples: Sequence[Batch], drawn: Sequence[_Drawn], batch: Batch = None
     ) -> bool:
         """Return whether the images make one tensor of the shape that is drawn for."""
-        alike = len({one.shape for one in drawn}) == 1
-        if batch is None or not alike:
-            return alike
+        shapes = {one.shape for one in drawn}
+        if batch is None or len(shapes) > 1:
+            return len(shapes) == 1
         images = get_field(batch, find_fields(batch, self._fields, batched=True).image)
         return tuple(images.shape) == (len(samples), *(drawn[0].shape or ()))
 
@@ -241,10 +218,6 @@ class KorniaWorker(WorkerTransform):
         return _computed(self._module, self._fields, batch, None, keys)
 
 
-def _state_of(module: Any) -> Fingerprint | None:
-    return fingerprint(module, with_globals=False)
-
-
 def _computed(
     module: Any, fields: Fields, batch: Batch, params: Any, keys: Sequence[SampleKey]
 ) -> Batch:
@@ -255,12 +228,8 @@ def _computed(
     with plain_tensors():
         place = find_fields(batch, fields, batched=True).image
         images = _as_kornia_takes(get_field(batch, place))
-        if params is not None:
-            params = as_tensors(params)
-        elif len(keys) == len(images):
-            params = draw(module, keys, images.shape[1:])
-        else:
-            params = draw_together(module, keys[0], images.shape)
+        params = draw(module, keys, images.shape) if params is None else params
+        params = tree_map_only(np.ndarray, torch.from_numpy, params)
         targets = _targets(module, fields, batch, place)
         given = [images if where == place else get_field(batch, where) for _, where in targets]
         told = {"data_keys": [key for key, _ in targets]} if hasattr(module, "data_keys") else {}
@@ -270,9 +239,8 @@ def _computed(
             # Not its __call__, which may copy the images back to the CPU.
             made = module.forward(*given, params=params, **told)
         made = [made] if isinstance(made, Tensor) else list(made)
-        return put_fields(
-            batch, {where: one for (_, where), one in zip(targets, made, strict=True)}
-        )
+        changed = {where: one for (_, where), one in zip(targets, made, strict=True)}
+        return put_fields(batch, changed)
 
 
 def _as_kornia_takes(images: Batch) -> Tensor:
@@ -288,11 +256,6 @@ def _as_kornia_takes(images: Batch) -> Tensor:
         images = images.permute(0, 3, 1, 2).contiguous()
     floats: Tensor = images.float() / 255 if images.dtype == torch.uint8 else images
     return floats
-
-
-def _moves_pixels(module: Any) -> bool:
-    kinds = loaded_classes(_HOME, "GeometricAugmentationBase2D")
-    return any(isinstance(one, kinds) for one in module.modules())
 
 
 def _targets(

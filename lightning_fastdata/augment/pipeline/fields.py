@@ -90,12 +90,7 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
     Raises:
         BatchError: there is no image, or the field that was named does not exist.
     """
-    for name, location in (("image", fields.image), ("mask", fields.mask)):
-        if location is not None and not has_field(item, location):
-            raise BatchError(
-                f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
-                f"Name a key or an index that exists."
-            )
+    check_named(item, fields)
     mapping = isinstance(item, Mapping)
     mask = fields.mask
     if mask is None and mapping and item.get("mask") is not None:
@@ -118,6 +113,16 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool) -> Found:
         "frames or a volume under Albumentations' names for them ('images', 'volume'). "
         "Say where it is with image=<key or index>."
     )
+
+
+def check_named(item: Batch, fields: Fields) -> None:
+    """Raise BatchError if a field that was named does not exist in a sample or batch."""
+    for name, location in (("image", fields.image), ("mask", fields.mask)):
+        if location is not None and not has_field(item, location):
+            raise BatchError(
+                f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
+                f"Name a key or an index that exists."
+            )
 
 
 def target_places(

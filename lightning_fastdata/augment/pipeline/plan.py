@@ -75,11 +75,27 @@ class OpPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Where every operation of one pipeline runs."""
+class Placements:
+    """Where every operation of one pipeline runs, whatever library it is of."""
 
     placements: tuple[OpPlacement, ...]
     """One per leaf transform, in the order in which they are written."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether any operation may run on the device."""
+        return any(placement.where != "worker" for placement in self.placements)
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Operation, place and reason of each."""
+        return [(placed.name, placed.where, placed.why) for placed in self.placements]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Placements):
+    """Where every operation of an Albumentations pipeline runs."""
+
     conditional: tuple[bool, ...]
     """Per leaf: whether some samples may go without it on the device, where those that do not go
     without have to keep their form."""
@@ -88,11 +104,6 @@ class Plan:
     opaque_until: int
     """Number of the last leaf that must run unobserved, because something calls its transforms in
     its own way; -1 for none."""
-
-    @property
-    def defers(self) -> bool:
-        """Whether any operation may run on the device."""
-        return any(placement.where != "worker" for placement in self.placements)
 
 
 _DRAWS: Final = "; draws numbers for every pixel there"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -37,10 +36,10 @@ from lightning_fastdata.augment.record.targets import (
     named_places,
     target_roles,
 )
-from lightning_fastdata.augment.replay.program import Draws, compile_tapes
-from lightning_fastdata.augment.replay.torch import are_rows, replay_image
+from lightning_fastdata.augment.replay.program import compile_tapes
+from lightning_fastdata.augment.replay.torch import replay_image
 from lightning_fastdata.augment.replay.triton import kernels_of
-from lightning_fastdata.augment.stage_transform import WorkerTransform, plain_tensors
+from lightning_fastdata.augment.taped import TapedWorker
 from lightning_fastdata.errors import BatchError
 from lightning_fastdata.randomness.seeds import reseeder
 
@@ -68,7 +67,7 @@ class SampleForm(NamedTuple):
     """Of each image, by the pipeline's name for it."""
 
 
-class ComposeWorker(WorkerTransform):
+class ComposeWorker(TapedWorker):
     """The part of a pipeline that runs on each sample in the side process; picklable.
 
     Several threads may call it: each has its own copy of the pipeline. It carries the forms that
@@ -83,6 +82,7 @@ class ComposeWorker(WorkerTransform):
         ops: Mapping[str, DeviceOp] | None = None,
         registered: Mapping[str, DeviceOp] | None = None,
     ) -> None:
+        super().__init__()
         self._compose = compose
         self._ops = ops
         self._registered = registered
@@ -94,13 +94,6 @@ class ComposeWorker(WorkerTransform):
         self._mover = mover_of(compose)
         leaves = list_leaves(compose)
         self._makes_tensors = any(type(one.transform).__name__ == "ToTensorV2" for one in leaves)
-        self._local = threading.local()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_local"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _local=threading.local())
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, Tape | None]:
         """Return the sample as the worker leaves it, and what the device has still to do to it.
@@ -146,39 +139,26 @@ class ComposeWorker(WorkerTransform):
         dtypes = {name: data[name].dtype for name in images if data.get(name) is not None}
         return SampleForm(shape[2] if len(shape) == 3 else None, dtypes)
 
-    def collate(
-        self, tapes: Sequence[Tape | None], beside: Mapping[str, np.ndarray] | None = None
-    ) -> Draws:
-        """Return the tapes of a batch, packed in the order of its samples, and what goes beside."""
-        return compile_tapes([tape or {} for tape in tapes], self._device_ops, beside)
+    @property
+    def fusible(self) -> Mapping[str, DeviceOp]:
+        """Device forms by name."""
+        return device_ops(self._ops, self._registered)
 
-    def stacks(
-        self, samples: Sequence[Batch], tapes: Sequence[Tape | None], batch: Batch = None
-    ) -> bool:
-        """Return whether the images that wait for the device can be stacked; in a batch, are so.
-
-        They cannot if some samples lack one, or have it in another shape or dtype. A
-        ``collate_fn`` may keep them in lists, pad, sort or convert them, or leave them out.
+    def waiting(
+        self, item: Batch, names: Collection[str], *, batched: bool = False
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the images and masks of a sample or batch that are tensors, by these names.
 
         Raises:
-            BatchError: the batch has no image.
+            BatchError: a batch has no image.
         """
-        names = {name for tape in tapes for name in tape or ()}
-        if not names:
-            return True
         try:
-            each = [self._tensors(sample) for sample in samples]
+            found = self._tensors(item, batched=batched)
         except BatchError:
-            return False
-        if not all(names <= one.keys() for one in each):
-            return False
-        pixels = {name: [one[name][1] for one in each] for name in names}
-        if batch is None:
-            return all(len({(one.shape, one.dtype) for one in row}) == 1 for row in pixels.values())
-        stacked = self._tensors(batch, batched=True)
-        return names <= stacked.keys() and all(
-            are_rows(stacked[name][1], row) for name, row in pixels.items()
-        )
+            if batched:
+                raise
+            return {}
+        return {name: found[name][1] for name in names if name in found}
 
     def first_kernels(
         self, samples: Sequence[Batch], key: SampleKey, rows: int
@@ -201,23 +181,16 @@ class ComposeWorker(WorkerTransform):
                 }
                 yield from kernels_of(self.collate(tapes), images)
 
-    def finish_each(
-        self, samples: Sequence[Batch], tapes: Sequence[Tape | None]
-    ) -> tuple[list[Batch], list[Tape]]:
-        """Return samples of which nothing waits for the device, for their batch is no tensor."""
-        done = [self._finished(*pair) for pair in zip(samples, tapes, strict=True)]
-        return done, [{} for _ in done]
-
-    def _finished(self, sample: Batch, tape: Tape | None) -> Batch:
+    def finished(self, sample: Batch, tape: Tape) -> Batch:
+        """Return a sample after what its tape says."""
         if self._has_volumes_alone(sample):
             return sample
-        draws, values = compile_tapes([tape or {}]), {}
-        with plain_tensors():
-            for name, (place, pixels) in self._tensors(sample).items():
-                made, program = pixels, draws.programs.get(name)
-                if program is not None:
-                    made = replay_image(program, draws.blob, pixels[None], self._device_ops)[0]
-                values[place] = made if self._makes_tensors else made.numpy()
+        draws, values = compile_tapes([tape]), {}
+        for name, (place, pixels) in self._tensors(sample).items():
+            made, program = pixels, draws.programs.get(name)
+            if program is not None:
+                made = replay_image(program, draws.blob, pixels[None], self.fusible)[0]
+            values[place] = made if self._makes_tensors else made.numpy()
         return put_fields(sample, values)
 
     def _tensors(
@@ -236,10 +209,6 @@ class ComposeWorker(WorkerTransform):
                 found[name] = place, value
         return found
 
-    @property
-    def _device_ops(self) -> Mapping[str, DeviceOp]:
-        return device_ops(self._ops, self._registered)
-
     def _own(self, plan: Plan | None) -> tuple[Callable[..., Any], _Seed]:
         """Return this thread's pipeline, or its recorder by a plan, and what seeds it."""
         own: dict[int, tuple[Callable[..., Any], _Seed]]
@@ -248,7 +217,7 @@ class ComposeWorker(WorkerTransform):
             if plan is None:
                 compose = run = copy.deepcopy(self._compose)
             else:
-                run = Recorder(self._compose, plan, self._device_ops)
+                run = Recorder(self._compose, plan, self.fusible)
                 compose = run.compose
             own[id(plan)] = run, reseeder(compose)
         return own[id(plan)]

@@ -108,15 +108,20 @@ def replay_batch(batch: Batch, draws: Draws, fields: Fields, ops: Mapping[str, D
         return batch
     values: dict[Location, torch.Tensor] = {}
     for target, location in target_places(batch, fields, draws.programs, batched=True).items():
-        program, value = draws.programs[target], get_field(batch, location)
-        if not isinstance(value, torch.Tensor) or len(value) != draws.samples:
-            raise BatchError(
-                f"The field {location!r} should be a tensor of {draws.samples} samples, "
-                f"as many as were drawn for, but is {describe(value)}. A collate_fn must "
-                "stack the images of a batch in order, and keep them at their place."
-            )
-        values[location] = replay_image(program, draws.blob, value, ops)
+        value = checked_rows(get_field(batch, location), draws, location)
+        values[location] = replay_image(draws.programs[target], draws.blob, value, ops)
     return put_fields(batch, values)
+
+
+def checked_rows(value: Batch, draws: Draws, location: object) -> torch.Tensor:
+    """Return what lies at a place of a batch, or raise BatchError: it is not what was drawn for."""
+    if isinstance(value, torch.Tensor) and len(value) == draws.samples:
+        return value
+    raise BatchError(
+        f"The field {location!r} should be a tensor of {draws.samples} samples, as many as were "
+        f"drawn for, but is {describe(value)}. A collate_fn must stack the images of a batch in "
+        "order, and keep them at their place."
+    )
 
 
 def replay_image(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
 from lightning_fastdata.augment.torchvision import kernels
+from lightning_fastdata.augment.torchvision.kinds import NEARLY
 from lightning_fastdata.augment.torchvision.operations import TYPES, device_op
-from lightning_fastdata.augment.torchvision.windows import resized_crop
+from lightning_fastdata.augment.torchvision.windows import resized_crop, window_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,14 +29,10 @@ Noted: TypeAlias = "Iterator[tuple[str, Encoded]]"
 """Operations by name, in the order in which they run."""
 _How: TypeAlias = "tuple[Any, Any, Form]"
 """How pixels are read: the interpolation, the fill, and the form of the image or mask."""
-_AS_NEAREST: Final = tuple(
-    each
-    for mode in (InterpolationMode.NEAREST, InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
-    for each in (mode, mode.value)
-)
-"""Ways of reading for which torchvision reads the nearest pixel of masks."""
+_MODES: Final = frozenset({"nearest", "bilinear"})
 _MOST_CHANNELS: Final = 4
 """Of images that torch resizes as bytes."""
+_BOX: Final = ("top", "left", "height", "width")
 _COLOURS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -43,39 +40,38 @@ class UnknownFormError(Exception):
     """The parameters have no form for batches; never seen by users."""
 
 
-def encode(transform: Any, given: tuple[Any, ...], form: Form) -> list[tuple[str, Encoded]] | None:
+def encode(
+    transform: Any, given: tuple[Any, ...], form: Form, *, exact: bool = False
+) -> list[tuple[str, Encoded]] | None:
     """Return the operations that a transform comes down to; None: it has its general form.
 
     Args:
         transform: of torchvision's v2 itself.
         given: what it was called with besides the tensor: parameters, or those of a policy.
         form: of the image or mask.
+        exact: whether floats have to be torchvision's to the last bit.
     """
     name = type(transform).__name__
+    if exact and form.dtype.is_floating_point and name in NEARLY:
+        return None
     known = _OF_TRANSFORMS.get(name)
     try:
         if known is not None:
             return list(known(transform, given[0], form))
-        return list(_policy(transform, given, form)) if isinstance(given[0], str) else None
+        return list(_policy(given, form)) if isinstance(given[0], str) else None
     except UnknownFormError:
         return None
 
 
 def has_form(transform: Any) -> bool:
     """Return whether samples that take a transform share a call, whatever each of them drew."""
-    return type(transform).__name__ in _OF_TRANSFORMS
+    mode = getattr(transform, "interpolation", "nearest")
+    known = type(transform).__name__ in _OF_TRANSFORMS and getattr(mode, "value", mode) in _MODES
+    return known and getattr(transform, "value", ()) is not None  # by which an erasing is noise
 
 
 def _number(name: str, **values: Any) -> tuple[str, Encoded]:
     return name, Encoded((), {key: np.asarray(value) for key, value in values.items()})
-
-
-def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) -> Noted:
-    _need_colours(form)
-    for name in order:
-        factor = factors[f"{name}_factor"]
-        if factor is not None:
-            yield _number(name, factor=np.float64(factor))
 
 
 def _need_colours(form: Form) -> None:
@@ -84,74 +80,93 @@ def _need_colours(form: Form) -> None:
         raise UnknownFormError
 
 
+def _of_colours(factors: Mapping[str, Any], order: Sequence[str], form: Form) -> Noted:
+    _need_colours(form)
+    for name in order:
+        factor = factors[f"{name}_factor"]
+        if factor is not None:
+            yield _factor(name, factor)
+
+
+def _factor(name: str, factor: float) -> tuple[str, Encoded]:
+    """Return an operation with a factor and what it lacks of one, rounded as torch does it."""
+    return _number(name, factor=np.float32(factor), share=np.float32(1.0 - factor))
+
+
 def _jitter(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     return _of_colours(params, [_COLOURS[at] for at in params["fn_idx"].tolist()], form)
 
 
 def _distort(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    before = ["contrast"] if params["contrast_before"] else []
-    behind = [] if params["contrast_before"] else ["contrast"]
-    yield from _of_colours(params, ["brightness", *before, "saturation", "hue", *behind], form)
-    order = params["channel_permutation"]
-    if order is not None:
-        yield _number("permute", order=order.numpy())
+    order = ["brightness", "saturation", "hue"]
+    order.insert(1 if params["contrast_before"] else 3, "contrast")
+    yield from _of_colours(params, order, form)
+    if params["channel_permutation"] is not None:
+        yield _number("permute", order=params["channel_permutation"].numpy())
 
 
 def _permuted(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     yield _number("permute", order=params["permutation"].numpy())
 
 
-def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
-    static = (("size", tuple(transform.kernel_size)),)
-    yield "blur", Encoded(static, {"sigma": np.array(params["sigma"], np.float64)})
+def _blurred(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
+    across, down = map(_gaussian, transform.kernel_size, params["sigma"])
+    kernel = (down[:, None] * across).expand(form.shape[0], -1, -1)
+    yield _number("blur", kernel=kernel.numpy())
+
+
+def _gaussian(size: int, sigma: float) -> torch.Tensor:
+    limit = (size - 1) / (2.0 * math.sqrt(2.0))
+    return torch.softmax(torch.linspace(-limit, limit, size).div(sigma).pow(2).neg(), 0)
 
 
 def _erased(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
     value = params["v"]
-    if value is not None and value.shape[1:] != (1, 1):
+    if value is None:
+        return
+    if value.shape[1:] != (1, 1):
         raise UnknownFormError
-    if value is not None:
-        colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
-        box = [params[name] for name in ("i", "j", "h", "w")]
-        yield _number("erase", box=np.array(box, np.int64), value=colour)
+    colour = value.flatten().expand(form.shape[0]).to(form.dtype).numpy()
+    rows, columns = (np.zeros(length, bool) for length in form.shape[-2:])
+    rows[params["i"] : params["i"] + params["h"]] = True
+    columns[params["j"] : params["j"] + params["w"]] = True
+    yield _number("erase", rows=rows, columns=columns, value=colour)
 
 
 def _cropped(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     padding = tuple(params["padding"]) if params["needs_pad"] else None
     static = (
-        ("size", (params["height"], params["width"])),
         ("padding", padding),
-        ("fill", fill_for(transform.fill, form)),
+        ("fill", _fill_for(transform.fill, form)),
         ("mode", transform.padding_mode),
         ("type", form.type_name),
     )
-    yield "crop", Encoded(static, {"corner": np.array([params["top"], params["left"]], np.int64)})
+    top, left, height, width = (params[name] for name in _BOX)
+    picked = {"rows": top + np.arange(height), "columns": left + np.arange(width)}
+    yield "crop", Encoded(static, picked)
 
 
 def _resized(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    box = [params[name] for name in ("top", "left", "height", "width")]
-    return _window(transform, box, form)
-
-
-def _resized_whole(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:  # noqa: ARG001
+    """Resize a window, or all, as bytes are resized on CPUs, on any device."""
     if transform.size is None or len(transform.size) != 2:
         raise UnknownFormError
-    return _window(transform, [0, 0, *form.shape[-2:]], form)
-
-
-def _window(transform: Any, box: Sequence[int], form: Form) -> Noted:
-    """Resize a window as bytes are resized on CPUs, on any device."""
-    mode = getattr(transform.interpolation, "value", transform.interpolation)
+    how = getattr(transform.interpolation, "value", transform.interpolation)
     smooth = "antialias" if transform.antialias else "bilinear"
-    mode = {"nearest": "nearest", "bilinear": smooth}.get(mode)
+    mode = {"nearest": "nearest", "bilinear": smooth}.get(how)
     if form.type_name == "Mask":
-        mode = "nearest" if transform.interpolation in _AS_NEAREST else None
+        mode = None if how == "nearest-exact" else "nearest"
     elif form.shape[0] > _MOST_CHANNELS:
         mode = None
     if mode is None:
         raise UnknownFormError
-    static = ("size", tuple(transform.size)), ("mode", mode)
-    yield "resized_crop", Encoded(static, {"box": np.array(box, np.int64)})
+    whole = dict(zip(_BOX, (0, 0, *form.shape[-2:]), strict=True))
+    box = [params.get(name, place) for name, place in whole.items()]
+    floats = form.dtype.is_floating_point
+    numbers = window_numbers(box, form.shape[-2:], transform.size, mode, floats=floats)
+    if mode == "nearest":
+        yield "crop", Encoded((("padding", None),), numbers)
+    else:
+        yield "resized_crop", Encoded((), numbers)
 
 
 def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
@@ -161,13 +176,73 @@ def _rotated(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
 
 def _moved(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
     how = transform.interpolation, transform.fill, form
-    return _affine(**params, center=transform.center, how=how)
+    return _affine(how, **params, center=transform.center)
 
 
 def _projected(transform: Any, params: Mapping[str, Any], form: Form) -> Noted:
-    static = _reading(transform.interpolation, transform.fill, form)
-    numbers = np.array(params["coefficients"], np.float32)
-    yield "perspective", Encoded(static, {"coefficients": numbers})
+    *above, right, below = params["coefficients"]
+    divisors = np.array([[right, below, 1.0]] * 2, np.float32)
+    numbers = {"above": _to_middle(above, form), "below": divisors.T}
+    yield _warp("perspective", numbers, (transform.interpolation, transform.fill, form))
+
+
+def _fill_for(fill: Any, form: Form) -> Any:
+    """Return what torchvision fills an image or mask with: None, a number, or a tuple of some."""
+    if isinstance(fill, Mapping):
+        kind = TYPES[form.type_name]
+        fill = fill[kind] if kind in fill else fill.get("others")
+    return fill if fill is None or isinstance(fill, int | float) else tuple(map(float, fill))
+
+
+def _warp(name: str, numbers: Mapping[str, np.ndarray], how: _How) -> tuple[str, Encoded]:
+    interpolation, fill, form = how
+    mode = getattr(interpolation, "value", interpolation)
+    mode = "nearest" if form.type_name == "Mask" else mode
+    fill, channels = _fill_for(fill, form), form.shape[0] if len(form.shape) == 3 else 1
+    around = np.array([] if fill is None else fill, np.float32).reshape(-1)
+    if mode not in _MODES or around.size not in {0, 1, channels}:
+        raise UnknownFormError
+    if mode == "nearest" and not form.dtype.is_floating_point:
+        around = around.round()
+    black = not around.any()
+    if around.size and not (black and mode == "nearest"):  # outside, zeros are read
+        numbers = {**numbers, "fill": around}
+    return name, Encoded((("mode", mode), ("black", black)), numbers)
+
+
+def _to_middle(matrix: Sequence[float], form: Form) -> np.ndarray:
+    """Return a matrix of six numbers as float32 ``[3, 2]``, in halves of the image."""
+    height, width = form.shape[-2:]
+    half = np.array([0.5 * width, 0.5 * height], np.float32)
+    return np.array(matrix, np.float32).reshape(2, 3).T / half
+
+
+def _rotation(angle: float, center: Any, how: _How) -> Noted:
+    angle %= 360
+    if center is None and angle % 90 == 0:  # torchvision turns the pixels themselves
+        raise UnknownFormError
+    return _affine(how, -angle, center=center)
+
+
+def _affine(
+    how: _How,
+    angle: float = 0.0,
+    translate: Sequence[float] = (0, 0),
+    scale: float = 1.0,
+    shear: Sequence[float] = (0.0, 0.0),
+    center: Sequence[float] | None = None,
+) -> Noted:
+    """Turn, shear, scale and move about a place in pixels, or about the middle."""
+    module = getattr(functional, "_geometry", None)
+    inverse = getattr(module, "_get_inverse_affine_matrix", None)
+    if inverse is None:  # it has no public name
+        raise UnknownFormError
+    height, width = how[2].shape[-2:]
+    middle = [0.0, 0.0]
+    if center is not None:
+        middle = [place - size * 0.5 for place, size in zip(center, (width, height), strict=True)]
+    matrix = inverse(middle, angle, [float(by) for by in translate], scale, shear)
+    yield _warp("affine", {"matrix": _to_middle(matrix, how[2])}, how)
 
 
 _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
@@ -181,105 +256,34 @@ _OF_TRANSFORMS: Final[Mapping[str, Callable[..., Noted]]] = {
     "RandomPhotometricDistort": _distort,
     "RandomResizedCrop": _resized,
     "RandomRotation": _rotated,
-    "Resize": _resized_whole,
+    "Resize": _resized,
 }
 
 
-# -- warps -----------------------------------------------------------------------------------------
-
-
-def fill_for(fill: Any, form: Form) -> Any:
-    """Return what torchvision fills an image or mask with: None, a number, or a tuple of some."""
-    if isinstance(fill, Mapping):
-        kind = TYPES[form.type_name]
-        fill = fill[kind] if kind in fill else fill.get("others")
-    return fill if fill is None or isinstance(fill, int | float) else tuple(map(float, fill))
-
-
-def _reading(interpolation: Any, fill: Any, form: Form) -> tuple[tuple[str, Any], ...]:
-    mode = getattr(interpolation, "value", interpolation)
-    mode = "nearest" if form.type_name == "Mask" else mode
-    fill = fill_for(fill, form)
-    channels = form.shape[0] if len(form.shape) == 3 else 1
-    fits = not isinstance(fill, tuple) or len(fill) in {1, channels}
-    if mode not in {InterpolationMode.NEAREST.value, InterpolationMode.BILINEAR.value} or not fits:
-        raise UnknownFormError
-    return ("mode", mode), ("fill", fill)
-
-
-def _rotation(angle: float, center: Any, how: _How) -> Noted:
-    angle %= 360
-    if center is None and angle % 90 == 0:  # torchvision turns the pixels themselves
-        raise UnknownFormError
-    return _affine(-angle, (0, 0), 1.0, (0.0, 0.0), center=center, how=how)
-
-
-def _affine(
-    angle: float,
-    translate: Sequence[float],
-    scale: float,
-    shear: Sequence[float],
-    *,
-    center: Sequence[float] | None,
-    how: _How,
-) -> Noted:
-    height, width = how[2].shape[-2:]
-    middle = [0.0, 0.0]
-    if center is not None:
-        middle = [place - size * 0.5 for place, size in zip(center, (width, height), strict=True)]
-    matrix = _inverse(angle, [float(by) for by in translate], scale, shear, middle)
-    array = torch.tensor(matrix, dtype=torch.float32).view(2, 3).numpy()
-    yield "affine", Encoded(_reading(*how), {"matrix": array})
-
-
-def _inverse(
-    angle: float,
-    translate: Sequence[float],
-    scale: float,
-    shear: Sequence[float],
-    middle: Sequence[float],
-) -> list[float]:
-    """Return the matrix that reads an image turned, sheared, scaled and moved about its middle."""
-    turn, along, down = map(math.radians, (angle, *shear))
-    (x, y), (right, below) = middle, translate
-    a = math.cos(turn - down) / math.cos(down)
-    b = -(a * math.tan(along) + math.sin(turn))
-    c = math.sin(turn - down) / math.cos(down)
-    d = math.cos(turn) - c * math.tan(along)
-    matrix = [d / scale, -b / scale, 0.0, -c / scale, a / scale, 0.0]
-    matrix[2] += x - matrix[0] * (x + right) - matrix[1] * (y + below)
-    matrix[5] += y - matrix[3] * (x + right) - matrix[4] * (y + below)
-    return matrix
-
-
-# -- policies --------------------------------------------------------------------------------------
-
-
-def _sheared(along: float, down: float, how: _How) -> Noted:
-    """Shear about the upper left corner."""
-    degrees = (math.degrees(math.atan(along)), math.degrees(math.atan(down)))
-    return _affine(0.0, (0, 0), 1.0, degrees, center=(0, 0), how=how)
-
-
-def _shifted(right: float, down: float, how: _How) -> Noted:
-    """Move by whole pixels."""
-    return _affine(0.0, (int(right), int(down)), 1.0, (0.0, 0.0), center=None, how=how)
-
-
-def _policy(transform: Any, given: tuple[Any, ...], form: Form) -> Noted:  # noqa: ARG001
-    name, magnitude, interpolation, fill = given
+def _policy(given: tuple[Any, ...], form: Form) -> Noted:
+    name, magnitude, *reading = given
     _need_colours(form)
     if name in _POLICY_FACTORS:
-        yield _number(_POLICY_FACTORS[name], factor=np.float64(1.0 + magnitude))
+        yield _factor(_POLICY_FACTORS[name], 1.0 + magnitude)
     elif name == "Posterize":
-        yield _number("posterize", bits=np.int64(int(magnitude)))
+        bits = int(magnitude)
+        step, mask = 0.5**bits, 255 << (8 - bits) & 255
+        levels = np.array([step, 0.0, 1.0 - step], np.float32)
+        floats = form.dtype.is_floating_point
+        yield _number("posterize", **({"levels": levels} if floats else {"mask": np.uint8(mask)}))
     elif name == "Solarize":
         bound = 1.0 if form.dtype.is_floating_point else 255
-        yield _number("solarize", threshold=np.float64(bound * magnitude))
+        yield _number("solarize", threshold=np.float32(bound * magnitude))
     elif name in _POLICY_WARPS:
-        yield from _POLICY_WARPS[name](magnitude, (interpolation, fill, form))
+        yield from _POLICY_WARPS[name](magnitude, (*reading, form))
     else:
         raise UnknownFormError
+
+
+def _sheared(how: _How, *slopes: float) -> Noted:
+    """Shear about the upper left corner."""
+    degrees = [math.degrees(math.atan(slope)) for slope in slopes]
+    return _affine(how, shear=degrees, center=(0, 0))
 
 
 _POLICY_FACTORS: Final = {
@@ -290,21 +294,19 @@ _POLICY_FACTORS: Final = {
 }
 _POLICY_WARPS: Final[Mapping[str, Callable[[float, _How], Noted]]] = {
     "Rotate": lambda by, how: _rotation(by, None, how),
-    "ShearX": lambda by, how: _sheared(by, 0.0, how),
-    "ShearY": lambda by, how: _sheared(0.0, by, how),
-    "TranslateX": lambda by, how: _shifted(by, 0.0, how),
-    "TranslateY": lambda by, how: _shifted(0.0, by, how),
+    "ShearX": lambda by, how: _sheared(how, by, 0.0),
+    "ShearY": lambda by, how: _sheared(how, 0.0, by),
+    "TranslateX": lambda by, how: _affine(how, translate=(int(by), 0)),
+    "TranslateY": lambda by, how: _affine(how, translate=(0, int(by))),
 }
 
 
 FORMS: Final[Mapping[str, DeviceOp]] = {
-    "resized_crop": device_op("resized_crop", resized_crop),
-} | {
-    name: device_op(name, getattr(kernels, name))
-    for name in (
-        *_COLOURS,
-        *("affine", "blur", "crop", "erase", "permute", "perspective", "posterize", "sharpness"),
-        "solarize",
+    run.__name__: device_op(run.__name__, run)
+    for run in (
+        *(kernels.affine, kernels.blur, kernels.brightness, kernels.contrast, kernels.crop),
+        *(kernels.erase, kernels.hue, kernels.permute, kernels.perspective, kernels.posterize),
+        *(kernels.saturation, kernels.sharpness, kernels.solarize, resized_crop),
     )
 }
 """Operations with parameters of each sample's own, by name."""

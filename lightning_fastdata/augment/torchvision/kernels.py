@@ -2,11 +2,13 @@
 
 Each computes what the kernel of ``torchvision.transforms.v2.functional`` computes for one image: in
 the same order, with the same roundings. Batches are ``[n, C, H, W]``, of masks also ``[n, H, W]``.
+What is computed of a sample's parameters alone comes with them, so that a device is given as few
+operators as these roundings need; none of them waits for the host.
 """
 
 from __future__ import annotations
 
-from math import sqrt
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,10 +16,9 @@ from torch.nn.functional import conv2d, grid_sample, pad
 from torchvision.transforms.v2 import functional
 
 from lightning_fastdata.augment.torchvision.operations import as_type, plain
+from lightning_fastdata.device.backend import current_stream, has_streams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from lightning_fastdata.augment.ops.operation import Arrays, Values
@@ -37,25 +38,23 @@ class _Unchecked(torch.Tensor):
 
 def brightness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Multiply by a factor."""
-    return _limited(_floats(images) * _each(arrays["factor"].float()), images)
+    return _limited(images * _each(arrays["factor"]), images)
 
 
 def contrast(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Blend with the mean of the gray image."""
-    mean = _gray(images).mean((-3, -2, -1), keepdim=True)
-    return _blend(images, mean, arrays["factor"])
+    mean = _gray(images).mean((-3, -2, -1), keepdim=True, dtype=torch.float32)
+    return _blend(images, mean, arrays)
 
 
 def saturation(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Blend with the gray image."""
-    if images.shape[-3] != _RGB:
-        return images
-    return _blend(images, _gray(images), arrays["factor"])
+    return _blend(images, _gray(images), arrays) if images.shape[-3] == _RGB else images
 
 
 def hue(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Turn the colours."""
-    turns = arrays["factor"].float().view(-1, 1, 1).as_subclass(_Unchecked)
+    turns = arrays["factor"].view(-1, 1, 1).as_subclass(_Unchecked)
     return plain(functional.adjust_hue(images, turns))
 
 
@@ -64,29 +63,31 @@ def sharpness(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa
     channels, height, width = images.shape[-3:]
     if height <= 2 or width <= 2:
         return images
-    sharp = _floats(images).clone()
-    a, b = 1.0 / 13.0, 5.0 / 13.0
-    kernel = torch.tensor([[a, a, a], [a, b, a], [a, a, a]], device=images.device)
-    smooth = conv2d(sharp, kernel.expand(channels, 1, 3, 3), groups=channels)
+    sharp = images.to(torch.float32, copy=True)
+    kernel = _smoothing(channels, images.device, _stream(images.device))
+    smooth = conv2d(sharp, kernel, groups=channels)
     smooth = smooth if images.is_floating_point() else smooth.round_()
     inner = sharp[..., 1:-1, 1:-1]
-    inner.copy_(_multiply_add(inner, _share(arrays["factor"]), smooth - inner))
+    smooth.sub_(inner)
+    if images.device.type == "cpu":
+        inner.copy_(multiply_add(inner, _each(arrays["share"]), smooth))
+    else:
+        inner.addcmul_(smooth, _each(arrays["share"]))
     return _limited(sharp, images)
 
 
 def posterize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Keep some bits of each value."""
-    bits = _each(arrays["bits"].int())
-    if images.is_floating_point():
-        levels = torch.ones_like(bits).bitwise_left_shift(bits).to(images.dtype)
-        return (images * levels).floor_().clamp_(min=0).minimum(levels - 1) * (1.0 / levels)
-    mask = torch.full_like(bits, 255).bitwise_left_shift(8 - bits).bitwise_and(255)
-    return images & mask.to(torch.uint8)
+    if not images.is_floating_point():
+        return images & _each(arrays["mask"])
+    # Of a power of two everything here is exact.
+    step, lowest, highest = map(_each, arrays["levels"].unbind(1))
+    return images.clamp(lowest, highest).floor_divide_(step).mul_(step)
 
 
 def solarize(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     """Invert what is at a threshold or above."""
-    above = images >= _each(arrays["threshold"].float())
+    above = images >= _each(arrays["threshold"])
     return torch.where(above, functional.invert(images), images)
 
 
@@ -96,87 +97,52 @@ def permute(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: 
     return images[rows, arrays["order"]]
 
 
-def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Blur with a Gaussian of a sigma for columns and one for rows."""
-    count, channels, height, width = images.shape
-    kernels = [_gaussian(size, arrays["sigma"][:, at]) for at, size in enumerate(static["size"])]
-    kernel = kernels[1].unsqueeze(-1) * kernels[0].unsqueeze(-2)
-    across, down = (size // 2 for size in static["size"])
-    padded = pad(_floats(images), [across, across, down, down], mode="reflect")
-    out = conv2d(
-        padded.view(1, count * channels, *padded.shape[-2:]),
-        kernel.repeat_interleave(channels, 0).unsqueeze(1),
-        groups=count * channels,
-    ).view(count, channels, height, width)
+def blur(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Correlate each channel with a kernel ``[C, rows, columns]``, the borders mirrored."""
+    kernels = arrays["kernel"].flatten(0, 1).unsqueeze(1)
+    down, across = (size // 2 for size in kernels.shape[-2:])
+    padded = pad(images.to(kernels.dtype), [across, across, down, down], mode="reflect")
+    planes = padded.view(1, len(kernels), *padded.shape[-2:])
+    out = conv2d(planes, kernels, groups=len(kernels)).view(images.shape)
     return out if images.is_floating_point() else out.round_().to(images.dtype)
 
 
 def erase(images: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
-    """Write a colour to a rectangle."""
-    height, width = images.shape[-2:]
-    top, left, rows, columns = arrays["box"].unbind(1)
-    inside = _between(height, top, rows)[:, None, :, None]
-    inside = inside & _between(width, left, columns)[:, None, None, :]
-    return torch.where(inside, arrays["value"].to(images.dtype)[:, :, None, None], images)
+    """Write a colour to a rectangle: what is inside by its row and by its column."""
+    inside = arrays["rows"][:, None, :, None] & arrays["columns"][:, None, None, :]
+    return torch.where(inside, arrays["value"][:, :, None, None], images)
 
 
 def crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Pad, all samples alike, and cut out a window of one size."""
+    """Pad, all samples alike, and pick rows and columns out."""
     if static["padding"] is not None:
-        how = {"fill": thawed_fill(static["fill"]), "padding_mode": static["mode"]}
-        typed = as_type(batch, static["type"])
-        batch = plain(functional.pad(typed, list(static["padding"]), **how))
-    top, left = arrays["corner"].unbind(1)
-    rows, columns = (torch.arange(length, device=batch.device) for length in static["size"])
-    at = (top[:, None] + rows)[:, :, None] * batch.shape[-1] + (left[:, None] + columns)[:, None]
-    planes = batch.flatten(-2).reshape(len(batch), -1, batch.shape[-2] * batch.shape[-1])
-    cut = planes.gather(2, at.flatten(1)[:, None].expand(-1, planes.shape[1], -1))
-    return cut.view(*batch.shape[:-2], *static["size"])
+        fill = static["fill"]
+        fill = list(fill) if isinstance(fill, tuple) else fill
+        typed, padding = as_type(batch, static["type"]), list(static["padding"])
+        batch = plain(functional.pad(typed, padding, fill, static["mode"]))
+    planes = batch.reshape(-1, *batch.shape[-2:])
+    each = torch.arange(len(planes), device=batch.device).view(len(batch), -1, 1, 1)
+    made = planes[each, arrays["rows"][:, None, :, None], arrays["columns"][:, None, None, :]]
+    return made.view(*batch.shape[:-2], *made.shape[-2:])
 
 
 def affine(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Read each pixel at the place that a matrix ``[2, 3]`` says, from the middle of the image."""
+    """Read each pixel at the place that a matrix ``[3, 2]`` says, from the middle of the image."""
     height, width = batch.shape[-2:]
-    base = _base_grid(
-        torch.linspace((1.0 - width) * 0.5, (width - 1.0) * 0.5, width, device=batch.device),
-        torch.linspace((1.0 - height) * 0.5, (height - 1.0) * 0.5, height, device=batch.device),
-    )
-    half = torch.tensor([0.5 * width, 0.5 * height], device=batch.device)
-    matrix = arrays["matrix"].transpose(1, 2) / half
-    grid = base.expand(len(batch), -1, -1).bmm(matrix)
-    return _read(batch, grid.view(-1, height, width, 2), static)
+    base = _base(batch, (1.0 - height) * 0.5, (1.0 - width) * 0.5)
+    return _read(batch, base.bmm(arrays["matrix"]), static, arrays)
 
 
 def perspective(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Read each pixel at the place that eight coefficients say."""
-    height, width = batch.shape[-2:]
-    base = _base_grid(
-        torch.linspace(0.5, width - 0.5, width, device=batch.device),
-        torch.linspace(0.5, height - 0.5, height, device=batch.device),
-    ).expand(len(batch), -1, -1)
-    numbers = arrays["coefficients"].float()
-    half = torch.tensor([0.5 * width, 0.5 * height], device=batch.device)
-    above = base.bmm(numbers[:, :6].view(-1, 2, 3).transpose(1, 2) / half)
-    below = torch.cat([numbers[:, 6:], torch.ones_like(numbers[:, :1])], 1)
-    grid = above.div_(base.bmm(below[:, :, None].expand(-1, -1, 2).contiguous())).sub_(1.0)
-    return _read(batch, grid.view(-1, height, width, 2), static)
-
-
-def thawed_fill(fill: Any) -> Any:
-    """Return a fill as torchvision takes it: a number, a list of numbers, or None."""
-    return list(fill) if isinstance(fill, tuple) else fill
-
-
-# -- parts of these --------------------------------------------------------------------------------
+    """Read each pixel at the place that two matrices ``[3, 2]`` say: a point, and its divisors."""
+    base = _base(batch, 0.5, 0.5)
+    grid = base.bmm(arrays["above"]).div_(base.bmm(arrays["below"])).sub_(1.0)
+    return _read(batch, grid, static, arrays)
 
 
 def _each(numbers: Tensor) -> Tensor:
     """Return a number for each sample, as it is spread over an image."""
     return numbers.view(-1, 1, 1, 1)
-
-
-def _floats(images: Tensor) -> Tensor:
-    return images if images.is_floating_point() else images.float()
 
 
 def _limited(values: Tensor, like: Tensor) -> Tensor:
@@ -186,60 +152,75 @@ def _limited(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _gray(images: Tensor) -> Tensor:
-    gray = functional.rgb_to_grayscale(images) if images.shape[-3] == _RGB else images
-    return _floats(gray)
+    """Return the gray image, of bytes the whole levels, as floats if there were colours."""
+    if images.shape[-3] != _RGB:
+        return images
+    red, green, blue = images.unsqueeze(-4).unbind(-3)
+    gray: Tensor = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    return gray if images.is_floating_point() else gray.floor_()
 
 
-def _share(factor: Tensor) -> Tensor:
-    return (1.0 - factor).float()
+def _blend(images: Tensor, other: Tensor, arrays: Arrays) -> Tensor:
+    own = images * _each(arrays["factor"])
+    return _limited(multiply_add(own, _each(arrays["share"]), other), images)
 
 
-def _blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    own = _floats(images) * _each(factor.float())
-    return _limited(_multiply_add(own, _share(factor), other), images)
-
-
-def _multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
+def multiply_add(values: Tensor, shares: Tensor, others: Tensor) -> Tensor:
     """Return ``values + shares * others``, rounded once, as ``Tensor.add(alpha=)`` does it."""
-    shares = _each(shares)
     if values.device.type != "cpu":
         return torch.addcmul(values, others, shares)
     return (values.double() + shares.double() * others.double()).float()
 
 
-def _gaussian(size: int, sigma: Tensor) -> Tensor:
-    limit = (size - 1) / (2.0 * sqrt(2.0))
-    steps = torch.linspace(-limit, limit, size, device=sigma.device)
-    return torch.softmax((steps / sigma.float()[:, None]).pow(2).neg(), 1)
+@lru_cache(maxsize=8)
+def _smoothing(channels: int, device: torch.device, stream: object) -> Tensor:  # noqa: ARG001
+    """Return the kernel that smooths, ``[C, 1, 3, 3]``."""
+    kernel = torch.full((channels, 1, 3, 3), 1.0 / 13.0, device=device)
+    kernel[..., 1, 1].fill_(5.0 / 13.0)
+    return kernel
 
 
-def _between(length: int, first: Tensor, count: Tensor) -> Tensor:
-    """Return for each sample which places of an axis lie in its span, ``[n, length]``."""
-    places = torch.arange(length, device=first.device)
-    return (places >= first[:, None]) & (places < (first + count)[:, None])
-
-
-def _base_grid(across: Tensor, down: Tensor) -> Tensor:
-    """Return ``[1, H * W, 3]``: column, row and one of each pixel."""
+@lru_cache(maxsize=8)
+def _base_grid(
+    height: int, width: int, top: float, left: float, device: torch.device,
+    stream: object,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
+    """Return ``[1, H * W, 3]``: column, row and one of each pixel, from ``left`` and ``top`` on."""
+    down = torch.linspace(top, top + height - 1.0, height, device=device)
+    across = torch.linspace(left, left + width - 1.0, width, device=device)
     rows, columns = torch.meshgrid(down, across, indexing="ij")
     return torch.stack([columns, rows, torch.ones_like(rows)], -1).view(1, -1, 3)
 
 
-def _read(batch: Tensor, grid: Tensor, static: Values) -> Tensor:
-    """Return the pixels of a batch at the places of a grid ``[n, H, W, 2]``."""
-    planes = batch if batch.ndim == 4 else batch.unsqueeze(1)
-    fill: Sequence[float] | float | None = thawed_fill(static["fill"])
-    mode, floats = static["mode"], planes.dtype == grid.dtype
+def _base(batch: Tensor, top: float, left: float) -> Tensor:
+    """Return the base grid of each sample of a batch, ``[n, H * W, 3]``."""
+    base = _base_grid(*batch.shape[-2:], top, left, batch.device, _stream(batch.device))
+    return base.expand(len(batch), -1, -1)
+
+
+def _stream(device: torch.device) -> object:
+    """Return where a device computes now: what is kept is in the order of its stream."""
+    return current_stream(device) if has_streams(device) else None
+
+
+def _read(batch: Tensor, grid: Tensor, static: Values, arrays: Arrays) -> Tensor:
+    """Return the pixels of a batch at the places of a grid ``[n, H * W, 2]``."""
+    planes, mode = batch if batch.ndim == 4 else batch.unsqueeze(1), static["mode"]
+    around = arrays.get("fill")
+    if around is not None:  # what is read of ones lies inside
+        planes = pad(planes, [0, 0, 0, 0, 0, 1], value=1.0)
+    places = grid.view(-1, *batch.shape[-2:], 2)
     values = planes.to(grid.dtype)
-    if fill is not None:
-        values = torch.cat([values, torch.ones_like(values[:, :1])], 1)
-    values = grid_sample(values, grid, mode=mode, padding_mode="zeros", align_corners=False)
-    if fill is not None:
+    values = grid_sample(values, places, mode=mode, padding_mode="zeros", align_corners=False)
+    if around is not None:
         values, inside = values[:, :-1], values[:, -1:]
-        colour = fill if isinstance(fill, list) else [float(fill)]  # type: ignore[arg-type]
-        around = torch.tensor(colour, dtype=grid.dtype, device=grid.device).view(1, -1, 1, 1)
+        around = around[:, :, None, None]
         if mode == "nearest":
             values = torch.where(inside < 0.5, around, values)
+        elif static["black"]:
+            values = values * inside
         else:
             values = (values - around).mul_(inside).add_(around)
-    return (values if floats else values.round_()).to(batch.dtype).view(batch.shape)
+    if not batch.is_floating_point() and mode != "nearest":
+        values = values.round_()
+    return values.to(batch.dtype).view(batch.shape)

@@ -1,9 +1,10 @@
-"""torchvision's own ``v2.CutMix`` and ``v2.MixUp``, behind a pipeline or alone."""
+"""A v2 pipeline, with torchvision's own ``v2.CutMix`` and ``v2.MixUp`` at its end or alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,8 +15,9 @@ from lightning_fastdata.augment.batch_draws import BatchDraws, key_of_batch
 from lightning_fastdata.augment.mixing import MixedTransform, Mixer
 from lightning_fastdata.augment.pipeline.fields import Fields, find_fields, get_field, put_fields
 from lightning_fastdata.augment.stage_transform import CallableTransform, plain_tensors
+from lightning_fastdata.augment.torchvision.kinds import may_draw
 from lightning_fastdata.augment.torchvision.pipeline import MIXES, Leaf, children_of, leaves_of
-from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform
+from lightning_fastdata.augment.torchvision.transform import TorchvisionTransform, transform_of
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.randomness.seeds import keyed_draws
 
@@ -24,36 +26,32 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.stage_transform import StageTransform, WorkerTransform
     from lightning_fastdata.types import Batch, SampleKey
 
-_FOR_ANY_BATCH: Final = frozenset({"Identity", "Normalize", "ToDtype", "ToPureTensor"})
-"""Transforms that do the same to each sample, so that they may stand behind what mixes."""
-
 
 def stage_transform(
     transform: object,
     fields: Fields,
     *,
     same_pixels: bool,  # noqa: ARG001 - no device makes other pixels here
-) -> MixedTransform | None:
-    """Return the transform of batches of a v2 pipeline that mixes; None: it is none.
+) -> StageTransform | None:
+    """Return the transform of batches of a v2 pipeline, whose end may mix them; None: it is none.
 
     Raises:
-        TransformError: what is drawn for each sample stands behind or beside what mixes.
+        TransformError: what is drawn for each sample stands behind or beside what mixes, or it is a
+            pipeline of torchvision's first interface.
     """
     steps = _flat(transform)
-    first = next(
-        (number for number, step in enumerate(steps) if any(map(_mixes, leaves_of(step)))), None
-    )
-    if first is None:
-        return None
-    for leaf in (leaf for step in steps[first:] for leaf in leaves_of(step)):
-        if not _mixes(leaf) and leaf.name not in _FOR_ANY_BATCH:
+    before = list(takewhile(lambda step: not any(map(_mixes, leaves_of(step))), steps))
+    mixing = steps[len(before) :]
+    if not mixing:
+        return transform_of(transform, fields)
+    for leaf in (leaf for step in mixing for leaf in leaves_of(step)):
+        if not _mixes(leaf) and may_draw(leaf):
             raise TransformError(
                 f"{leaf.name} stands behind or beside what mixes the samples of a batch "
-                f"({steps[first]!r}), where it would draw once for all of them. Put it before."
+                f"({mixing[0]!r}), where it would draw once for all of them. Put it before."
             )
-    before = steps[:first]
     pipeline = TorchvisionTransform(v2.Compose(before), fields) if before else None
-    return _OwnMixes(pipeline, _OwnMixer(steps[first:], fields))
+    return _OwnMixes(pipeline, _OwnMixer(mixing, fields))
 
 
 def _mixes(leaf: Leaf) -> bool:

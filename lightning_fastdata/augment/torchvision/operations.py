@@ -15,10 +15,12 @@ import torch
 from torchvision import tv_tensors
 
 from lightning_fastdata.augment.ops.operation import DeviceOp, Encoded
+from lightning_fastdata.augment.torchvision.kinds import METHODS, kind_of
 from lightning_fastdata.augment.torchvision.pipeline import Leaf, leaves_of
-from lightning_fastdata.augment.torchvision.plan import POLICY_METHOD, kind_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_fastdata.augment.ops.operation import Arrays, Run, Values
 
 Call: TypeAlias = Callable[..., torch.Tensor]
@@ -32,22 +34,14 @@ TYPES: Final[Mapping[str, type[torch.Tensor]]] = {
 """Types of tensors whose pixels may be left to a device."""
 
 
-def general_name(leaf: Leaf) -> str:
-    """Return the name of the operation that is a transform itself."""
-    return f"{leaf.number} {type(leaf.transform).__name__}"
-
-
 def device_ops(pipeline: Any) -> Mapping[str, DeviceOp]:
     """Return the operations that a pipeline may note, by name."""
     from lightning_fastdata.augment.torchvision.forms import FORMS
 
     ops = dict(FORMS)
     for leaf in leaves_of(pipeline):
-        call = own_call(leaf.transform)
-        if call is not None:
-            writes = bool(getattr(leaf.transform, "inplace", False))
-            name = general_name(leaf)
-            ops[name] = device_op(name, partial(_run, call, writes))
+        if kind_of(leaf.transform) in METHODS:
+            ops[general_name(leaf)] = device_op(general_name(leaf), partial(_run, leaf.transform))
     return ops
 
 
@@ -56,13 +50,9 @@ def device_op(name: str, run: Run) -> DeviceOp:
     return DeviceOp(name=name, encode=lambda *_: None, image=run, mask=run)
 
 
-def own_call(transform: Any) -> Call | None:
-    """Return what a transform does to a tensor with what it drew; None: it is not to be noted."""
-    kind = kind_of(transform)
-    if kind == "noted":
-        call: Call = transform.transform
-        return call
-    return getattr(transform, POLICY_METHOD) if kind == "policy" else None
+def general_name(leaf: Leaf) -> str:
+    """Return the name of the operation that is a transform itself."""
+    return f"{leaf.number} {type(leaf.transform).__name__}"
 
 
 def general(type_name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Encoded:
@@ -81,14 +71,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor)
 
 
-def _run(
-    call: Call,
-    writes: bool,
-    batch: torch.Tensor,
-    static: Values,
-    arrays: Arrays,  # noqa: ARG001
-) -> torch.Tensor:
-    batch = batch.clone() if writes else batch
+def _run(transform: Any, batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
     given, named = pickle.loads(static["call"])
+    batch = batch.clone() if getattr(transform, "inplace", False) else batch
+    call: Call = getattr(transform, METHODS[kind_of(transform)])
     made = plain(call(as_type(batch, static["type"]), *given, **named))
     return made.contiguous()  # of gray images all channels are one memory

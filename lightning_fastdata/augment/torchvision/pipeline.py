@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 from torchvision.transforms import v2
 
+from lightning_fastdata.tree import name_of
+
 MIXES: Final = (v2.CutMix, v2.MixUp)
 """Transforms of whole batches."""
 _V1: Final = frozenset({"torchvision.transforms.autoaugment", "torchvision.transforms.transforms"})
@@ -27,8 +29,7 @@ class Leaf(NamedTuple):
     @property
     def name(self) -> str:
         """What messages and reports call it."""
-        named = getattr(self.transform, "__name__", None)
-        return named if isinstance(named, str) else type(self.transform).__name__
+        return name_of(self.transform)
 
 
 def is_v2(transform: object) -> bool:
@@ -59,16 +60,14 @@ def children_of(transform: Any) -> Sequence[Any] | None:
     if kind in {v2.Compose, v2.RandomApply, v2.RandomChoice, v2.RandomOrder}:
         held: Sequence[Any] = transform.transforms
         return list(held)
-    if kind in {nn.Sequential, nn.ModuleList}:
-        return list(transform)
-    return None
+    return list(transform) if kind is nn.Sequential else None
 
 
 def with_children(transform: Any, children: Sequence[Any]) -> Any:
     """Return a container like another one that holds something else."""
     kind = type(transform)
-    if kind in {nn.Sequential, nn.ModuleList}:
-        return kind(*children) if kind is nn.Sequential else kind(children)
+    if kind is nn.Sequential:
+        return kind(*children)
     twin = kind(children)
     if hasattr(transform, "p"):
         twin.p = transform.p

@@ -1,29 +1,29 @@
-"""Run a v2 pipeline without its pixel work; write down what it would have done.
+"""Run a v2 pipeline without the pixel work of its end; write down what it would have done.
 
-The pipeline runs as always, a copy of it; only where a transform would touch the pixels of an image
-or mask, the call and its parameters are noted, and a *phantom* (a tensor of the right shape, dtype
-and type on the meta device) goes on in its place. Probabilities, choices, orders, boxes, keypoints
-and labels are therefore torchvision's own. What needs pixels gets them: torchvision runs what was
-noted so far, for that sample only. Reading the pixels of a phantom is an error of torch.
+The pipeline runs as always, a copy of it, up to the boundary of its plan. Behind that, where a
+transform would touch the pixels of an image or mask, the call and its parameters are noted, and a
+*phantom* (a tensor of the right shape, dtype and type on the meta device) goes on in its place.
+Probabilities, choices, orders, boxes, keypoints and labels are therefore torchvision's own. Reading
+the pixels of a phantom is an error of torch.
 
-Replaced on the transforms of the copy are ``transform`` and ``forward``, which are public, and of
-policies (``RandAugment``, ...) the method that carries out an operation; where a version has no
-such method, policies run in the worker.
+Replaced on the transforms of the copy is ``transform``, which is public, and of policies
+(``RandAugment``, ...) the method that carries out an operation; where a version has no such method,
+policies run in the worker.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 
 from lightning_fastdata.augment.ops.operation import Tape, TapeOp, Track
 from lightning_fastdata.augment.torchvision.forms import encode
+from lightning_fastdata.augment.torchvision.kinds import LEAVE_MASKS, METHODS, kind_of, rounds
 from lightning_fastdata.augment.torchvision.operations import (
     TYPES,
     Call,
@@ -32,32 +32,21 @@ from lightning_fastdata.augment.torchvision.operations import (
     general_name,
     plain,
 )
-from lightning_fastdata.augment.torchvision.pipeline import (
-    Leaf,
-    children_of,
-    with_children,
-)
-from lightning_fastdata.augment.torchvision.plan import (
-    LEAVE_MASKS,
-    POLICY_METHOD,
-    SIZE_BY_SIZE,
-    Kind,
-    keeps_size,
-    kind_of,
-)
+from lightning_fastdata.augment.torchvision.pipeline import Leaf, children_of, with_children
 from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
+    from lightning_fastdata.augment.ops.operation import Role
     from lightning_fastdata.augment.torchvision.plan import Plan
     from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch
 
 _TYPE_NAMES: Final = {kind: name for name, kind in TYPES.items()}
 _DTYPES: Final = {
-    "Image": frozenset({torch.uint8, torch.float32}),
-    "Mask": frozenset({torch.uint8, torch.bool, torch.int32, torch.int64, torch.float32}),
+    "image": frozenset({torch.uint8, torch.float32}),
+    "mask": frozenset({torch.uint8, torch.bool, torch.int32, torch.int64, torch.float32}),
 }
-_DIMENSIONS: Final = {"Image": {3}, "Mask": {2, 3}}
+_DIMENSIONS: Final = {"image": {3}, "mask": {2, 3}}
 
 
 class Form(NamedTuple):
@@ -73,36 +62,32 @@ class Form(NamedTuple):
         return as_type(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.type_name)
 
     @property
-    def role(self) -> str:
-        """Return what its pixels are to a batch."""
+    def role(self) -> Role:
+        """What its pixels are to a batch."""
         return "mask" if self.type_name == "Mask" else "image"
+
+
+def form_of(value: Any) -> Form | None:
+    """Return the form of a tensor whose pixels may be left to a device; None of anything else."""
+    name = _TYPE_NAMES.get(type(value))
+    if name is None:
+        return None
+    form = Form(name, tuple(value.shape), value.dtype)
+    known = value.ndim in _DIMENSIONS[form.role] and value.dtype in _DTYPES[form.role]
+    return form if known and value.numel() else None
 
 
 @dataclass(slots=True, eq=False)
 class Target:
     """An image or mask on its way through a pipeline."""
 
-    real: Any
-    """Its pixels, or what fetches them."""
+    real: torch.Tensor
+    """What it was before anything was noted."""
     form: Form
     """What it looks like by now."""
     shown: torch.Tensor
     """What the pipeline handles in its place."""
     noted: list[TapeOp] = field(default_factory=list)
-    calls: list[Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=list)
-    """How torchvision would do what was noted."""
-
-    def flush(self) -> torch.Tensor:
-        """Return the pixels after what was noted, which torchvision does now."""
-        if callable(self.real):
-            self.real = self.real()
-        for call in self.calls:
-            self.real = call(self.real)
-        self.noted.clear()
-        self.calls.clear()
-        self.real = as_type(plain(self.real), self.form.type_name)
-        real: torch.Tensor = self.real
-        return real
 
 
 class Recorder:
@@ -111,46 +96,35 @@ class Recorder:
     def __init__(self, pipeline: Any, plan: Plan) -> None:
         self._targets: dict[int, Target] = {}
         self._forms: dict[tuple[object, ...], Form] = {}
-        """The form behind an operation, by its number and what it depends on of the form before."""
-        self.pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
+        """The form behind an operation, by its number, its name in a policy, the form before."""
+        # Else masks are real, for a transform that reads them.
+        self._masks_too = all(kind_of(leaf.transform) != "masks" for leaf in plan.leaves)
+        rounding = (leaf.number for leaf in plan.leaves if rounds(leaf.transform))
+        self._rounding = max(rounding, default=-1)
+        self.needs_pixels = plan.boundary >= 0
+        """Whether it has to be given the pixels of samples; else phantoms will do."""
+        self._pipeline = self._hooked(pipeline, iter(plan.leaves), plan.boundary)
 
-    def __call__(
-        self, sample: Batch, sources: Mapping[int, Callable[[], torch.Tensor]] | None = None
-    ) -> tuple[Batch, Tape]:
+    def __call__(self, sample: Batch) -> tuple[Batch, Tape]:
         """Run the pipeline once and return what it returns, and what is still to be done.
 
-        Images and masks of the result are as the real operations left them, of their last type. Of
-        tensors whose ``id`` is in ``sources`` the sample has only phantoms: the source fetches the
-        pixels, at most once, when an operation needs them, and is the result where none does.
+        Images and masks of the result are as they were before that, of their last type.
         """
         self._targets = {}
-        if sources:
-            self._begin(sample, sources)
-        result = self.pipeline(sample)
+        result = self._pipeline(sample)
         tape: dict[Any, Track] = {}
 
         def real(path: Path, value: Any) -> Any:
-            target = self._targets.get(id(value))
-            if target is None or target.shown is not value:
+            target = self._known(value)
+            if target is None:
                 return value
-            if target.noted or callable(target.real):
-                tape[path] = Track(target.form.role, tuple(target.noted))  # type: ignore[arg-type]
-            pixels = target.real
-            return pixels if callable(pixels) else as_type(plain(pixels), target.form.type_name)
+            if target.noted:
+                tape[path] = Track(target.form.role, tuple(target.noted))
+            return as_type(target.real, target.form.type_name)
 
         result = replace_leaves(result, real, depth=-1)
         self._targets = {}
         return result, tape
-
-    def _begin(self, sample: Batch, sources: Mapping[int, Callable[[], torch.Tensor]]) -> None:
-        def take(_: Path, value: Any) -> Any:
-            if id(value) in sources:
-                form = _form_of(value)
-                assert form is not None
-                self._add(Target(sources[id(value)], form, value))
-            return value
-
-        replace_leaves(sample, take, depth=-1)
 
     def _hooked(self, node: Any, leaves: Iterator[Leaf], boundary: int) -> Any:
         """Return a copy of a pipeline in which what comes behind the boundary is noted."""
@@ -161,117 +135,67 @@ class Recorder:
         return with_children(node, [self._hooked(child, leaves, boundary) for child in inside])
 
     def _hook(self, leaf: Leaf) -> Any:
-        node, kind = leaf.transform, kind_of(leaf.transform)
-        if not isinstance(node, torch.nn.Module):
-            return partial(self._whole, leaf, node)
+        """Return a copy of a transform that asks here before it touches pixels."""
         # One transform may stand in several places. An attribute of the copy shadows the class's.
-        node = copy.copy(node)
-        name, hook = _HOOKS[kind]
-        if name is not None:
-            own = getattr(node, name)
-            setattr(node, name, partial(getattr(self, hook), leaf, own))
+        node, kind = copy.copy(leaf.transform), kind_of(leaf.transform)
+        if kind in METHODS:
+            name = METHODS[kind]
+            setattr(node, name, partial(self._note, leaf, getattr(node, name)))
+        elif kind == "types":
+            node.transform = partial(self._retype, node.transform)
         return node
 
-    def _add(self, target: Target) -> Target:
-        self._targets[id(target.shown)] = target
+    def _known(self, value: Any) -> Target | None:
+        """Return the target that a value is shown for; None: it is shown for none."""
+        target = self._targets.get(id(value))
+        return target if target is not None and target.shown is value else None
+
+    def _taken(self, value: Any) -> Target | None:
+        """Return a new target for pixels that may be left to a device; None of anything else."""
+        form = form_of(value)
+        if form is None or value.requires_grad or (form.role == "mask" and not self._masks_too):
+            return None
+        target = Target(plain(value), form, value)
+        self._show(target, form)
         return target
 
-    def _target(self, value: Any) -> Target | None:
-        """Return the target that a value is shown for, a new one of pixels; None of others."""
-        target = self._targets.get(id(value))
-        if target is not None and target.shown is value:
-            return target
-        form = _form_of(value)
-        if form is None or value.is_meta or value.requires_grad:
-            return None
-        return self._add(Target(plain(value), form, form.phantom()))
-
     def _note(self, leaf: Leaf, call: Call, value: Any, /, *given: Any, **named: Any) -> Any:
-        target = self._target(value)
+        target = self._known(value) or self._taken(value)
         if target is None:
             return call(value, *given, **named)
         form = target.form
-        name = type(leaf.transform).__name__
-        if (given and given[0] == "Identity") or (form.type_name == "Mask" and name in LEAVE_MASKS):
+        leaves_it = form.type_name == "Mask" and type(leaf.transform).__name__ in LEAVE_MASKS
+        if leaves_it or (given and given[0] == "Identity"):
             return target.shown
-        before = partial(_called, call, form.type_name, given, named)
-        after = self._form_after(leaf, form, given, before)
-        if leaf.conditional and after != form:
-            return call(target.flush(), *given, **named)
-        steps = encode(leaf.transform, (*given, *named.values()), form)
+        after = self._form_after(leaf, form, call, given, named)
+        exact = leaf.number < self._rounding
+        steps = encode(leaf.transform, (*given, *named.values()), form, exact=exact)
         if steps is None:
             steps = [(general_name(leaf), general(form.type_name, given, named))]
         target.noted += [TapeOp(leaf.number, step, encoded) for step, encoded in steps]
-        target.calls.append(before)
-        return self._show(target, after)
+        return target.shown if after == form else self._show(target, after)
 
     def _form_after(
-        self, leaf: Leaf, form: Form, given: tuple[Any, ...], call: Callable[[Any], Any]
+        self, leaf: Leaf, form: Form, call: Call, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Form:
         """Return the form behind an operation, which is tried on an image of zeros, once.
 
         What torchvision refuses it refuses here, too.
         """
-        chosen = given[0] if kind_of(leaf.transform) == "policy" else None
-        scales = type(leaf.transform).__name__ in SIZE_BY_SIZE
-        key = leaf.number, chosen, form if scales else (form.shape[:-2], form.dtype, form.type_name)
+        key = leaf.number, given[0] if isinstance(given[0], str) else None, form
         if key not in self._forms:
-            made = call(torch.zeros(form.shape, dtype=form.dtype))
-            self._forms[key] = Form(form.type_name, tuple(made.shape), made.dtype)
-        after = self._forms[key]
-        size = form.shape[-2:] if keeps_size(leaf.transform) else after.shape[-2:]
-        return after._replace(shape=(*after.shape[:-2], *size))
+            zeros = torch.zeros(form.shape, dtype=form.dtype)
+            made = call(as_type(zeros, form.type_name), *given, **named)
+            self._forms[key] = form._replace(shape=tuple(made.shape), dtype=made.dtype)
+        return self._forms[key]
 
     def _show(self, target: Target, form: Form) -> torch.Tensor:
-        if form != target.form:
-            target.form, target.shown = form, form.phantom()
-            self._add(target)
+        target.form, target.shown = form, form.phantom()
+        self._targets[id(target.shown)] = target
         return target.shown
 
-    def _retype(self, _: Leaf, transform: Call, value: Any, params: Mapping[str, Any]) -> Any:
-        target = self._targets.get(id(value))
-        if target is None or target.shown is not value:
-            return transform(value, params)
-        name = _TYPE_NAMES.get(type(transform(value, params)))
-        if name is None:
-            return transform(target.flush(), params)
-        return self._show(target, target.form._replace(type_name=name))
-
-    def _real(self, value: Any, kinds: tuple[str, ...] = tuple(TYPES)) -> Any:
-        target = self._targets.get(id(value))
-        if target is None or target.shown is not value or target.form.type_name not in kinds:
-            return value
-        return target.flush()
-
-    def _whole(self, _: Leaf, function: Callable[..., Any], /, *inputs: Any) -> Any:
-        return function(*tree_map(self._real, inputs))
-
-    def _masks_only(self, _: Leaf, function: Callable[..., Any], /, *inputs: Any) -> Any:
-        return function(*tree_map(partial(self._real, kinds=("Mask",)), inputs))
-
-
-_HOOKS: Final[Mapping[Kind, tuple[str | None, str]]] = {
-    "noted": ("transform", "_note"),
-    "policy": (POLICY_METHOD, "_note"),
-    "types": ("transform", "_retype"),
-    "targets": (None, ""),
-    "masks": ("forward", "_masks_only"),
-    "pixels": ("forward", "_whole"),
-}
-"""What is replaced of a transform, and by what."""
-
-
-def _called(
-    call: Call, type_name: str, given: tuple[Any, ...], named: Mapping[str, Any], pixels: Any
-) -> torch.Tensor:
-    return plain(call(as_type(plain(pixels), type_name), *given, **named))
-
-
-def _form_of(value: Any) -> Form | None:
-    """Return the form of a tensor whose pixels may be left to a device; None of anything else."""
-    name = _TYPE_NAMES.get(type(value))
-    if name is None:
-        return None
-    kind = "Mask" if name == "Mask" else "Image"
-    fits = value.ndim in _DIMENSIONS[kind] and value.dtype in _DTYPES[kind] and value.numel()
-    return Form(name, tuple(value.shape), value.dtype) if fits else None
+    def _retype(self, transform: Call, value: Any, params: Mapping[str, Any]) -> Any:
+        target, made = self._known(value), transform(value, params)
+        if target is None:
+            return made
+        return self._show(target, target.form._replace(type_name=_TYPE_NAMES[type(made)]))

@@ -9,50 +9,43 @@ import PIL.Image
 import torch
 from torchvision.transforms import v2
 
-from lightning_fastdata.augment.pipeline.fields import describe
-from lightning_fastdata.augment.replay.torch import replay
+from lightning_fastdata.augment.pipeline.fields import first_device
+from lightning_fastdata.augment.replay.torch import checked_rows, replay
 from lightning_fastdata.augment.stage_transform import (
     CallableTransform,
+    PipelineTransform,
     StageTransform,
     plain_tensors,
-    table,
 )
 from lightning_fastdata.augment.torchvision.collated import run_collated
-from lightning_fastdata.augment.torchvision.operations import device_ops
-from lightning_fastdata.augment.torchvision.pipeline import is_own, is_v1, is_v2
-from lightning_fastdata.augment.torchvision.plan import make_plan, may_draw
+from lightning_fastdata.augment.torchvision.kinds import may_draw
+from lightning_fastdata.augment.torchvision.operations import device_ops, plain
+from lightning_fastdata.augment.torchvision.pipeline import is_v1, is_v2
+from lightning_fastdata.augment.torchvision.plan import Plan, lacks_form, make_plan
 from lightning_fastdata.augment.torchvision.rewrite import rewritten
 from lightning_fastdata.augment.torchvision.samples import (
+    Traits,
     check_convertible,
     check_roles,
     image_of,
-    mover_of,
     size_of,
     typed,
 )
 from lightning_fastdata.augment.torchvision.tape import Recorder
 from lightning_fastdata.augment.torchvision.worker import PipelineWorker
-from lightning_fastdata.errors import BatchError, TransformError
-from lightning_fastdata.fingerprint import fingerprint
-from lightning_fastdata.tree import replace_leaves
+from lightning_fastdata.errors import TransformError
+from lightning_fastdata.tree import at_path, put_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
     from lightning_fastdata.augment.pipeline.fields import Fields
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.fingerprint import Fingerprint
-    from lightning_fastdata.tree import Path
     from lightning_fastdata.types import Batch, SampleKey
 
 
-def stage_transform(
-    transform: object,
-    fields: Fields,
-    *,
-    same_pixels: bool,  # noqa: ARG001 - no device makes other pixels here
-) -> TorchvisionTransform | None:
+def transform_of(transform: object, fields: Fields) -> TorchvisionTransform | None:
     """Return the transform of batches of a v2 pipeline; None: it is none.
 
     Raises:
@@ -71,7 +64,7 @@ def stage_transform(
     return None
 
 
-class TorchvisionTransform(StageTransform):
+class TorchvisionTransform(PipelineTransform):
     """A torchvision v2 pipeline for batches, for ``FastDataModule(augment=...)``.
 
     Each sample draws what v2 draws with torch's generator seeded by its key
@@ -79,42 +72,23 @@ class TorchvisionTransform(StageTransform):
     """
 
     library = "torchvision"
+    plan: Plan
+    _one_size = _pil = False
+    """Whether all images that were seen have one size, and whether they are PIL images."""
 
-    def __init__(self, pipeline: Any, fields: Fields) -> None:
-        self.name = type(pipeline).__name__
-        self.pipeline = pipeline
-        self._fields = fields
-        self._one_size = self._pil = False
-        """Whether all images that were seen have one size, and whether they are PIL images."""
-        self._take_in(_state_of(pipeline))
-
-    def _take_in(self, state: Fingerprint | None) -> None:
+    def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
-        self._state = state
-        self._epoch: int | None = None
+        super().take_in()
+        self.plan = make_plan(
+            self.pipeline, one_size=self._one_size, pil=self._pil, refusal=_refusal()
+        )
         self._recorder: Recorder | None = None
         """For batches of other loaders."""
-        self.plan = make_plan(
-            self.pipeline, one_size=self._one_size, pil=self._pil, refusal=refusal()
-        )
 
-    @property
-    def defers(self) -> bool:
-        """Whether a device can do any part of it."""
-        return self.plan.defers
-
-    def made_of(self) -> tuple[object, ...]:
-        """Return the pipeline."""
-        return (self.pipeline,)
-
-    def renewed(self) -> Self:
-        """Return the transform as the pipeline is now: itself, if nothing of that has changed."""
-        state = _state_of(self.pipeline)
-        if state is not None and state == self._state:
-            return self
-        twin = copy.copy(self)
-        twin._take_in(state)
-        return twin
+    def without_form(self) -> Sequence[tuple[str, torch.nn.Module]]:
+        """Return what torchvision itself or the user's own code does; functions have no times."""
+        listed = ((leaf.name, leaf.transform) for leaf in self.plan.leaves)
+        return [one for one in listed if isinstance(one[1], torch.nn.Module) and lacks_form(one[1])]
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.
@@ -126,18 +100,19 @@ class TorchvisionTransform(StageTransform):
         fitted = copy.copy(self)
         fitted._one_size = len(seen) > 1 and len(sizes) == 1 and None not in sizes
         fitted._pil = any(isinstance(image, PIL.Image.Image) for image in seen)
-        fitted._take_in(self._state)
+        fitted.take_in()
         return fitted
 
     def behind(self) -> StageTransform:
         """Return what runs behind another transform, on whole batches; itself, if it draws."""
-        whole = all(is_own(leaf.transform) and not may_draw(leaf) for leaf in self.plan.leaves)
-        return CallableTransform(self.pipeline, self._fields) if whole else self
+        draws = any(map(may_draw, self.plan.leaves))
+        return self if draws else CallableTransform(self.pipeline, self._fields)
 
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if v2 would leave a sample, or a part of it, as it is."""
-        check_convertible(sample, self.plan.leaves)
-        check_roles(typed(sample, self._fields), self._fields, mover_of(self.plan.leaves))
+        traits = Traits.of(self.plan.leaves)
+        check_convertible(sample, traits)
+        check_roles(typed(sample, self._fields), self._fields, traits)
 
     def in_worker(self, *, on_device: bool) -> PipelineWorker:
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
@@ -152,26 +127,12 @@ class TorchvisionTransform(StageTransform):
         """
         if draws is None or not draws.programs:
             return batch
-        ops, waiting = device_ops(self.pipeline), set(draws.programs)
-
-        def carried_out(path: Path, value: Any) -> Any:
-            program = draws.programs.get(path)
-            if program is None:
-                return value
-            waiting.discard(path)
-            if not isinstance(value, torch.Tensor) or len(value) != draws.samples:
-                raise BatchError(
-                    f"The field {path!r} should be a tensor of {draws.samples} samples, as many as "
-                    f"were drawn for, but is {describe(value)}. A collate_fn must stack the images "
-                    "of a batch in order, and keep them at their place."
-                )
-            return replay(program, draws.blob, value.as_subclass(torch.Tensor), ops)
-
+        ops, done = device_ops(self.pipeline), {}
         with plain_tensors():
-            done = replace_leaves(batch, carried_out, depth=-1)
-        if waiting:
-            raise BatchError(f"There is no field {min(map(str, waiting))} in {describe(batch)}.")
-        return done
+            for path, program in draws.programs.items():
+                value = plain(checked_rows(at_path(batch, path), draws, path))
+                done[path] = replay(program, draws.blob, value, ops)
+        return put_leaves(batch, done)
 
     def apply_unprepared(self, batch: Batch, key: SampleKey) -> Batch:
         """Draw and compute here, for a batch ``[n, C, H, W]``.
@@ -180,28 +141,21 @@ class TorchvisionTransform(StageTransform):
             BatchError: there is no image batch.
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
-        if self._epoch not in (None, key.epoch) and self.renewed() is not self:
-            self._take_in(_state_of(self.pipeline))
-        self._epoch = key.epoch
-        if self._recorder is None and refusal() is None:
+        self.follow(key.epoch)
+        # On the CPU it is faster to run the pipeline on one sample after the other.
+        records = _refusal() is None and first_device(batch) != torch.device("cpu")
+        if records and self._recorder is None:
             self._recorder = Recorder(self.pipeline, make_plan(self.pipeline, one_size=True))
+        recorder = self._recorder if records else None
         with plain_tensors():
-            return run_collated(self.pipeline, batch, self._fields, key, recorder=self._recorder)
+            return run_collated(self.pipeline, batch, self._fields, key, recorder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_recorder": None}
 
-    def explain(self) -> str:
-        """Return a table: operation, where it runs, why."""
-        return table([(placed.name, placed.where, placed.why) for placed in self.plan.placements])
 
-
-def refusal() -> str | None:
+def _refusal() -> str | None:
     """Return why no pipeline may be recorded with the installed torchvision, or None."""
     if hasattr(v2.Transform, "make_params") and hasattr(v2.Transform, "transform"):
         return None
     return "torchvision before 0.21 does not say what a transform draws"
-
-
-def _state_of(pipeline: Any) -> Fingerprint | None:
-    return fingerprint(pipeline, with_globals=False)

@@ -1,17 +1,24 @@
 """Windows of each sample's own, resized to one size: torchvision's ``resized_crop`` on a batch.
 
-Bytes are computed as torch's own kernel for bytes computes them on the CPU: first along rows, then
-along columns, with weights of 16 bits, each pass rounded to bytes. So a device has the same pixels.
+What each row and column is made of is computed with the draws, in the arithmetic of torch's own
+kernels for the CPU, and the sums are taken in their order: first along rows, then along columns.
+Bytes have weights of 16 bits, and each pass is rounded to bytes. So a device has the same pixels.
+Of floats the last bit may be another one: compilers round products and sums at once, or apart.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
+import numpy as np
+
+from lightning_fastdata.augment.torchvision.kernels import multiply_add
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from lightning_fastdata.augment.ops.operation import Arrays, Values
@@ -20,94 +27,94 @@ _MOST_BITS: Final = 22
 _WEIGHT_LIMIT: Final = 1 << 15
 
 
-class _Axis(NamedTuple):
-    """What each place along one axis of the result is made of."""
+def window_numbers(
+    box: Sequence[int], whole: Sequence[int], size: Sequence[int], mode: str, *, floats: bool
+) -> Mapping[str, np.ndarray]:
+    """Return what a window ``top, left, height, width`` is made of, resized to a size.
 
-    taps: Tensor
-    """Places that are read, int64 ``[n, out, taps]``."""
-    weights: Tensor
-    """Their weights, of the dtype of the lengths; of each place they add up to one."""
-
-
-def resized_crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:
-    """Cut windows ``top, left, height, width`` out of a batch, and resize each to one size.
-
-    ``static`` names the mode: ``"nearest"``, ``"bilinear"``, or ``"antialias"``.
+    Args:
+        box: the window, in pixels.
+        whole: height and width of the image that it is cut out of.
+        size: height and width of the result.
+        mode: ``"nearest"``, whose numbers are those of a crop; ``"bilinear"``, or ``"antialias"``.
+        floats: whether pixels are floats, and not bytes.
     """
-    planes = batch if batch.ndim == 4 else batch.unsqueeze(1)
-    top, left, rows, columns = arrays["box"].unbind(1)
-    (height, width), mode = static["size"], static["mode"]
-    if mode == "nearest":
-        across, down = _nearest(left, columns, width), _nearest(top, rows, height)
-        made = _take(_take(planes, across).mT, down).mT
-    else:
-        smooth = mode == "antialias"
-        # As precise as torch's own kernels for each dtype.
-        as_read = torch.float32 if planes.is_floating_point() else torch.float64
-        length, size = torch.stack([columns, rows]).to(as_read), planes.shape[-2:]
-        across_axis = _axis(left, length[0], size[1], width, smooth=smooth)
-        down_axis = _axis(top, length[1], size[0], height, smooth=smooth)
-        made = _blended(_blended(planes, across_axis).mT, down_axis).mT
-    return made.reshape(*batch.shape[:-2], height, width)
+    numbers: dict[str, np.ndarray] = {}
+    for axis, name in enumerate(("rows", "columns")):
+        first, length = box[axis], box[axis + 2]
+        if mode == "nearest":
+            numbers[name] = first + _nearest(length, size[axis])
+        else:
+            made = _averages(first, length, whole[axis], size[axis], mode == "antialias", floats)
+            numbers[name], weights = made
+            numbers |= {f"{name} weights": weights} if floats else _rounded(name, weights)
+    return numbers
 
 
-def _nearest(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return the places along an axis that are read, int64 ``[n, size]``."""
-    steps = torch.arange(size, device=first.device, dtype=torch.float32)
-    scale = length.float()[:, None] / size
-    return first[:, None] + (steps * scale).long().minimum(length[:, None] - 1)
+def resized_crop(batch: Tensor, static: Values, arrays: Arrays) -> Tensor:  # noqa: ARG001
+    """Return windows of images ``[n, C, H, W]``, resized; of :func:`window_numbers`, stacked."""
+    return _blended(_blended(batch, 3, "columns", arrays), 2, "rows", arrays)
 
 
-def _take(planes: Tensor, places: Tensor) -> Tensor:
-    """Return planes ``[n, C, rows, places]`` of some places along the last axis."""
-    return planes.gather(3, places[:, None, None].expand(*planes.shape[:3], -1))
+def _nearest(length: int, size: int) -> np.ndarray:
+    """Return the places along an axis that are read, int64 ``[size]``."""
+    scale = np.float32(length) / np.float32(size)
+    places = (np.arange(size, dtype=np.float32) * scale).astype(np.int64)
+    return np.minimum(places, length - 1)
 
 
-def _axis(first: Tensor, length: Tensor, most: int, size: int, *, smooth: bool) -> _Axis:
-    """Return what windows that begin at ``first`` are made of, where none is longer than ``most``.
+@lru_cache(maxsize=64)
+def _averages(
+    first: int, length: int, whole: int, size: int, smooth: bool, floats: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first places that are read, int64 ``[size]``, and weights ``[taps, size]``.
 
-    ``smooth``: what is made smaller is averaged.
+    All windows of a batch have as many taps. ``smooth``: what is made smaller is averaged.
     """
-    scale = length[:, None] / size
-    wide = scale.clamp(min=1.0) if smooth else torch.ones_like(scale)
-    count = math.ceil(max(1.0, most / size) if smooth else 1.0) * 2 + 1
-    center = scale * (torch.arange(size, device=first.device, dtype=length.dtype) + 0.5)
-    begin = (center - wide + 0.5).long().clamp(min=0)
-    last = length.long()[:, None]
-    end = (center + wide + 0.5).long().minimum(last)
-    taps = begin[..., None] + torch.arange(count, device=first.device)
-    away = (taps - center[..., None] + 0.5) * (1.0 / wide)[..., None]
-    weights = (1.0 - away.abs()).clamp(min=0.0) * (taps < end[..., None])
-    weights /= weights.sum(-1, keepdim=True)
-    places = first[:, None, None] + taps.minimum(last[:, None] - 1)
-    return _Axis(places, weights)
+    kind: Any = np.float32 if floats else np.float64
+    scale = kind(length) / kind(size)
+    wide = np.maximum(scale, kind(1.0)) if smooth else kind(1.0)
+    taps = min(whole, math.ceil(max(1.0, whole / size) if smooth else 1.0) * 2 + 1)
+    half = np.array([0.5])  # as in torch, of doubles, whatever is added to it
+    center = ((np.arange(size) + half) * scale).astype(kind)
+    begin = np.maximum((center - wide + half).astype(np.int64), 0)
+    end = np.minimum((center + wide + half).astype(np.int64), length)
+    # Taps before the window or behind it weigh nothing.
+    start = np.minimum(first + begin, whole - taps)
+    at = (start - first + np.arange(taps)[:, None]).astype(kind)
+    away = np.abs(((at - center + half) * kind(1.0 / np.float64(wide))).astype(kind))
+    inside = (at >= begin) & (at < end) & (away < 1.0)
+    weights = np.where(inside, kind(1.0) - away, kind(0.0))
+    return start, weights / np.add.accumulate(weights)[-1]
 
 
-def _blended(planes: Tensor, axis: _Axis) -> Tensor:
-    """Return planes ``[n, C, rows, out]``: sums along the last axis, rounded as the dtype needs."""
-    if planes.is_floating_point():
-        return _sums(planes, axis.taps, axis.weights)
-    bits = _bits(axis.weights.amax((1, 2)))
-    weights = (axis.weights * 2.0 ** bits[:, None, None] + 0.5).int()
-    bits = bits[:, None, None, None].int()
-    half = torch.ones_like(bits).bitwise_left_shift(bits - 1)
-    sums = _sums(planes, axis.taps, weights) + half
-    return sums.bitwise_right_shift(bits).clamp_(0, 255).to(planes.dtype)
+def _rounded(name: str, weights: np.ndarray) -> dict[str, np.ndarray]:
+    """Return weights as whole numbers, and how sums of them are rounded: what is added, bits."""
+    scaled = weights.max() * 2.0 ** np.arange(1, _MOST_BITS + 1) + 0.5
+    bits = int((scaled.astype(np.int64) < _WEIGHT_LIMIT).sum())
+    return {
+        f"{name} weights": (weights * 2.0**bits + 0.5).astype(np.int32),
+        f"{name} rounding": np.array([1 << (bits - 1), bits], np.int32),
+    }
 
 
-def _sums(planes: Tensor, taps: Tensor, weights: Tensor) -> Tensor:
-    parts = (
-        _take(planes, taps[..., at]).to(weights.dtype) * weights[:, None, None, :, at]
-        for at in range(taps.shape[-1])
-    )
-    total = next(parts)
-    for part in parts:
-        total += part
+def _blended(planes: Tensor, axis: int, name: str, arrays: Arrays) -> Tensor:
+    """Return weighted sums along an axis of ``[n, C, H, W]``, rounded as the dtype needs."""
+    places, weights = arrays[name], arrays[f"{name} weights"]
+    rounding = arrays.get(f"{name} rounding")
+    one, made = [len(planes), 1, 1, 1], [*planes.shape]
+    one[axis] = made[axis] = places.shape[-1]
+    first = places.view(one).expand(made)
+    total = planes if rounding is None else rounding[:, 0].view(-1, 1, 1, 1)
+    for tap in range(weights.shape[1]):
+        # The place of a tap is that of the first one in a batch that begins so much later.
+        later = planes.narrow(axis, tap, planes.shape[axis] - tap)
+        values, weight = later.gather(axis, first), weights[:, tap].view(one)
+        if rounding is not None:
+            total = total.addcmul(values, weight) if tap == 0 else total.addcmul_(values, weight)
+        else:
+            total = values * weight if tap == 0 else multiply_add(total, weight, values)
+    if rounding is not None:
+        # Weights of bytes add up to one, nearly, so that no sum is above 255.
+        total = total.bitwise_right_shift_(rounding[:, 1].view(-1, 1, 1, 1)).to(planes.dtype)
     return total
-
-
-def _bits(largest: Tensor) -> Tensor:
-    """Return by how many bits weights are scaled, so that the largest fits into 16, ``[n]``."""
-    bits = torch.arange(1, _MOST_BITS + 1, device=largest.device)
-    fits = (largest[:, None] * 2.0**bits + 0.5).long() < _WEIGHT_LIMIT
-    return fits.sum(1)

@@ -13,6 +13,7 @@ from lightning_fastdata.host.usage import (
     read_queued,
     worker_processes,
 )
+from lightning_fastdata.insight.measure.few import Few
 from lightning_fastdata.insight.measure.memory import MemoryMeter
 
 if TYPE_CHECKING:
@@ -159,7 +160,6 @@ _FEWEST_READINGS: Final = 3
 """In each third."""
 _LEAST_RISE: Final = 1e-3
 """Of the room that is left: less is no danger."""
-_MOST_READINGS: Final = 300
 _LOOK_EACH_S: Final = 0.25
 """Workers may be gone when the machine is read for the next time."""
 _REST: Final = 1000
@@ -186,9 +186,8 @@ class HostMeter:
         self._workers = workers
         self._began = self._last = self._newest = read_host_usage(workers(), at_s=clock_s())
         self._device_began = self._device_newest = read_device_usage(device)
-        self._held: list[tuple[float, int]] = []
+        self._held = Few[tuple[float, int]]()
         """Seconds, and bytes that tensors took on the device then, at each so many readings."""
-        self._readings, self._each = 0, 1
         self._due_s = self._memory_due_s = self._look_due_s = clock_s()
         self._first: dict[int, tuple[float, int]] = {}
         """Of each process, when it was seen first, and for how many ns it had queued by then."""
@@ -257,14 +256,8 @@ class HostMeter:
         self._look(workers)
         self._newest = read_host_usage(workers, at_s=self._clock_s())
         self._device_newest = device = read_device_usage(self._device)
-        if device is None:
-            return
-        if self._readings % self._each == 0:
-            self._held.append((self._newest.at_s, device.held_bytes))
-        self._readings += 1
-        if len(self._held) > _MOST_READINGS:
-            del self._held[1::2]
-            self._each *= 2
+        if device is not None:
+            self._held.add((self._newest.at_s, device.held_bytes))
 
 
 def fault_scalars(logs: Iterable[FaultLog]) -> dict[str, float]:

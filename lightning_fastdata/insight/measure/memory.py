@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.usage import Pages, read_memory_files, read_own_bytes, read_pages
+from lightning_fastdata.insight.measure.few import Few
 from lightning_fastdata.insight.model.memory import Growth, MemorySeen
 from lightning_fastdata.sources.attributes import held_objects
-
-_MOST_READINGS: Final = 300
 
 
 class MemoryMeter:
@@ -40,35 +38,28 @@ class MemoryMeter:
         self._here: int | None = None
         """What this process took when workers were first seen: with that they began."""
         self._read: dict[int, Pages] = {}
-        self._growth: list[Growth] = []
-        self._each, self._looks = 1, 0
+        self._growth = Few[Growth]()
         self._elements: dict[str, int] = {}
         self._most = self._epoch = 0
         self._kept = True
 
     def look(self, workers: Sequence[int], *, step: int, epoch: int) -> None:
         """See how large the workers are, or this process if there are none."""
-        known = self._first.keys()
-        self._kept &= epoch == self._epoch or bool(known & set(workers)) or not workers
+        new = self._first.keys().isdisjoint(workers)
+        self._kept &= epoch == self._epoch or not workers or not new
         self._epoch, self._most = epoch, max(self._most, len(workers))
-        grown = []
         if workers and self._here is None:
             self._here = self._own_bytes(os.getpid())
-        for process in workers or ([os.getpid()] if not self._most else []):
-            size = self._own_bytes(process)
-            if size is not None:
-                grown.append(size - self._first.setdefault(process, size))
-        if grown and self._looks % self._each == 0:
-            self._growth.append(Growth(step, epoch, sum(grown) // len(grown)))
-        self._looks += 1
-        if len(self._growth) > _MOST_READINGS:
-            del self._growth[1::2]
-            self._each *= 2
+        processes = workers or ([] if self._most else [os.getpid()])
+        sizes = {each: self._own_bytes(each) for each in processes}
+        known = {each: size for each, size in sizes.items() if size is not None}
+        grown = [size - self._first.setdefault(each, size) for each, size in known.items()]
+        if grown:
+            self._growth.add(Growth(step, epoch, sum(grown) // len(grown)))
 
     def read(self, workers: Sequence[int]) -> int | None:
         """Look at the pages of all processes; return what they take together, if it is known."""
-        processes = [os.getpid(), *workers]
-        read = {each: self._pages(each) for each in processes}
+        read = {each: self._pages(each) for each in (os.getpid(), *workers)}
         now = {each: pages for each, pages in read.items() if pages is not None}
         self._shared = max(0, self._memory_files() - self._files_first)
         self._read = now if workers or not self._most else {**self._read, **now}
@@ -76,35 +67,29 @@ class MemoryMeter:
             self._mapped = self._in_files()
         return sum(pages.pss_bytes for pages in now.values()) if now else None
 
-    def _began_with(self, process: int) -> int:
-        """Return what a worker took before it had anything of its own."""
-        first = self._first[process]
-        return first if self._here is None else min(first, self._here)
-
     def _in_files(self) -> int:
         return sum(each.file_bytes for each in self._read.values())
 
     @property
     def copied_bytes(self) -> int:
         """Of a worker, the mean: what it had in common with this process, and has of its own."""
-        of = [
-            pages.own_bytes - max(0, pages.anonymous_bytes - self._began_with(process))
-            for process, pages in self._read.items()
-            if process in self._first and process != os.getpid()
-        ]
+        of = []
+        for process in self._read.keys() & self._first.keys() - {os.getpid()}:
+            pages, first = self._read[process], self._first[process]
+            began = first if self._here is None else min(first, self._here)
+            of.append(pages.own_bytes - max(0, pages.anonymous_bytes - began))
         return max(0, sum(of) // len(of)) if of else 0
 
     def seen(self, dataset: object, *, forked: bool) -> MemorySeen:
         """Return what was seen so far of a training that reads a dataset."""
         objects = held_objects(dataset)
-        if not self._elements:
-            self._elements = {held.name: held.elements for held in objects}
-        growing = [
+        self._elements = self._elements or {held.name: held.elements for held in objects}
+        growing = (
             held.name
             for held in objects
             if held.elements > self._elements.get(held.name, 0)
             or (self._most and not held.elements)
-        ]
+        )
         return MemorySeen(
             workers=self._most,
             forked=forked,
@@ -114,6 +99,6 @@ class MemoryMeter:
             shared_bytes=self._shared,
             file_bytes=max(0, self._in_files() - (self._mapped or 0)),
             objects=objects,
-            growing=growing[0] if growing else "",
+            growing=next(growing, ""),
             left_bytes=self._left_bytes(),
         )

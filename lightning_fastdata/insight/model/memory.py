@@ -62,8 +62,6 @@ class MemoryUse(NamedTuple):
 
     cause: MemoryCause
     size_bytes: int
-    each_bytes: int
-    """Of one worker."""
     objects: HeldObjects | None = None
 
 
@@ -76,14 +74,13 @@ def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
         beyond = seen.copied_bytes - _USUAL_BYTES
         if sent or beyond >= _COPIED_PART * held.counted_bytes > 0:
             each = held.size_bytes if sent else min(seen.copied_bytes, held.counted_bytes)
-            found.append(MemoryUse("copied", count * each, each, held))
+            found.append(MemoryUse("copied", count * each, held))
             break  # how the others are read, their sum does not say
     if seen.growth:
-        each = max(0, seen.growth[-1].grown_bytes)
         cause: MemoryCause = "leak" if leaks(seen.growth, count, kept=seen.kept) else "cache"
-        found.append(MemoryUse(cause, count * each, each))
-    found.append(MemoryUse("ahead", seen.shared_bytes, seen.shared_bytes // count))
-    found.append(MemoryUse("page cache", seen.file_bytes, seen.file_bytes // count))
+        found.append(MemoryUse(cause, count * seen.growth[-1].grown_bytes))
+    found.append(MemoryUse("ahead", seen.shared_bytes))
+    found.append(MemoryUse("page cache", seen.file_bytes))
     large = [use for use in found if use.size_bytes >= _LEAST_BYTES]
     return tuple(sorted(large, key=lambda use: -use.size_bytes))
 

@@ -23,23 +23,23 @@ _REMEDIES: Final[dict[MemoryCause, str]] = {
 
 def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
     """Return in words what takes memory."""
-    where = "the training process"
-    if seen.workers:
-        where = f"each of {seen.workers} workers" if seen.workers > 1 else "the worker"
-    whole, each, held = size_text(use.size_bytes), size_text(use.each_bytes), use.objects
-    within = f", {seen.growing} perhaps" if seen.growing else ""
-    if use.cause == "copied" and held is not None:
+    several = f"each of {seen.workers} workers" if seen.workers > 1 else "the worker"
+    where = several if seen.workers else "the training process"
+    count, held = max(1, seen.workers), use.objects
+    whole, each = size_text(use.size_bytes), size_text(use.size_bytes // count)
+    if held is not None:
         size = size_text(held.size_bytes)
         how = "by reference counting" if seen.forked else "as workers are not forked"
-        so_far = " so far" if use.each_bytes < _NEARLY * held.counted_bytes else ""
+        so_far = " so far" if use.size_bytes < _NEARLY * count * held.counted_bytes else ""
         return f"{held.name} ({held.kind}, {size}) is copied in {where} {how}: {whole}{so_far}"
-    if use.cause == "leak":
-        return f"{where} has grown by {each}, and grows on from epoch to epoch{within}: {whole}"
-    if use.cause == "cache":
-        return f"{where} keeps {each} of what it has read, as in a cache{within}: {whole}"
-    if use.cause == "ahead":
-        return f"{whole} are batches ahead, in memory that processes share: they get no more"
-    return f"{whole} are pages of files, which the system gives back when memory runs short"
+    within = f", {seen.growing} perhaps: {whole}" if seen.growing else f": {whole}"
+    return {
+        "leak": f"{where} has grown by {each}, and grows on from epoch to epoch{within}",
+        "cache": f"{where} keeps {each} of what it has read, as in a cache{within}",
+        "ahead": f"{whole} are batches ahead, in memory that processes share: they get no more",
+        "page cache": f"{whole} are pages of files, which the system gives back when memory runs "
+        "short",
+    }[use.cause]
 
 
 def memory_notes(seen: MemorySeen | None) -> tuple[str, ...]:
@@ -67,9 +67,10 @@ def _finding(seen: MemorySeen, use: MemoryUse) -> Finding | None:
 
 
 def _find(e: Evidence, cause: MemoryCause) -> Finding | None:
-    uses = () if e.memory is None else memory_uses(e.memory)
-    found = (_finding(e.memory, use) for use in uses if e.memory and use.cause == cause)
-    return next(found, None)
+    if e.memory is None:
+        return None
+    uses = memory_uses(e.memory)
+    return next((_finding(e.memory, use) for use in uses if use.cause == cause), None)
 
 
 RULES: Final = (

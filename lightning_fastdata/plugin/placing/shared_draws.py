@@ -53,13 +53,15 @@ def told_of_shared_draws(transform: StageTransform, batch: Batch) -> Iterator[No
         return
     _looked_at.add(transform)
     if draws_once(transform, batch):
+        spelled = getattr(transform, "spelled", transform.name)
         warnings.warn(
             f"The transform {transform.name} draws once for a whole batch: copies of one sample "
             "came out alike, and all of them changed with the numbers drawn. So the images of a "
             "batch are flipped, cropped or coloured alike. Call it in the dataset's __getitem__, "
             "where it draws for each sample, or give augment= an albumentations Compose or a "
-            "torchvision v2.Compose itself, which draw for each sample, too. If a batch is to "
-            "share its draws, filter this warning.",
+            "torchvision v2.Compose itself, which draw for each sample, too; what is written for "
+            f"one image goes into the latter: v2.Compose([{spelled}]). If a batch is to share its "
+            "draws, filter this warning.",
             FastDataWarning,
             stacklevel=3,
         )

@@ -239,8 +239,10 @@ class ThroughputHooks(NeedsConstruction):
     @harmless("An epoch was not logged")
     def on_train_epoch_end(self, run: MeasuredRun, trainer: Trainer, *_: object) -> None:
         """Draw the epoch's phases and say what they mean, where that has changed."""
-        train = run.recording.main
+        train, host = run.recording.main, run.recording.host
         train.timeline.drop_open_step()
+        if host is not None:
+            host.read_memory()  # workers that are not kept end with the epoch
         summary = train.summary()
         ranks = run.judge.ranks
         heard = () if ranks is None else ranks.epoch_ended(train.timeline.history, summary)
