@@ -157,7 +157,7 @@ def peers(rounds: int, count: int = COUNT) -> None:
 
 
 def _ours(length: int) -> Iterator[int]:
-    order = EpochOrder(length=length, batch_size=256, world_size=8, equal_counts=True)
+    order = EpochOrder(length=length, batch_size=256, world_size=8)
     return (index for batch in order.batches() for index in batch.tolist())
 
 

@@ -10,12 +10,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
-import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.order.epoch_order import Rank, rank_now
 from lightning_fastdata.tree import has_method, held, held_by, is_a
 
 _SHARED_OUT: Final = ("split_by_node", "single_node_only")  # the second one raises in the workers
@@ -33,21 +33,6 @@ _HUGGING_FACE: Final = (
     "Use datasets.distributed.split_dataset_by_node(dataset, rank, world_size) in train_dataset()."
 )
 _WEB_DATASET: Final = "Give WebDataset nodesplitter=webdataset.split_by_node."
-
-
-class Rank(NamedTuple):
-    """Which of the training processes this is."""
-
-    number: int
-    ranks: int
-
-
-def rank_now() -> Rank:
-    """Return which rank this process is; 0 of 1 where there are no others, or not yet."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return Rank(0, 1)
-    return Rank(distributed.get_rank(), distributed.get_world_size())
 
 
 def tell_rank(rank: Rank) -> None:

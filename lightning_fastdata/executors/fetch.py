@@ -22,12 +22,12 @@ from lightning_fastdata.batches.keyed import (
     fetches_in_batches,
     own_dataset,
 )
-from lightning_fastdata.batches.libraries import Rank
 from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.gather.rows import Rows, rows_of
 from lightning_fastdata.fingerprint import Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.order.epoch_order import Rank
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.search import find_composes
 from lightning_fastdata.randomness.seeds import lasting, seed_global_generators

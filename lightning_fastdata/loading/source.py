@@ -24,7 +24,7 @@ from lightning_fastdata.augment import WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import keyed, reads_together
-from lightning_fastdata.batches.libraries import Rank, rank_now, tell_rank
+from lightning_fastdata.batches.libraries import tell_rank
 from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.fork_hazards import forks
@@ -34,6 +34,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
 from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
+from lightning_fastdata.order.epoch_order import Rank, rank_now
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.ranks import deciding
 from lightning_fastdata.order.samplers import is_drawn_at_start

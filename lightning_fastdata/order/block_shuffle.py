@@ -11,7 +11,8 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation
+from lightning_fastdata.order.checks import check_whole
+from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation, reordered
 from lightning_fastdata.tree import has_method
 
 if TYPE_CHECKING:
@@ -99,9 +100,7 @@ def is_in_blocks(shuffle: object) -> bool:
 
 def blocks_of(dataset: Sized, block: int | None = None, at_once: int | None = None) -> Blocks:
     """Return the blocks of a dataset; see :class:`BlockShuffleSampler`."""
-    for name, value in (("block", block), ("blocks_at_once", at_once)):
-        if value is not None and value < 1:
-            raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
+    check_whole(block=block, blocks_at_once=at_once)
     starts, positions, said = _stored(dataset, block)
     if at_once is None:
         at_once = _AT_ONCE if said else max(_AT_ONCE, -(-_TOGETHER // (block or _BLOCK)))
@@ -156,14 +155,12 @@ class BlockOrder:
         return np.concatenate(found)
 
     def _drawn(self, number: int) -> NDArray[np.int64]:
-        starts, first = self._blocks.starts, number * self._blocks.at_once
-        chosen = self._order[first : first + self._blocks.at_once]
-        ends = np.append(starts[1:], self._blocks.length)[chosen]
-        bounds = zip(starts[chosen].tolist(), ends.tolist(), strict=True)
-        together = np.concatenate([np.arange(start, end) for start, end in bounds])
+        blocks, first = self._blocks, number * self._blocks.at_once
+        edges = np.append(blocks.starts, blocks.length)
+        together, _ = reordered(edges, self._order[first : first + blocks.at_once])
         key = np.array([self._seed & _MASK, (self._epoch << 32 | first) & _MASK], np.uint64)
         drawn = np.random.Generator(np.random.Philox(key=key)).permutation(together)
-        return drawn if self._blocks.positions is None else self._blocks.positions[drawn]
+        return drawn if blocks.positions is None else blocks.positions[drawn]
 
 
 def _stored(

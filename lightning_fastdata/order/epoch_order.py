@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.order.block_shuffle import BlockOrder, Blocks
 
-Order: TypeAlias = "NDArray[np.int64] | KeyedPermutation | BlockOrder | range"
+    Ints: TypeAlias = NDArray[np.int64]
+
+Order: TypeAlias = "Ints | KeyedPermutation | BlockOrder | range"
 """Samples in an order: held, computed, or as the dataset has them."""
 
 # Of 2**24 samples, torch.randperm makes 128 MiB in 0.45 s before the first batch (27 ns a sample,
@@ -65,11 +67,11 @@ class KeyedPermutation:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, part: slice) -> NDArray[np.int64]:
+    def __getitem__(self, part: slice) -> Ints:
         """Return a part of the permutation, int64."""
         return self.at(np.arange(*part.indices(self.length)))
 
-    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def at(self, positions: Ints) -> Ints:
         """Return the samples at these positions, each 0 <= position < length; int64."""
         found = self._once(positions.astype(np.uint64))
         # The pairs are a few more than the samples. A pair that is no sample is sent on until it
@@ -107,7 +109,7 @@ def _add(
     return reduced
 
 
-def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64] | KeyedPermutation:
+def epoch_permutation(length: int, seed: int, epoch: int) -> Ints | KeyedPermutation:
     """Return the order of ``length`` samples that (seed, epoch) stand for.
 
     Below :data:`DRAWN_AT_ONCE` it is an array, int64 [length], from there on a
@@ -121,11 +123,48 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> NDArray[np.int64] |
     return drawn_permutation(length, generator)
 
 
-def drawn_permutation(length: int, generator: torch.Generator | None) -> NDArray[np.int64]:
+def drawn_permutation(length: int, generator: torch.Generator | None) -> Ints:
     """Return ``torch.randperm(length, generator=generator)``, int64 [length], in half its time."""
     # The draws are the same for each type of numbers, and narrow ones stay in the cache.
     dtype = torch.int32 if length < 2**31 else torch.int64
     return torch.randperm(length, generator=generator, dtype=dtype).numpy().astype(np.int64)
+
+
+def edges_of(sizes: Sequence[int] | Ints) -> Ints:
+    """Return where each of some runs begins, and the last one ends, int64 [runs + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def reordered(edges: Ints, order: Ints) -> tuple[Ints, Ints]:
+    """Return the places in some runs, which come in another order, and the edges of these."""
+    sizes = np.diff(edges)[order]
+    ends = edges_of(sizes)
+    return np.arange(ends[-1]) + np.repeat(edges[order] - ends[:-1], sizes), ends
+
+
+def shuffled_within(classes: NDArray[Any], seed: int, epoch: int) -> Ints:
+    """Return all samples by class, in an order within each that (seed, epoch) stand for."""
+    drawn = epoch_permutation(len(classes), seed, epoch)[:]
+    return drawn[np.argsort(classes[drawn], kind="stable")]
+
+
+class KeepsEpochs:
+    """Draws each epoch once: it keeps the last two, as loaders read ahead, and pickles neither."""
+
+    _kept: dict[Any, tuple[Ints, ...]] = {}  # noqa: RUF012  # never changed, but replaced
+
+    def drawn(self, *key: int) -> tuple[Ints, ...]:
+        """Return what ``_draw`` returns for an epoch."""
+        kept = self._kept  # once, as other threads may draw another epoch
+        if key not in kept:
+            self._kept = kept = {**dict([*kept.items()][-1:]), key: self._draw(*key)}
+        return kept[key]
+
+    def _draw(self, *key: int) -> tuple[Ints, ...]:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}
 
 
 def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
@@ -134,7 +173,7 @@ def cut(stop: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, stop)
 
 
-def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[NDArray[np.int64]]:
+def parts_of(order: Order, bounds: Iterable[tuple[int, int]]) -> Iterator[Ints]:
     """Yield ``order[start:stop]``, int64, for each pair of bounds."""
     if not isinstance(order, KeyedPermutation):
         for start, stop in bounds:
@@ -178,7 +217,46 @@ def dataset_length(dataset: object) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochOrder:
+class SharedOrder:
+    """Which samples each batch of one epoch holds of those that ranks share: it reads nothing."""
+
+    epoch: int = 0
+    """Epoch, counted from 0."""
+    drop_last: bool = False
+    """Leave out what does not fill a step of all ranks; else they share it."""
+    rank: int = 0
+    """This process among ``world_size``."""
+    world_size: int = 1
+    """Processes that share the epoch."""
+    start: int = 0
+    """Samples of this epoch, over all ranks, that were delivered before; they are skipped. Behind
+    whole steps the batches are those of the whole epoch from there on."""
+
+    def __len__(self) -> int:
+        """Batches of this rank that are still to come."""
+        raise NotImplementedError
+
+    def samples(self) -> Order:
+        """Return the order of all samples of the epoch, over all ranks."""
+        raise NotImplementedError
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
+        raise NotImplementedError
+
+    def batches(self) -> Iterator[Ints]:
+        """Yield the indices of each batch, int64, from ``start`` on."""
+        return parts_of(self.samples(), map(self._bounds, range(len(self))))
+
+    def batch(self, number: int) -> Ints:
+        """Return the indices of batch ``number`` of this rank, int64; IndexError without one."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"There is no batch {number} of {len(self)}.")
+        return next(parts_of(self.samples(), [self._bounds(number)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochOrder(SharedOrder):
     """Which samples each batch of one epoch holds: a pure plan that reads nothing.
 
     The samples are put in one order for all ranks and cut into global batches of
@@ -198,21 +276,10 @@ class EpochOrder:
     """Samples of one rank's batch, from 1."""
     seed: int = 0
     """Seed of the run."""
-    epoch: int = 0
-    """Epoch, counted from 0."""
     shuffle: bool = True
     """Permute the samples; False keeps the dataset's order."""
-    drop_last: bool = False
-    """Leave out the last global batch if it is not full; else the ranks share what is left."""
-    rank: int = 0
-    """This process among ``world_size``."""
-    world_size: int = 1
-    """Processes that share the epoch."""
     blocks: Blocks | None = None
     """Within which each epoch is ordered, in place of a permutation of all samples."""
-    start: int = 0
-    """Samples of this epoch, over all ranks, that were delivered before; they are skipped. With a
-    multiple of the global batch size the batches are those of the whole epoch from there on."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("length", 0), ("batch_size", 1), ("world_size", 1), ("start", 0)):
@@ -238,10 +305,6 @@ class EpochOrder:
         """Batches of this rank that are still to come."""
         return steps_in(self._left, self.batch_size * self.world_size, drop_last=self.drop_last)
 
-    def batches(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of each batch, int64, from ``start`` on."""
-        return parts_of(self.samples(), map(self._bounds, range(len(self))))
-
     def samples(self) -> Order:
         """Return the order of all samples of the epoch, over all ranks."""
         if not self.shuffle:
@@ -250,14 +313,7 @@ class EpochOrder:
             return self.blocks.order(self.seed, self.epoch)
         return epoch_permutation(self.length, self.seed, self.epoch)
 
-    def batch(self, number: int) -> NDArray[np.int64]:
-        """Return the indices of batch ``number`` of this rank, int64; IndexError without one."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"There is no batch {number} of {len(self)}.")
-        return next(parts_of(self.samples(), [self._bounds(number)]))
-
     def _bounds(self, number: int) -> tuple[int, int]:
-        """Return where this rank's batch ``number`` begins and ends in the order of the epoch."""
         begin, end = self.samples_before(number), self.samples_before(number + 1)
         own = part_of(end - begin, self.rank, self.world_size)
         return begin + own.start, begin + own.stop
@@ -269,3 +325,18 @@ class EpochOrder:
         if batches == full and 0 < rest < self.world_size and not self.drop_last:
             return self.length - self.world_size  # one each for the last batch
         return min(self.start + batches * step, self.length)
+
+
+class Rank(NamedTuple):
+    """Which of the training processes this is."""
+
+    number: int
+    ranks: int
+
+
+def rank_now() -> Rank:
+    """Return which rank this process is; 0 of 1 where there are no others, or not yet."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return Rank(0, 1)
+    return Rank(distributed.get_rank(), distributed.get_world_size())

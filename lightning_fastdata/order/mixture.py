@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.order.buckets import check_whole
+from lightning_fastdata.order.checks import check_whole
 from lightning_fastdata.order.epoch_order import KeyedPermutation, dataset_length
 from lightning_fastdata.order.interleave import Interleaving
 from lightning_fastdata.torch_internals import unsplit_stream

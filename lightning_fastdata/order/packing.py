@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.order.buckets import (
-    check_fits,
-    check_whole,
-    checked_lengths,
+from lightning_fastdata.order.best_fit import best_fit
+from lightning_fastdata.order.checks import Lengths, check_whole, checked_lengths
+from lightning_fastdata.order.epoch_order import (
+    KeepsEpochs,
+    dataset_length,
+    edges_of,
+    epoch_permutation,
+    reordered,
     shuffled_within,
 )
-from lightning_fastdata.order.epoch_order import dataset_length, epoch_permutation
 from lightning_fastdata.types import has_own_order
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from lightning_fastdata.order.buckets import Ints
+    from lightning_fastdata.order.epoch_order import Ints
 
 IGNORED: Final = -100
 """A label that no loss counts: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
-
-
-_ROWS: Final = ("input_ids", "position_ids", "labels")
 Packed: TypeAlias = dict[str, torch.Tensor]
 """Documents one behind the other, see :class:`PackedDataset`."""
 
@@ -39,7 +35,7 @@ def pack(
     dataset: Dataset[Any],
     tokens: int = 8192,
     *,
-    lengths: Sequence[int] | NDArray[Any] | torch.Tensor | None = None,
+    lengths: Lengths | None = None,
     split: bool = True,
     seed: int = 0,
 ) -> PackedDataset:
@@ -85,15 +81,14 @@ def pack(
         )
     if lengths is None:
         lengths = [len(_ids_and_labels(dataset[at], at)[0]) for at in range(count)]
-    found = checked_lengths(lengths)
+    remedy = "Cut such documents, use split=True, or give more tokens."
+    found = checked_lengths(lengths, None if split else tokens, remedy)
     if len(found) != count:
         raise DatasetError(f"lengths has {len(found)} numbers for {count} documents.")
-    if not split:
-        check_fits(found, tokens, "Cut such documents, use split=True, or give more tokens.")
-    return PackedDataset(dataset, (_Cut if split else _Fitted)(found, tokens, seed))
+    return (PackedDataset if split else _WholeDocuments)(dataset, found, tokens, seed)
 
 
-class PackedDataset(Dataset[Packed]):
+class PackedDataset(KeepsEpochs, Dataset[Packed]):
     """The packs of :func:`pack`: sample ``i`` is pack ``i`` of the epoch that was set.
 
     A pack is a dict of four tensors. ``input_ids``: int64 [tokens]. ``position_ids``: int64
@@ -108,14 +103,16 @@ class PackedDataset(Dataset[Packed]):
 
     has_own_order = True
 
-    def __init__(self, dataset: Dataset[Any], plan: _Cut | _Fitted) -> None:
+    def __init__(self, dataset: Dataset[Any], lengths: Ints, tokens: int, seed: int) -> None:
         self.dataset = dataset
-        self._plan: Any = plan
-        self._epoch = 0
-        self._drawn: tuple[int, tuple[Ints, ...]] | None = None
+        self._lengths, self._tokens, self._seed, self._epoch = lengths, tokens, seed, 0
+        self._packs = -(-int(lengths.sum()) // tokens)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_drawn": None}
+    def _draw(self, *epoch: int) -> tuple[Ints, Ints, Ints]:
+        """Return documents in the order of an epoch, and the edges of these, and of the packs."""
+        documents = epoch_permutation(len(self._lengths), self._seed, *epoch)[:]
+        edges = edges_of(self._lengths[documents])
+        return documents, edges, np.minimum(np.arange(self._packs + 1) * self._tokens, edges[-1])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what is packed together in ``epoch``, counted from 0."""
@@ -123,15 +120,12 @@ class PackedDataset(Dataset[Packed]):
 
     def __len__(self) -> int:
         """Packs."""
-        packs: int = self._plan.packs
-        return packs
+        return self._packs
 
     @property
     def waste(self) -> float:
         """Share of the tokens that the packs could hold, but do not, 0 to 1."""
-        plan = self._plan
-        held = int(plan.lengths.sum())
-        return 1 - held / (plan.packs * plan.tokens) if plan.packs else 0.0
+        return 1 - int(self._lengths.sum()) / max(1, self._packs * self._tokens)
 
     def __getitem__(self, index: int) -> Packed:
         """Return a pack of the epoch that was set.
@@ -146,22 +140,33 @@ class PackedDataset(Dataset[Packed]):
         """Return a pack of any epoch, as ``self[index]`` does of the one that was set."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"There is no pack {index} of {len(self)}.")
-        drawn = self._drawn  # once, as other threads may draw another epoch
-        if drawn is None or drawn[0] != epoch:
-            self._drawn = drawn = epoch, self._plan.drawn(epoch)
-        pieces = self._plan.pieces(index % len(self), *drawn[1])
         ids, labels = [], []
-        for at, begin, end in zip(*map(np.ndarray.tolist, pieces), strict=True):
+        for at, begin, end in self._pieces(index % len(self), epoch):
             own_ids, own_labels = _ids_and_labels(self.dataset[at], at)
-            if len(own_ids) != self._plan.lengths[at]:
+            if len(own_ids) != self._lengths[at]:
                 raise DatasetError(
                     f"Document {at} has {len(own_ids)} tokens, and lengths says "
-                    f"{self._plan.lengths[at]}. Give the lengths that the dataset returns."
+                    f"{self._lengths[at]}. Give the lengths that the dataset returns."
                 )
             ids.append(own_ids[begin:end])
-            labels.append(own_labels[begin:end].clone())
-            labels[-1][:1] = IGNORED
-        return _joined(ids, labels)
+            labels.append(own_labels[begin:end])
+        positions = torch.cat([torch.arange(len(row)) for row in ids])
+        return {
+            "input_ids": torch.cat(ids),
+            "position_ids": positions,
+            "labels": torch.cat(labels).masked_fill(positions == 0, IGNORED),
+            "cu_seqlens": _ends(positions),
+        }
+
+    def _pieces(self, number: int, epoch: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each document of a pack, and from where to where its tokens are in it."""
+        documents, edges, packs = self.drawn(epoch)
+        first, last = packs[number : number + 2].tolist()
+        at = int(np.searchsorted(edges, first, side="right")) - 1
+        while (begin := int(edges[at])) < last:
+            end = min(last, int(edges[at + 1]))
+            yield int(documents[at]), max(first - begin, 0), end - begin
+            at += 1
 
     @staticmethod
     def collate(packs: Sequence[Packed]) -> dict[str, torch.Tensor | int]:
@@ -171,162 +176,61 @@ class PackedDataset(Dataset[Packed]):
         [1, tokens], ``cu_seqlens`` is int32 [documents + 1], and ``max_seqlen``, an int, the length
         of the longest.
         """
-        sizes = np.concatenate([np.diff(one["cu_seqlens"].numpy()) for one in packs])
-        ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        return {
-            **{name: torch.cat([one[name] for one in packs])[None] for name in _ROWS},
-            "cu_seqlens": torch.from_numpy(ends),
-            "max_seqlen": int(sizes.max(initial=0)),
-        }
+        rows = ("input_ids", "position_ids", "labels")
+        batch = {name: torch.cat([one[name] for one in packs])[None] for name in rows}
+        ends = _ends(batch["position_ids"][0])
+        return {**batch, "cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
+
+
+class _WholeDocuments(PackedDataset):
+    """Packs of whole documents, each in the fullest pack in which there is room."""
+
+    def __init__(self, dataset: Dataset[Any], lengths: Ints, tokens: int, seed: int) -> None:
+        super().__init__(dataset, lengths, tokens, seed)
+        # The longest is first. Numbers of 16 bits are sorted in a tenth of the time.
+        self._classes = (tokens - lengths).astype(np.min_scalar_type(tokens))
+        packs = best_fit(np.sort(lengths[lengths > 0])[::-1], tokens)
+        self._places = np.argsort(packs, kind="stable")
+        self._edges = edges_of(np.bincount(packs))
+        self._packs = len(self._edges) - 1
+
+    def _draw(self, *epoch: int) -> tuple[Ints, Ints, Ints]:
+        order = epoch_permutation(self._packs, self._seed, *epoch)[:]
+        places, packs = reordered(self._edges, order)
+        documents = shuffled_within(self._classes, self._seed, *epoch)[self._places[places]]
+        edges = edges_of(self._lengths[documents])
+        return documents, edges, edges[packs]
+
+
+def _ends(positions: torch.Tensor) -> torch.Tensor:
+    begins = (positions == 0).nonzero()[:, 0]
+    return torch.cat([begins, torch.tensor([len(positions)])]).int()
 
 
 def _ids_and_labels(document: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids and labels of a document, int64 [tokens] both."""
-    keyed = isinstance(document, Mapping)
-    if keyed and "input_ids" not in document:
-        keys = ", ".join(map(repr, document))
+    named = document if isinstance(document, Mapping) else {"input_ids": document}
+    if "input_ids" not in named:
+        keys = ", ".join(map(repr, named))
         raise DatasetError(f'Document {at} has the keys {keys}; its ids are to be in "input_ids".')
-    ids = _tensor(document["input_ids"] if keyed else document, "input_ids", at)
-    given = document.get("labels") if keyed else None
-    labels = ids if given is None else _tensor(given, "labels", at)
-    for name, row in (("input_ids", ids), ("labels", labels)):
-        whole = not row.is_floating_point() or not row.numel()  # an empty list has no type
-        if row.ndim != 1 or not whole or len(row) != len(ids):
-            raise DatasetError(
-                f"{name} of document {at} has the shape {list(row.shape)} and numbers of type "
-                f"{row.dtype}; ids and labels are whole numbers in a row, as many of both."
-            )
-    return ids.long(), labels.long()
+    ids = labels = _row(named["input_ids"], f"input_ids of document {at}")
+    if named.get("labels") is not None:
+        labels = _row(named["labels"], f"labels of document {at}")
+    if len(ids) != len(labels):
+        raise DatasetError(
+            f"labels of document {at} are {len(labels)} for {len(ids)} ids; give as many of both."
+        )
+    return ids, labels
 
 
-def _tensor(row: Any, name: str, at: int) -> torch.Tensor:
+def _row(given: Any, name: str) -> torch.Tensor:
+    why = "text, which is to be tokenized first"
     try:
-        if not isinstance(row, bytes | bytearray | str):
-            return torch.as_tensor(row)
-        why = "text, which is to be tokenized first"
+        if not isinstance(given, bytes | bytearray | str):
+            row = torch.as_tensor(given)
+            if row.ndim == 1 and not (row.is_floating_point() and len(row)):  # [] has such a type
+                return row.long()
+            why = f"of the shape {list(row.shape)} and of numbers of type {row.dtype}"
     except (TypeError, ValueError, RuntimeError) as error:
-        why = f"a {type(row).__name__} of which torch makes no tensor ({error})"
-    raise DatasetError(f"{name} of document {at} is {why}; give whole numbers in a row.")
-
-
-def _joined(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> Packed:
-    sizes = np.array([len(row) for row in ids])
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    positions = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)
-    return {
-        "input_ids": torch.cat([*ids]),
-        "position_ids": torch.from_numpy(positions),
-        "labels": torch.cat([*labels]),
-        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)),
-    }
-
-
-class _Pieces(NamedTuple):
-    """What is in a pack: of each of these documents the tokens from ``begin`` to ``end``."""
-
-    documents: Ints
-    begin: Ints
-    end: Ints
-
-
-class _Cut:
-    """Documents one behind the other, cut every so many tokens."""
-
-    def __init__(self, lengths: Ints, tokens: int, seed: int) -> None:
-        self.lengths, self.tokens, self.seed = lengths, tokens, seed
-        self.packs = -(-int(lengths.sum()) // tokens)
-
-    def drawn(self, epoch: int) -> tuple[Ints, Ints]:
-        """Return the order of an epoch, and where each document ends in it."""
-        order = epoch_permutation(len(self.lengths), self.seed, epoch)[:]
-        return order, np.cumsum(self.lengths[order])
-
-    def pieces(self, number: int, order: Ints, ends: Ints) -> _Pieces:
-        """Return what is in a pack."""
-        begin = number * self.tokens
-        stop = min(begin + self.tokens, int(ends[-1]))
-        first = int(np.searchsorted(ends, begin, side="right"))
-        last = int(np.searchsorted(ends, stop))
-        documents = order[first : last + 1]
-        starts = ends[first : last + 1] - self.lengths[documents]
-        held = self.lengths[documents] > 0
-        end = np.minimum(stop - starts, self.lengths[documents])
-        return _Pieces(documents[held], np.maximum(begin - starts, 0)[held], end[held])
-
-
-class _Fitted:
-    """Whole documents, each in the fullest pack in which there is room."""
-
-    def __init__(self, lengths: Ints, tokens: int, seed: int) -> None:
-        self.lengths, self.tokens, self.seed = lengths, tokens, seed
-        self._documents = np.flatnonzero(lengths)  # an empty one is in no pack
-        lengths = lengths[self._documents]
-        # Sorting numbers of 16 bits takes a tenth of the time.
-        self._classes = np.unique(-lengths, return_inverse=True)[1]
-        if not len(lengths) or self._classes.max() < 2**16:
-            self._classes = self._classes.astype(np.uint16)
-        packs = best_fit(lengths[np.argsort(self._classes, kind="stable")], tokens)
-        self._places = np.argsort(packs, kind="stable")
-        self._ends = np.cumsum(np.bincount(packs))
-        self.packs = len(self._ends)
-
-    def drawn(self, epoch: int) -> tuple[Ints, Ints]:
-        """Return the documents of an epoch, the longest first, and the order of the packs."""
-        order = shuffled_within(self._classes, self.seed, epoch)
-        return order, epoch_permutation(self.packs, self.seed, epoch)[:]
-
-    def pieces(self, number: int, order: Ints, packs: Ints) -> _Pieces:
-        """Return what is in a pack."""
-        number = packs[number]
-        begin = self._ends[number - 1] if number else 0
-        places = self._places[begin : self._ends[number]]
-        documents = self._documents[order[places]]
-        return _Pieces(documents, np.zeros_like(documents), self.lengths[documents])
-
-
-def best_fit(lengths: Ints, tokens: int) -> Ints:
-    """Return the number of the pack of each document, int64 [documents].
-
-    Best fit decreasing: documents come the longest first, and each goes where the least room is
-    left that suffices. All documents of one length are placed at once: a pack that is the best for
-    one of them is so for the next, until it has no room.
-
-    Args:
-        lengths: Of the documents, the longest first, from 1 to ``tokens``.
-        tokens: Tokens of a pack.
-    """
-    numbers, packs = np.empty(len(lengths), np.int64), 0
-    open_with: defaultdict[int, list[Ints]] = defaultdict(list)  # room left -> packs that have it
-    rooms: list[int] = []  # its keys, in order
-
-    def put_back(room: int, left: Ints) -> None:
-        if room and len(left):
-            if room not in open_with:
-                insort(rooms, room)
-            open_with[room].append(left)
-
-    begins = np.flatnonzero(np.diff(lengths, prepend=-1)).tolist()
-    for begin, end in zip(begins, [*begins[1:], len(lengths)], strict=False):
-        at, length = begin, int(lengths[begin])
-        while at < end:
-            place = bisect_left(rooms, length)
-            if place < len(rooms):
-                room = rooms.pop(place)
-                opened = np.concatenate(open_with.pop(room))
-            else:
-                room, more = tokens, -(-(end - at) // (tokens // length))
-                opened = np.arange(packs, packs + more)
-                packs += more
-            each = room // length
-            whole, rest = divmod(end - at, each)
-            full = opened[:whole]
-            numbers[at : at + len(full) * each] = np.repeat(full, each)
-            at += len(full) * each
-            put_back(room - each * length, full)
-            if len(full) < len(opened):
-                last = opened[whole : whole + 1]
-                numbers[at:end] = last
-                at = end
-                put_back(room - rest * length, last)
-                put_back(room, opened[whole + 1 :])
-    return numbers
+        why = f"a {type(given).__name__} of which torch makes no tensor ({error})"
+    raise DatasetError(f"{name} is {why}; give whole numbers in a row.")

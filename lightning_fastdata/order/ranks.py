@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
-from lightning_fastdata.order.buckets import BucketShare, check_whole
+from lightning_fastdata.order.buckets import BucketShare
+from lightning_fastdata.order.checks import check_whole
 from lightning_fastdata.order.epoch_order import dataset_length, part_of, steps_in
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators

@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from torch.utils.data import ChainDataset, IterableDataset, IterDataPipe
 
 from lightning_fastdata.batches.keyed import KeyedIterableDataset
-from lightning_fastdata.batches.libraries import rank_now
 from lightning_fastdata.executors.fork_hazards import open_handles
 from lightning_fastdata.host import clock
+from lightning_fastdata.order.epoch_order import rank_now
 from lightning_fastdata.planning.facts.probe_process import Tell, try_apart
 from lightning_fastdata.randomness.search import find_instances, loaded_classes
 from lightning_fastdata.torch_internals import watch_worker_info

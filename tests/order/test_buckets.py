@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from misses import Misses
+from ragged import Sequences, pad, stopped_epoch
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, DistributedSampler
 from trainers import Keeps, quiet_trainer
@@ -19,6 +19,7 @@ from trainers import Keeps, quiet_trainer
 from benchmarks.lengths import LAWS, drawn
 from lightning_fastdata import BucketBatchSampler, FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.order.balance import dealt
 from lightning_fastdata.order.samplers import index_batches
 
 SIZES = {
@@ -78,6 +79,10 @@ def test_ranks_share_every_sample_once_in_as_many_batches_within_the_budget(
 
 @max_examples(100)
 @given(ranks=st.integers(1, 5), then=st.integers(1, 5), stop=st.integers(0, 9), **SIZES)
+@example(  # one rank goes on within a batch that two had cut
+    ranks=2, then=1, stop=1, lengths=[1, 2, 60, 60], tokens=60, batch_size=8, together=None,
+    padding=0.05, seed=0, epoch=0,
+)  # fmt: skip
 def test_a_run_goes_on_anywhere_on_any_ranks_with_every_sample_once(
     ranks, then, stop, lengths, epoch, **how
 ) -> None:
@@ -88,37 +93,19 @@ def test_a_run_goes_on_anywhere_on_any_ranks_with_every_sample_once(
     before = order.samples_before(stop)
     how["together"] = order.together
     assume(can_be_shared(lengths, then, before, epoch, **how))
-    done = [list(replace(order, rank=r).batches())[:stop] for r in range(ranks)]
-    rest = [
-        list(replace(order, rank=r, world_size=then, start=before).batches()) for r in range(then)
-    ]
+
+    def batches_of(ranks, start):
+        plans = [replace(order, rank=r, world_size=ranks, start=start) for r in range(ranks)]
+        found = [[batch.tolist() for batch in plan.batches()] for plan in plans]
+        assert found == [[p.batch(number).tolist() for number in range(len(p))] for p in plans]
+        return found
+
+    whole, rest = batches_of(ranks, 0), batches_of(then, before)
+    done = [own[:stop] for own in whole]
     assert len({len(own) for own in rest}) == 1
-    seen = [int(i) for own in (*done, *rest) for batch in own for i in batch]
+    seen = [index for own in (*done, *rest) for batch in own for index in batch]
     assert sorted(seen) == list(range(len(lengths)))
-    if then == ranks:
-        for rank, own in enumerate(rest):
-            whole = list(replace(order, rank=rank).batches())
-            assert [b.tolist() for b in whole[stop:]] == [b.tolist() for b in own]
-
-
-def test_as_many_ranks_go_on_with_the_same_batches_of_each() -> None:
-    lengths = drawn("chat", 400)
-    for rank in range(4):
-        how = {"tokens": 8192, "num_replicas": 4, "rank": rank}
-        order = BucketBatchSampler(lengths, **how).sampler.order
-        rest = replace(order, start=order.samples_before(7))
-        whole = [batch.tolist() for batch in order.batches()]
-        assert [batch.tolist() for batch in rest.batches()] == whole[7:]
-        assert order.batch(3).tolist() == whole[3]
-
-
-def test_one_rank_goes_on_within_a_batch_that_two_had_cut() -> None:
-    order = BucketBatchSampler([1, 2, 60, 60], tokens=60, num_replicas=2, rank=0).sampler.order
-    before = order.samples_before(1)
-    assert before not in order.buckets.epoch(0, 2).edges
-    rest = list(replace(order, world_size=1, start=before).batches())
-    done = [next(replace(order, rank=rank).batches()) for rank in range(2)]
-    assert sorted(np.concatenate([*done, *rest]).tolist()) == [0, 1, 2, 3]
+    assert then != ranks or rest == [own[stop:] for own in whole]
 
 
 @max_examples(40)
@@ -158,11 +145,23 @@ def test_the_costs_of_ranks_are_within_3_percent(ranks, count) -> None:
                 misses.check(max(found) <= 1.03 * min(found), name, cost, max(found) / min(found))
 
 
+@pytest.mark.parametrize(("steps", "ranks"), [(0, 2), (1, 3), (7, 2), (40, 5), (50_000, 2)])
+def test_ranks_differ_by_no_more_than_the_batches_of_one_step(steps, ranks) -> None:
+    costs = np.random.default_rng(steps).random((steps, ranks))
+    given = dealt(costs)
+    assert (np.sort(given) == np.arange(ranks)).all()
+    had = np.take_along_axis(costs, given, axis=1).sum(0)
+    assert np.ptp(had) <= np.ptp(costs, axis=1).max(initial=0) + 1e-9
+
+
 def test_no_rank_of_a_step_waits_long_for_another() -> None:
-    lengths = drawn("speech", 50_000)
-    steps = zip(*of_ranks(lengths, 4, tokens=16384), strict=True)
-    longest = np.array([[lengths[batch].max() for batch in step] for step in steps])
-    assert (longest.max(1) / longest.mean(1) - 1).mean() < 0.02
+    with Misses() as misses:
+        for count in (20_000, 20_020, 20_060):  # 0, 2 and 1 batches are left for the last step
+            lengths = drawn("speech", count)
+            steps = zip(*of_ranks(lengths, 4, tokens=16384), strict=True)
+            longest = np.array([[lengths[batch].max() for batch in step] for step in steps])
+            waits = (longest.max(1) / longest.mean(1) - 1).mean()
+            misses.check(waits < 0.02, count, waits)
 
 
 def test_1_2_and_4_ranks_have_the_same_samples_in_a_step_of_4_batches() -> None:
@@ -183,6 +182,7 @@ def test_1_2_and_4_ranks_have_the_same_samples_in_a_step_of_4_batches() -> None:
 def test_epochs_and_seeds_differ_in_companions_and_order_but_not_in_number() -> None:
     lengths = drawn("speech", 5000)
     sampler = BucketBatchSampler(lengths, tokens=16384)
+    size = len(pickle.dumps(sampler))
     first = list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)
@@ -194,48 +194,30 @@ def test_epochs_and_seeds_differ_in_companions_and_order_but_not_in_number() -> 
     assert len(together[0] & together[2]) < few
     sampler.set_epoch(0)
     assert list(sampler) == first
+    assert len(pickle.dumps(sampler)) == size  # orders are drawn anew there
     assert list(pickle.loads(pickle.dumps(sampler))) == first
     assert list(copy.deepcopy(sampler)) == first
     order = [lengths[batch].max() for batch in first]
     assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.1
 
 
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, lengths):
-        self.lengths = lengths
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        return torch.full((int(self.lengths[index]),), index)
-
-
-def pad(rows):
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-
-
 @pytest.mark.parametrize("executor", ["torch", "inline", "workers"])
 def test_a_loader_gives_torchs_batches_and_goes_on_in_the_middle(executor) -> None:
-    data = Rows(drawn("sentences", 300))
+    data = Sequences(drawn("sentences", 300))
+
+    def loader_of():
+        how = {"collate_fn": pad, "num_workers": int(executor == "workers")}
+        sampler = BucketBatchSampler(data.lengths, tokens=512)
+        return FastDataLoader(data, batch_sampler=sampler, executor=executor, **how)
+
     sampler = BucketBatchSampler(data.lengths, tokens=512)
-    how = {"collate_fn": pad, "num_workers": int(executor == "workers")}
     expected = [batch.tolist() for batch in DataLoader(data, batch_sampler=sampler, collate_fn=pad)]
-    loader = FastDataLoader(data, batch_sampler=sampler, executor=executor, **how)
-    batches = iter(loader)
-    given = [next(batches).tolist() for _ in range(3)]
-    state = loader.state_dict()
-    loader.close()
-    other = BucketBatchSampler(data.lengths, tokens=512)
-    again = FastDataLoader(data, batch_sampler=other, executor=executor, **how)
-    again.load_state_dict(state)
-    assert given + [batch.tolist() for batch in again] == expected
-    again.close()
+    assert [batch.tolist() for batch in stopped_epoch(loader_of, 3)] == expected
 
 
 @pytest.mark.parametrize("then", [1, 2, 3])
 def test_a_state_of_4_ranks_goes_on_on_others_in_its_order(then) -> None:
-    data = Rows(drawn("chat", 400))
+    data = Sequences(drawn("chat", 400))
 
     def loader_of(ranks, rank):
         sampler = BucketBatchSampler(data.lengths, tokens=8192, num_replicas=ranks, rank=rank)
@@ -262,11 +244,11 @@ def test_a_state_of_4_ranks_goes_on_on_others_in_its_order(then) -> None:
 def test_lightning_puts_no_sampler_of_its_own_in_its_place() -> None:
     lengths = drawn("sentences", 200)
     sampler = BucketBatchSampler(lengths, tokens=512)
-    loader = FastDataLoader(Rows(lengths), batch_sampler=sampler)
+    loader = FastDataLoader(Sequences(lengths), batch_sampler=sampler)
     assert isinstance(loader.sampler, DistributedSampler)
-    data = FastDataModule.from_datasets(Rows(lengths), collate_fn=pad)
+    data = FastDataModule.from_datasets(Sequences(lengths), collate_fn=pad)
     data.train_dataloader = lambda: data.make_loader(
-        Rows(lengths), stage="train", batch_sampler=sampler, collate_fn=pad
+        Sequences(lengths), stage="train", batch_sampler=sampler, collate_fn=pad
     )
     trainer, module = quiet_trainer(max_epochs=2), Keeps()
     trainer.fit(module, datamodule=data)

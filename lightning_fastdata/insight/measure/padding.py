@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.batches.staged import StagedBatch
-from lightning_fastdata.tree import children, replace_leaves
+from lightning_fastdata.tree import replace_leaves
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 Numbers: TypeAlias = "dict[Path, NDArray[Any]]"
-Shapes: TypeAlias = "dict[Path, tuple[int, ...]]"
+Tensors: TypeAlias = "dict[Path, torch.Tensor]"
 _LOOKED_AT: Final = 24
 """Batches; they show the padding of all to a few percent of it."""
 _FEWEST: Final = 4
@@ -40,28 +39,15 @@ class Padding:
 
     share: float
     """Of their tokens, 0 to 1."""
-    sorted_share: float
-    """The same, if samples of like length among them were put together in batches as large."""
+    least_share: float
+    """The same, if each were padded to its longest sample only, or, where each is, if samples of
+    like length among them were put together in batches as large."""
+    one_width: bool = False
+    """All of them are padded to one width, above the longest sample of some."""
     shown_by: str
-    """In words, e.g. ``attention_mask``."""
-    batches: int
-    """That were looked at."""
+    """In words, e.g. ``attention_mask of 24 batches``."""
     tokens: int
     """Of a batch, with padding: the mean."""
-    to_longest_share: float | None = None
-    """The same, if each batch were padded to its longest sample; None: it is.
-
-    Else all of them have one width, above the longest sample of some.
-    """
-
-    @property
-    def left(self) -> float:
-        """Part of the tokens that batches without this padding would have, 0 to 1.
-
-        They are padded to their longest sample, or, if they are already, of samples of like length.
-        """
-        least = self.sorted_share if self.to_longest_share is None else self.to_longest_share
-        return (1 - self.share) / (1 - least)
 
 
 class _Seen(NamedTuple):
@@ -94,38 +80,16 @@ class PaddingMeter:
         """Look at a batch as its loader gave it, if that is still of use."""
         if len(self._seen) + self._others >= _LOOKED_AT:
             return
-        seen = next(_shown(*numbers_in(batch)), None)
+        seen = next(_shown(tensors_in(batch)), None)
         if seen is None or (self._seen and seen[:2] != self._seen[0][:2]):
             self._others += 1
-            return
-        self._seen.append(seen)
-        self._found = self._summed()
+        else:
+            self._seen.append(seen)
+            self._found = _summed(self._seen)
 
     def found(self) -> Padding | None:
         """Return how much is padding; None: that was not shown."""
         return self._found if self._others <= _OTHERS * len(self._seen) else None
-
-    def _summed(self) -> Padding | None:
-        seen = self._seen
-        if len(seen) < _FEWEST or not (seen[0].named or len({one.places for one in seen}) > 1):
-            return None
-        lengths = np.sort(np.concatenate([one.lengths for one in seen]))
-        places = sum(len(one.lengths) * one.places for one in seen)
-        ends = np.linspace(0, len(lengths), len(seen) + 1).round().astype(int)
-        sizes = np.diff(ends)
-        if not (sizes.all() and lengths.all()):
-            return None
-        to_longest = sum(len(one.lengths) * int(one.lengths.max()) for one in seen)
-        fixed = len({one.places for one in seen}) == 1 and to_longest < places
-        in_order = int((sizes * lengths[ends[1:] - 1]).sum())
-        return Padding(
-            share=1 - int(lengths.sum()) / places,
-            sorted_share=1 - int(lengths.sum()) / in_order,
-            shown_by=seen[0].shown_by,
-            batches=len(seen),
-            tokens=places // len(seen),
-            to_longest_share=1 - int(lengths.sum()) / to_longest if fixed else None,
-        )
 
     def tokens_of(self, batch: Batch) -> float:
         """Return the tokens of a batch on any device without padding; 0: not known.
@@ -133,62 +97,79 @@ class PaddingMeter:
         What of it is padding is taken to be as in the batches that were looked at.
         """
         padding = self.found()
-        if padding is None:
+        tensor = None if padding is None else tensors_in(batch).get(self._seen[0].where)
+        if padding is None or tensor is None or tensor.ndim < 2:
             return 0.0
-        value: Any = batch
-        for key in self._seen[0].where:
-            value = dict(children(value) or ()).get(key)
-        if not isinstance(value, torch.Tensor) or value.ndim < 2:
-            return 0.0
-        return value.shape[0] * value.shape[1] * (1 - padding.share)
+        return tensor.shape[0] * tensor.shape[1] * (1 - padding.share)
 
 
-def numbers_in(batch: Batch) -> tuple[Numbers, Shapes]:
-    """Return the whole numbers of a batch, those in host memory, and the shapes of all."""
+def _summed(seen: list[_Seen]) -> Padding | None:
+    widths = {one.places for one in seen}
+    lengths = np.sort(np.concatenate([one.lengths for one in seen]))
+    agree = seen[0].named or len(widths) > 1
+    if len(seen) < _FEWEST or not agree or len(lengths) < len(seen) or not lengths.all():
+        return None
+    tokens, places = int(lengths.sum()), sum(len(one.lengths) * one.places for one in seen)
+    least = sum(len(one.lengths) * int(one.lengths.max()) for one in seen)
+    one_width = len(widths) == 1 and least < places
+    if not one_width:
+        least = sum(len(part) * int(part[-1]) for part in np.array_split(lengths, len(seen)))
+    return Padding(
+        share=1 - tokens / places,
+        least_share=1 - tokens / least,
+        one_width=one_width,
+        shown_by=f"{seen[0].shown_by} of {len(seen)} batches",
+        tokens=places // len(seen),
+    )
+
+
+def tensors_in(batch: Batch) -> Tensors:
+    """Return the tensors of a batch by where they are, as its loader gave it."""
     if isinstance(batch, StagedBatch):
-        batch = batch.batch if batch.crossing is None else batch.crossing.source
-        batch = batch.batch if isinstance(batch, StagedBatch) else batch
-    numbers: Numbers = {}
-    shapes: Shapes = {}
-
-    def note(path: Path, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            shapes[path] = tuple(leaf.shape)
-            whole = not (leaf.is_floating_point() or leaf.is_complex())
-            if whole and leaf.device.type == "cpu" and leaf.nbytes <= _MOST_BYTES:
-                numbers[path] = leaf.numpy()
-        return leaf
-
-    replace_leaves(batch, note, depth=3)
-    return numbers, shapes
+        return tensors_in(batch.batch if batch.crossing is None else batch.crossing.source)
+    found: dict[Path, Any] = {}
+    replace_leaves(batch, found.setdefault, depth=3)
+    return {
+        path: leaf
+        for path, leaf in found.items()
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    }
 
 
-def _shown(numbers: Numbers, shapes: Shapes) -> Iterator[_Seen]:
-    """Yield what the numbers of a batch show, what is surest first."""
+def _shown(tensors: Tensors) -> Iterator[_Seen]:
+    """Yield what the whole numbers of a batch in host memory show, what is surest first."""
+    numbers = {
+        path: tensor.numpy()
+        for path, tensor in tensors.items()
+        if not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.device.type == "cpu"
+        and tensor.nbytes <= _MOST_BYTES
+    }
     for path, found in numbers.items():
         name, ids = str(path[-1]) if path else "", (*path[:-1], "input_ids")
-        if name in _ENDS and ids in shapes:
-            places = math.prod(shapes[ids])
+        if name in _ENDS and ids in tensors:
+            places = tensors[ids].numel()
             yield _Seen(ids, name, np.array([places]), places, named=True)
         holds = {"attention_mask": 1, "padding_mask": 0}.get("_".join(name.split("_")[-2:]))
         marks = holds is not None and found.ndim == 2 and found.size > 0
         if marks and found.min() >= 0 and found.max() <= 1:
             yield _Seen(path, name, (found == holds).sum(1), found.shape[1], named=True)
-    yield from _by_lengths(numbers, shapes)
+    yield from _by_lengths(numbers, tensors)
     yield from _by_pad_ids(numbers)
 
 
-def _by_lengths(numbers: Numbers, shapes: Shapes) -> Iterator[_Seen]:
+def _by_lengths(numbers: Numbers, tensors: Tensors) -> Iterator[_Seen]:
     """Yield a row of lengths; one without such a name is known by its largest, the width."""
     for path, lengths in numbers.items():
         if lengths.ndim != 1 or len(lengths) < 2 or lengths.dtype == bool or lengths.min() < 1:
             continue
         name = path[-1] if path and isinstance(path[-1], str) else ""
         named = name.lower().rpartition("_")[2] in _LENGTHS
-        for where, shape in shapes.items():
-            beside = where[:-1] == path[:-1] and len(shape) > 1 and shape[0] == len(lengths)
-            if beside and (lengths.max() == shape[1] or (named and lengths.max() < shape[1])):
-                yield _Seen(where, name or "lengths", lengths.astype(np.int64), shape[1], named)
+        for where, tensor in tensors.items():
+            if where[:-1] == path[:-1] and tensor.ndim > 1 and len(tensor) == len(lengths):
+                width = tensor.shape[1]
+                if lengths.max() == width or (named and lengths.max() < width):
+                    yield _Seen(where, name or "lengths", lengths.astype(np.int64), width, named)
 
 
 def _by_pad_ids(numbers: Numbers) -> Iterator[_Seen]:

@@ -18,6 +18,7 @@ from lightning_fastdata.insight.model.finding import (
     Finding,
     Rule,
     found,
+    why_not,
 )
 from lightning_fastdata.insight.verdicts import pauses
 
@@ -135,30 +136,33 @@ def _host_gap(e: Evidence) -> Finding | None:
 
 
 def _padding(e: Evidence) -> Finding | None:
-    """Return the finding that steps compute on padding; where they wait for data, that is first."""
+    """Return the finding that steps compute on padding, if there is a remedy that pays.
+
+    Where they wait for data, that is first.
+    """
     padding, compute = e.padding, e.summary.compute
     if padding is None or padding.share < _PADDING_HIGH or compute is None or e.stalls:
         return None
-    saved_ms = (1 - padding.left) * compute.mean_ms
-    bucketed = Advice(
+    then = f"{padding.least_share:.0%} would be padding"
+    advice = Advice(
         text="batches of samples of like length, batch_sampler=BucketBatchSampler(lengths, "
-        f"tokens={padding.tokens}), of which {padding.sorted_share:.0%} would be padding; or pack()"
-        " for a language model",
+        f"tokens={padding.tokens}), of which {then}; or pack() for a language model",
         changes=("batch_sampler",),
     )
-    one_width = padding.to_longest_share is not None
-    to_longest = Advice(
-        text="pad to the longest sample of each batch in collate_fn, and not all to one width: "
-        f"{padding.to_longest_share or 0.0:.0%} would be padding",
-        changes=("collate_fn",),
-    )
+    if padding.one_width:
+        text = "pad to the longest sample of each batch in collate_fn, and not all to one width"
+        advice = Advice(text=f"{text}: {then}", changes=("collate_fn",))
+    left = (1 - padding.share) / (1 - padding.least_share)  # of the tokens, with the remedy
+    saved_ms = (1 - left) * compute.mean_ms
+    gain = remedies.without(e, saved_ms)
+    if why_not(advice, gain, e.closed) is not None:
+        return None
     return found(
         "FD337",
         e.of_step(saved_ms),
-        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by} of "
-        f"{padding.batches} batches)",
-        to_longest if one_width else bucketed,
-        remedies.without(e, saved_ms),
+        f"{padding.share:.0%} of the tokens of your batches are padding ({padding.shown_by})",
+        advice,
+        gain,
         "the loader's workers",
     )
 
