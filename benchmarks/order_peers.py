@@ -23,7 +23,8 @@ from order_lengths import padded, shown
 from torch.utils.data import BatchSampler
 from turns import in_turn, ratio, spread
 
-from lightning_fastdata import BucketBatchSampler, EpochOrder, Mixture, pack
+from lightning_fastdata import BucketBatchSampler, Mixture, pack
+from lightning_fastdata.data import EpochOrder
 from lightning_fastdata.order.samplers import ShuffleSampler, index_batches
 
 if TYPE_CHECKING:

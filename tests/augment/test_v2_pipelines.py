@@ -179,3 +179,27 @@ CHANGING = v2.RandomApply([v2.ToDtype(torch.float32, scale=True)])
 )
 def test_what_changes_some_images_only_is_done_to_those(steps):
     check(v2.Compose(steps), [sample(i, n) for n, i in enumerate(images(COUNT, 40, 44))])
+
+
+@pytest.mark.parametrize("inside", [v2.JPEG((20, 90)), v2.RandomApply([v2.JPEG(50)]), v2.AugMix()])
+def test_what_needs_pixels_may_come_behind_any_other_of_a_random_order(inside):
+    order = v2.RandomOrder([inside, v2.RandomHorizontalFlip(), v2.RandomInvert(0.9)])
+    for pipeline in (order, v2.Compose([v2.RandomOrder([v2.Pad(1), order]), v2.RandomSolarize(0)])):
+        check(pipeline, [sample(i, n) for n, i in enumerate(images(COUNT, 40, 44))])
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "step",
+    [
+        v2.ColorJitter(0.5, 0.5, 0.5),
+        v2.RandomAffine(20, interpolation=v2.InterpolationMode.BILINEAR),
+        v2.RandomResizedCrop(24),
+        v2.RandomErasing(1.0),
+        v2.RandomHorizontalFlip(),
+    ],
+)
+def test_dtypes_without_forms_are_v2s_own(step, dtype):
+    given = [sample(i, n) for n, i in enumerate(images(COUNT, 40, 44))]
+    check(v2.Compose([v2.RandomInvert(), v2.ToDtype(dtype, scale=True), step]), given)
+    check(v2.Compose([v2.RandomInvert(), v2.ToDtype(dtype, scale=True)]), given)

@@ -207,7 +207,7 @@ def _run_step(
             f"{step.name} would turn some images of the batch into another shape or dtype than "
             f"the others: {sorted(map(str, forms))} beside {current.dtype} "
             f"{tuple(current.shape[1:])}. Apply it to every image (p=1), or use "
-            "on_device=False (augment='cpu')."
+            "augment_on='cpu'."
         )
     for rows, out in results:
         put_rows(target, rows, out)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
-from torchvision import tv_tensors
 from torchvision.transforms import v2
+from torchvision.tv_tensors import Mask
 
 from lightning_fastdata.augment.torchvision.pipeline import Leaf, is_own
 
@@ -15,6 +15,11 @@ Kind: TypeAlias = Literal["noted", "policy", "types", "targets", "masks", "pixel
 are the operations that it chooses. ``types``: it changes the type of a tensor. ``targets``: it
 leaves pixels alone. ``masks``: so it does, but for masks. ``pixels``: it needs them."""
 
+DTYPES: Final = {
+    "image": frozenset({torch.uint8, torch.float32}),
+    "mask": frozenset({torch.uint8, torch.bool, torch.int32, torch.int64, torch.float32}),
+}
+"""What forms for batches are for."""
 LEAVE_MASKS: Final = frozenset(
     {
         *("ColorJitter", "GaussianBlur", "Normalize", "RandomAdjustSharpness"),
@@ -109,11 +114,23 @@ def fixes_size(transform: Any) -> bool:
 
 def rounds(transform: Any) -> bool:
     """Return whether a transform may show the last bit of a float: by levels, or whole numbers."""
-    kinds = getattr(transform, "dtype", None)
-    by_type = kinds if isinstance(kinds, dict) else {None: kinds}
-    images = (kind for name, kind in by_type.items() if name is not tv_tensors.Mask)
+    images = (dtype for kind, dtype in _dtypes_of(transform).items() if kind is not Mask)
     whole = any(isinstance(one, torch.dtype) and not one.is_floating_point for one in images)
     return is_own(transform) and (whole or type(transform).__name__ in _ROUND)
+
+
+def makes_other_dtype(transform: Any) -> bool:
+    """Return whether images or masks may have a dtype behind a transform that has no forms."""
+    return is_own(transform) and any(
+        isinstance(dtype, torch.dtype) and dtype not in DTYPES["mask" if kind is Mask else "image"]
+        for kind, dtype in _dtypes_of(transform).items()
+    )
+
+
+def _dtypes_of(transform: Any) -> dict[Any, Any]:
+    """Return which dtypes a transform makes, by the type of what it makes."""
+    kinds = getattr(transform, "dtype", None)
+    return kinds if isinstance(kinds, dict) else {None: kinds}
 
 
 def changes_form(transform: Any) -> bool:

@@ -25,6 +25,8 @@ class Leaf(NamedTuple):
     """A ``v2.Transform``, or any callable."""
     conditional: bool
     """Whether some samples may go without it, or take it in another order."""
+    last: int
+    """Number of the last one that may come before it: in a ``RandomOrder`` any of the others."""
 
     @property
     def name(self) -> str:
@@ -79,15 +81,16 @@ def leaves_of(transform: Any) -> list[Leaf]:
 
     One that stands in several places is listed for each.
     """
-    found = _walk(transform, conditional=False)
-    return [Leaf(number, node, conditional) for number, (node, conditional) in enumerate(found)]
+    return list(_walk(transform, 0, conditional=False))
 
 
-def _walk(transform: Any, *, conditional: bool) -> Iterator[tuple[Any, bool]]:
+def _walk(transform: Any, number: int, *, conditional: bool) -> Iterator[Leaf]:
     inside = children_of(transform)
     if inside is None:
-        yield transform, conditional or getattr(transform, "p", 1) != 1
+        yield Leaf(number, transform, conditional or getattr(transform, "p", 1) != 1, number)
         return
-    always = type(transform) in {v2.Compose, nn.Sequential}
+    always, found = type(transform) in {v2.Compose, nn.Sequential}, list[Leaf]()
     for child in inside:
-        yield from _walk(child, conditional=conditional or not always)
+        found += _walk(child, number + len(found), conditional=conditional or not always)
+    any_order = type(transform) is v2.RandomOrder
+    yield from (leaf._replace(last=found[-1].number) if any_order else leaf for leaf in found)

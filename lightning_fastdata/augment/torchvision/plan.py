@@ -6,9 +6,10 @@ A pipeline is cut in two. In the worker, on pixels, runs all up to the last tran
    images of a dataset may vary in size. Without such a transform they can only be collated if they
    have one size already, so that nothing is held back for it;
 2. is not torchvision's own, draws numbers for pixels, or makes each image another size;
-3. changes the size, channels or dtype of some images only: a batch is one tensor.
+3. changes the size, channels or dtype of some images only: a batch is one tensor;
+4. makes a dtype that forms for batches are not for, before others.
 
-What comes behind it is noted for the device.
+A ``RandomOrder`` runs as a whole on one side. What comes behind it is noted for the device.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from lightning_fastdata.augment.pipeline.plan import OpPlacement, Placements
 from lightning_fastdata.augment.torchvision.forms import has_form
 from lightning_fastdata.augment.torchvision.kinds import (
     FROM_PIL,
+    METHODS,
     NEARLY,
     changes_form,
     draws_parameters,
     fixes_size,
     kind_of,
+    makes_other_dtype,
     varies_size,
     why_pixels,
 )
@@ -62,15 +65,19 @@ def make_plan(
     sized = -1 if one_size else _one_size_from(leaves)
     makers = (leaf.number for leaf in leaves if type(leaf.transform).__name__ in FROM_PIL)
     tensors = next(makers, len(leaves)) if pil else -1
-    own = [refusal or _why_in_worker(leaf, sized, tensors) for leaf in leaves]
-    boundary = max((number for number, why in enumerate(own) if why), default=-1)
+    noted = max((leaf.number for leaf in leaves if kind_of(leaf.transform) in METHODS), default=-1)
+    own = [refusal or _why_in_worker(leaf, sized, tensors, noted) for leaf in leaves]
+    boundary = max((leaf.last for leaf, why in zip(leaves, own, strict=True) if why), default=-1)
+    needs = max((number for number, why in enumerate(own) if why), default=-1)
     placed = []
     for leaf, why in zip(leaves, own, strict=True):
         before = None
         if leaf.number < sized:
             before = f"before {leaves[sized].name}, which makes the images one size"
-        elif leaf.number < boundary:
-            before = f"{leaves[boundary].name} behind it needs pixels"
+        elif leaf.number < needs:
+            before = f"{leaves[needs].name} behind it needs pixels"
+        elif leaf.number <= boundary:
+            before = f"{leaves[needs].name} may come behind it, and needs pixels"
         placed.append(_place(leaf, why or before))
     return Plan(leaves=tuple(leaves), placements=tuple(placed), boundary=boundary)
 
@@ -86,13 +93,15 @@ def _one_size_from(leaves: Sequence[Leaf]) -> int:
     return boundary
 
 
-def _why_in_worker(leaf: Leaf, sized: int, tensors: int) -> str | None:
+def _why_in_worker(leaf: Leaf, sized: int, tensors: int, noted: int) -> str | None:
     if leaf.number < tensors:
         return "takes PIL images"
     if leaf.number == sized:
         return "makes the images one size"
     if leaf.conditional and kind_of(leaf.transform) == "noted" and changes_form(leaf.transform):
         return "changes the form of some images only"
+    if leaf.number < noted and makes_other_dtype(leaf.transform):
+        return "makes a dtype that others behind it have no forms for"
     return why_pixels(leaf.transform)
 
 

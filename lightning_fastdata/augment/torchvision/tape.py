@@ -23,7 +23,13 @@ import torch
 
 from lightning_fastdata.augment.ops.operation import Tape, TapeOp, Track
 from lightning_fastdata.augment.torchvision.forms import encode
-from lightning_fastdata.augment.torchvision.kinds import LEAVE_MASKS, METHODS, kind_of, rounds
+from lightning_fastdata.augment.torchvision.kinds import (
+    DTYPES,
+    LEAVE_MASKS,
+    METHODS,
+    kind_of,
+    rounds,
+)
 from lightning_fastdata.augment.torchvision.operations import (
     TYPES,
     Call,
@@ -42,10 +48,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 _TYPE_NAMES: Final = {kind: name for name, kind in TYPES.items()}
-_DTYPES: Final = {
-    "image": frozenset({torch.uint8, torch.float32}),
-    "mask": frozenset({torch.uint8, torch.bool, torch.int32, torch.int64, torch.float32}),
-}
 _DIMENSIONS: Final = {"image": {3}, "mask": {2, 3}}
 
 
@@ -73,7 +75,7 @@ def form_of(value: Any) -> Form | None:
     if name is None:
         return None
     form = Form(name, tuple(value.shape), value.dtype)
-    known = value.ndim in _DIMENSIONS[form.role] and value.dtype in _DTYPES[form.role]
+    known = value.ndim in _DIMENSIONS[form.role] and value.dtype in DTYPES[form.role]
     return form if known and value.numel() else None
 
 
