@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.balance import dealt
@@ -96,6 +96,12 @@ class BucketBatchSampler(BatchSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
+        if isinstance(lengths, Sampler):
+            raise OptionsError(
+                "Lightning makes the batch sampler of a prediction anew, in the order of the "
+                "dataset, which BucketBatchSampler does not have. Give prediction a loader with "
+                "batch_size=."
+            )
         check_whole(
             tokens=tokens, batch_size=batch_size, together=together, num_replicas=num_replicas
         )

@@ -173,10 +173,17 @@ class SharedSampler(DistributedSampler[Any]):
         if not rest:
             return None
         what, ranks = "samples" if self.gives_samples else "batches", self.num_replicas
-        done = "left out" if self.drop_last else f"shared by all {ranks} ranks in a smaller step"
+        if self.drop_last:
+            done = "left out"
+        elif not self.gives_samples:
+            done = f"cut into {ranks} parts; where they have fewer samples, some come again"
+        elif rest < ranks:
+            done = f"too few for {ranks} ranks: the step before gives up some, or some come again"
+        else:
+            done = f"shared by all {ranks} ranks in a smaller step"
         return (
-            f"the last {rest} {what} of each epoch of {type(self.source).__name__} are {done} "
-            f"(a step is {self.full} {what})"
+            f"the last {rest} {what} of each epoch of {type(self.source).__name__}, whose steps "
+            f"are of {self.full}, are {done}"
         )
 
     def keyed_steps(self, *, even: bool = False, once: bool = False) -> Iterator[Step]:
@@ -251,7 +258,7 @@ class SharedSampler(DistributedSampler[Any]):
                 f"The last {len(rest)} of an epoch of {type(self.source).__name__} are fewer than "
                 f"the {self.num_replicas} ranks, which all need as many batches: "
                 f"{self.num_replicas - len(rest)} of the epoch are taken again. Use drop_last=True "
-                "to leave them out, or a batch_size of 2 or more and no more ranks than samples.",
+                "to leave them out, or another number of ranks.",
                 FastDataWarning,
                 stacklevel=2,
             )

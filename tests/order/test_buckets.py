@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from misses import Misses
 from ragged import Sequences, pad, stopped_epoch
 from thoroughness import max_examples
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from trainers import Keeps, quiet_trainer
 
 from benchmarks.lengths import LAWS, drawn
@@ -277,6 +277,7 @@ def test_index_arrays_are_the_samplers_own_indices() -> None:
         ({"together": -1}, OptionsError, "together is -1"),
         ({"num_replicas": 2, "rank": 2}, OptionsError, "rank is 2"),
         ({"rank": 0}, OptionsError, "rank is 0"),
+        ({"lengths": SequentialSampler(range(3))}, OptionsError, "batch sampler of a prediction"),
     ],
 )
 def test_what_cannot_be_is_refused(how, error, match) -> None:

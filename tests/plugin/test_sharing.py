@@ -188,12 +188,23 @@ def test_a_rank_reads_its_part_of_any_order_and_none_is_split_twice(tmp_path, na
     assert ("reduce" in vars(module.trainer.strategy)) == averaged
     said = capsys.readouterr().out
     if name == "sampler":
-        assert "the last 1 samples of each epoch of list are shared by all 2 ranks" in said
+        assert (
+            "of list, whose steps are of 4, are too few for 2 ranks: the step before gives up"
+            in said
+        )
     elif name == "sampler, the rest left out":
-        assert "the last 1 samples of each epoch of list are left out" in said
+        assert (
+            "the last 1 samples of each epoch of list, whose steps are of 4, are left out" in said
+        )
     elif name == "torch's batch sampler":
-        assert "the last 1 batches of each epoch of BatchSampler are left out" in said
+        assert (
+            "the last 1 batches of each epoch of BatchSampler, whose steps are of 2, are left"
+            in said
+        )
     elif name == "batch sampler":
-        assert "the last 1 batches of each epoch of Pairs are shared" in said
+        assert (
+            "the last 1 batches of each epoch of Pairs, whose steps are of 2, are cut into 2"
+            in said
+        )
     else:
         assert "of each epoch" not in said
