@@ -258,7 +258,7 @@ class SharedSampler(DistributedSampler[Any]):
                 f"The last {len(rest)} of an epoch of {type(self.source).__name__} are fewer than "
                 f"the {self.num_replicas} ranks, which all need as many batches: "
                 f"{self.num_replicas - len(rest)} of the epoch are taken again. Use drop_last=True "
-                "to leave them out, or another number of ranks.",
+                "to leave them out, a larger batch_size, or another number of ranks.",
                 FastDataWarning,
                 stacklevel=2,
             )
