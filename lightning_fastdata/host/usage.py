@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeVar
@@ -20,6 +21,8 @@ _BUSY: Final = (0, 1, 2, 5, 6, 7)
 """user, nice, system, irq, softirq and steal: where ``/proc/stat`` counts work of any process."""
 _USED: Final = slice(11, 15)
 """utime, stime, cutime and cstime of ``/proc/PID/stat``, behind the name of the program."""
+_BATCHES: Final = ("/dev/shm/torch_", "/memfd:fastdata ")
+"""How files begin that are batches of torch's workers, and of this package's."""
 _ALONE: Final = 1 << 56
 """In an entry of ``/proc/PID/pagemap``: no other process has this page (Linux 4.2)."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
@@ -217,9 +220,22 @@ def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")
     return sum(alone) / len(alone) if alone else None
 
 
-def read_memory_files(*, root: Path = Path("/")) -> int:
-    """Bytes of all memory files of the machine, those in ``/dev/shm`` included; 0: not known."""
-    return 1024 * counters(read_text(root, "/proc/meminfo") or "").get("Shmem", 0)
+def read_batch_files(
+    processes: Iterable[int], *, root: Path = Path("/")
+) -> dict[tuple[int, int], int]:
+    """Return the bytes of each batch in shared memory that processes have, by its file's number.
+
+    One on its way may be mapped by none, but is open in the process that sent it.
+    """
+    found = {}
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            for link in (root / f"proc/{process}/fd").iterdir():
+                with suppress(OSError):
+                    if str(link.readlink()).startswith(_BATCHES):
+                        file = link.stat()
+                        found[file.st_dev, file.st_ino] = file.st_blocks * 512
+    return found
 
 
 def read_mapped_bytes(*, root: Path = Path("/")) -> int:

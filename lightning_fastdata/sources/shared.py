@@ -87,7 +87,8 @@ def share(dataset: T) -> T:
     elif not writer.lists and not any(isinstance(x, _Shared) for x in held_by(dataset).values()):
         said = (
             f"Nothing of this {type(dataset).__name__} is shared: it holds no list or dict of more "
-            f"than {_FEW} elements. Call share() when it is complete."
+            f"than {_FEW} elements in an attribute, other than of __slots__. Call share() when it "
+            "is complete."
         )
         warnings.warn(said, FastDataWarning, stacklevel=2)
     return made

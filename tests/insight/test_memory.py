@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from misses import Misses
 
-from lightning_fastdata.host.usage import Pages, pages_of, read_alone
+from lightning_fastdata.host.usage import Pages, pages_of, read_alone, read_batch_files
 from lightning_fastdata.insight.measure.memory import MemoryMeter
 from lightning_fastdata.insight.model.evidence import Evidence
 from lightning_fastdata.insight.model.memory import Growth, MemorySeen, leaks, memory_uses
@@ -231,12 +231,31 @@ def test_pages_that_only_one_process_has_are_told_from_those_that_several_have()
     assert pages_of("Rss: 1 kB\n") is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory files are of Linux")
+def test_batches_are_what_processes_of_the_training_have_open_of_them():
+    names = ["fastdata", "fastdata-shared", "of another program"]
+    opened = [os.memfd_create(name) for name in names]
+    try:
+        before = read_batch_files([os.getpid()])
+        for descriptor in opened:
+            os.write(descriptor, bytes(MIB))
+        copy = os.dup(opened[0])
+        now = read_batch_files([os.getpid(), os.getpid(), 2**22 + 1])
+        os.close(copy)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    assert sum(now.values()) - sum(before.values()) == MIB
+    assert read_batch_files([]) == {}
+
+
 def meter(sizes, pages=None, alone=lambda *_: None):
+    found = iter([{}])
     return MemoryMeter(
         own_bytes=sizes.get,
         pages={}.get if pages is None else pages.get,
         left_bytes=lambda: GIB,
-        memory_files=iter(range(0, GIB, MIB)).__next__,
+        batch_files=lambda _: next(found, {1: MIB}),
         mapped_bytes=lambda: 50 * MIB,
         alone=alone,
     )

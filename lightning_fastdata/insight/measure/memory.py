@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.usage import (
     Pages,
     read_alone,
+    read_batch_files,
     read_mapped_bytes,
-    read_memory_files,
     read_own_bytes,
     read_pages,
 )
@@ -26,7 +27,7 @@ class MemoryMeter:
         own_bytes: Of a process, memory that belongs to no file; in some 15 us.
         pages: Of a process; in some 10 ms.
         left_bytes: What the machine or the container has left.
-        memory_files: Of the machine: a batch on its way may be mapped by nobody.
+        batch_files: Batches in shared memory that processes have, by file.
         mapped_bytes: Of files, in this process.
         alone: Which part of some addresses no other process has; in some 0.3 ms.
     """
@@ -36,12 +37,12 @@ class MemoryMeter:
         own_bytes: Callable[[int], int | None] = read_own_bytes,
         pages: Callable[[int], Pages | None] = read_pages,
         left_bytes: Callable[[], int] = lambda: read_host_memory().available_bytes,
-        memory_files: Callable[[], int] = read_memory_files,
+        batch_files: Callable[[Iterable[int]], Mapping[Any, int]] = read_batch_files,
         mapped_bytes: Callable[[], int] = read_mapped_bytes,
         alone: Callable[[int, Sequence[int]], float | None] = read_alone,
     ) -> None:
         self._own_bytes, self._pages, self._left_bytes = own_bytes, pages, left_bytes
-        self._memory_files, self._files_first = memory_files, memory_files()
+        self._batch_files, self._files_first = batch_files, batch_files([os.getpid()])
         self._alone, self._parts = alone, dict[str, float]()
         self._shared = 0
         self._mapped = mapped_bytes()
@@ -79,7 +80,8 @@ class MemoryMeter:
         """Look at the pages of all processes; return what they take together, if it is known."""
         read = {each: self._pages(each) for each in (os.getpid(), *workers)}
         now = {each: pages for each, pages in read.items() if pages is not None}
-        self._shared = max(0, self._memory_files() - self._files_first)
+        files = self._batch_files(read)
+        self._shared = sum(files[each] for each in files.keys() - self._files_first.keys())
         self._read = now if workers or not self._most else {**self._read, **now}
         return sum(pages.pss_bytes for pages in now.values()) if now else None
 
