@@ -5,7 +5,8 @@
     python benchmarks/memory.py --share          # a list, share, NumPy arrays, datasets
 
 PSS divides memory that several processes map among them, so that sums over processes hold. Program
-files are left out, since what other programs map of them changes the numbers.
+files are left out, since what others map of them changes the numbers. Each case is a program of its
+own: of what a forked one has in common with its parent a part would count as the parent's.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import gc
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
-import traceback
 from collections import deque
 from pathlib import Path
 
@@ -258,23 +260,15 @@ HEALTHY = {
 }  # fmt: skip
 
 
-def apart(work, *arguments):
-    """Return what a function returns in a process that has nothing from before."""
-    reading_end, writing_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with os.fdopen(writing_end, "w") as file:
-                file.write(json.dumps(work(*arguments)))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writing_end)
-    with os.fdopen(reading_end) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return json.loads(text) if text else None
+def apart(name, *arguments):
+    """Return what a function of this module returns in a fresh program, which shares no page."""
+    call = f"import json, memory; print(json.dumps(memory.{name}(*{arguments!r})))"
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", call], cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    return json.loads(found.stdout.splitlines()[-1]) if found.returncode == 0 else None
 
 
 WAYS = {
@@ -284,9 +278,10 @@ WAYS = {
 }
 
 
-def told(make, way, batch_size=250, epochs=4):
+def told(name, way, batch_size=250, epochs=4):
     """Return what is told of a dataset: all uses, those that are blamed, and who read."""
-    dataset = make()
+    torch.set_num_threads(1)
+    dataset = PLANTED[name][1]() if name in PLANTED else HEALTHY[name]()
     large = isinstance(dataset, Planted) and dataset.length == LARGE
     epochs = 1 if large or len(dataset) > 100_000 else epochs
     kind, arguments = WAYS[way]
@@ -321,12 +316,12 @@ def causes(only):
     """Print a table of what is told of each dataset, with plain loaders and with ours."""
     print(f"| dataset | cause | {' | '.join(WAYS)} |\n|{' --- |' * (2 + len(WAYS))}")
     right, blamed, said = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), []
-    for name, (cause, make) in {**PLANTED, **{n: ("", m) for n, m in HEALTHY.items()}}.items():
+    for name in (*PLANTED, *HEALTHY):
         if only and only not in name:
             continue
-        cells = []
+        cells, cause = [], PLANTED[name][0] if name in PLANTED else ""
         for way in WAYS:
-            uses, codes, who = apart(told, make, way) or ([], ["no answer"], "")
+            uses, codes, who = apart("told", name, way) or ([], ["no answer"], "")
             first = uses[0][0] if uses else "nothing"
             right[way] += first == cause
             blamed[way] += not cause and bool(codes)
@@ -406,23 +401,32 @@ class Held(Dataset):
         return n
 
 
+def read_us(read, held, order):
+    began = time.process_time()
+    for n in order:
+        read(held, n)
+    return (time.process_time() - began) / len(order) * 1e6
+
+
 def saved(form, count, workers):
-    """Return build seconds, us to read an item, and MiB: of the objects, and of all processes."""
+    """Return what a form takes.
+
+    CPU seconds to build it, CPU us to read an item in random order and the next one, and MiB: of
+    the objects, and of all processes.
+    """
+    torch.set_num_threads(1)
     make, read = FORMS[form]
     own = [os.getpid()]
     empty = sum(map(pss_bytes, own))
     items = [annotated(n) for n in range(count)]
-    began = time.perf_counter()
+    began = time.process_time()
     held = make(items)
-    built_s = time.perf_counter() - began
+    built_s = time.process_time() - began
     del items
     gc.collect()
     alone = sum(map(pss_bytes, own)) - empty
-    order = torch.randperm(count)[:20_000].tolist()
-    began = time.perf_counter()
-    for n in order:
-        read(held, n)
-    each_us = (time.perf_counter() - began) / len(order) * 1e6
+    each_us = read_us(read, held, torch.randperm(count)[:20_000].tolist())
+    next_us = read_us(read, held, range(min(count, 20_000)))
     loader = DataLoader(
         Held(held, read, count), 500, shuffle=True, num_workers=workers, persistent_workers=True
     )
@@ -430,32 +434,39 @@ def saved(form, count, workers):
         pass
     pids = worker_processes()
     together = sum(map(pss_bytes, own + pids)) - empty
-    return built_s, each_us, alone / 2**20, together / 2**20
+    return built_s, each_us, next_us, alone / 2**20, together / 2**20
 
 
 def sharing(count, workers):
     """Print a table of what each form of the objects takes."""
     print(f"{count:,} COCO-like dicts; MiB beyond an empty program")
-    heads = ["built, million a minute", "read, us", "alone", *(f"{n} workers" for n in workers)]
+    heads = [
+        "built, million a minute",
+        "read, us",
+        "the next, us",
+        "alone",
+        *(f"{n} workers" for n in workers),
+    ]
     print(f"| form | {' | '.join(heads)} | most : fewest |")
     print(f"| --- |{' ---: |' * (len(heads) + 1)}")
     for form in FORMS:
         if form == "datasets" and importlib.util.find_spec("datasets") is None:
             print("| datasets | not installed |")
             continue
-        rows = [apart(saved, form, count, number) for number in workers]
+        rows = [apart("saved", form, count, number) for number in workers]
         if None in rows:
             print(f"| {form} | could not be measured |")
             continue
-        built_s, _, alone, _ = rows[0]
+        built_s, *_, alone, _ = rows[0]
         rate = count / max(built_s, 1e-9) * 60 / 1e6
-        sizes = [f"{row[3]:.0f}" for row in rows]
+        sizes = [f"{row[-1]:.0f}" for row in rows]
         cells = [
             "" if form == "a list" else f"{rate:.1f}",
             f"{min(row[1] for row in rows):.1f}",
+            f"{min(row[2] for row in rows):.1f}",
             f"{alone:.0f}",
             *sizes,
-            f"{rows[-1][3] / rows[0][3]:.2f}",
+            f"{rows[-1][-1] / rows[0][-1]:.2f}",
         ]
         print(f"| {form} | {' | '.join(cells)} |", flush=True)
 

@@ -80,14 +80,16 @@ def leaves(value: Batch, is_leaf: Callable[[Any], bool] = lambda _: False) -> It
             yield from leaves(part, is_leaf)
 
 
-def with_paths(value: Batch, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves, in order, each with where it is."""
-    parts = children(value)
+def with_paths(
+    value: Batch, path: Path = (), is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves, in order, each with where it is; ``is_leaf`` as of :func:`leaves`."""
+    parts = None if is_leaf(value) else children(value)
     if parts is None:
         yield path, value
     else:
         for key, part in parts:
-            yield from with_paths(part, (*path, key))
+            yield from with_paths(part, (*path, key), is_leaf)
 
 
 def at_path(value: Batch, path: Path) -> Any:

@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -96,36 +96,34 @@ def _of_owners(value: Any) -> bool:
 
 
 def _measured(name: str, value: Any) -> HeldObjects:
-    mapping = isinstance(value, Mapping)
-    some = _some(value)
-    keys = islice(value, len(some) if mapping else 0)
-    seen: set[int] = set()
-    sizes = [_size(part, _DEPTH, seen) for part in (*keys, *some)]
-    times = len(value) / max(1, len(some))
-    size, counted = (int(times * sum(column)) for column in zip((0, 0), *sizes, strict=True))
-    word = type(next(iter(some), None)).__name__
+    some, _ = _some(value)
+    word = type(next(iter(some[-1:]), None)).__name__
     count = f"{len(value) / 1e6:.1f} million" if len(value) >= 1e6 else f"{len(value):,}"
+    size, counted = _size(value, _DEPTH, set())
     return HeldObjects(
         name=name,
         elements=len(value),
         kind=f"{type(value).__name__} of {count} {_WORDS.get(word, f'{word}s')}",
-        size_bytes=size + sys.getsizeof(value),
+        size_bytes=size,
         counted_bytes=counted,
         places=tuple(id(part) for part in _counted(value)),
     )
 
 
-def _some(value: Any) -> list[Any]:
-    """Return some elements of a list, or values of a dict."""
+def _some(value: Any) -> tuple[list[Any], float]:
+    """Return some elements, of a dict keys and values, and how many times as many there are."""
     if isinstance(value, Mapping):
-        return list(islice(value.values(), _ELEMENTS))
-    return value[:: len(value) // _ELEMENTS or 1]  # type: ignore[no-any-return]
+        some = list(chain.from_iterable(islice(value.items(), _ELEMENTS)))
+        return some, 2 * len(value) / max(1, len(some))
+    step = len(value) // _ELEMENTS or 1
+    some = list(islice(value, 0, None, step))
+    return some, len(value) / max(1, len(some))
 
 
 def _counted(value: Any) -> Iterator[Any]:
     """Yield some objects that reading writes to; of a list of a few lists, some of theirs."""
-    few = len(value) <= _PARTS
-    for element in _some(value):
+    few, elements = len(value) <= _PARTS, _some(value)[0]
+    for element in elements[1::2] if isinstance(value, Mapping) else elements:
         if few and type(element) in CONTAINERS and element:
             yield from _counted(element)
         elif _size(element, 0, set())[1]:
@@ -144,13 +142,12 @@ def _size(value: Any, depth: int, seen: set[int]) -> tuple[int, int]:
     own = sys.getsizeof(value)
     if isinstance(value, np.ndarray):
         return max(own, int(value.nbytes)), type(value).__basicsize__
-    parts: Any = value.values() if isinstance(value, dict) else value
+    parts: Any = value
     if not isinstance(value, dict | list | tuple | set | frozenset):
         # Of any other object what it refers to, also in slots, as paths have them.
         parts = [part for part in gc.get_referents(value) if not isinstance(part, _OPAQUE)]
-    some = islice(parts, _ELEMENTS if depth else 0)
+    some, times = _some(parts) if depth else ([], 1.0)
     sizes = [_size(part, depth - 1, seen) for part in some]
-    times = max(1.0, len(parts) / _ELEMENTS)
     whole, counted = (int(times * sum(column)) for column in zip((0, 0), *sizes, strict=True))
     # The tables of containers are in memory of their own, which reading does not write to.
     head = type(value).__basicsize__ + _GC_HEAD if parts else min(own, _PAGE_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import sys
@@ -15,8 +14,7 @@ from typing import IO, Any, Final
 
 _ALIGNED: Final = 16
 _NAME: Final = "fastdata-shared"
-_DIGEST_BYTES: Final = 32
-"""At the end of the memory, of all that is before."""
+_CHUNK: Final = 2**20
 
 
 class Block(mmap.mmap):
@@ -30,12 +28,9 @@ class Block(mmap.mmap):
     @classmethod
     def at(cls, descriptor: int) -> Block:
         """Return the memory of a descriptor, which is closed with it."""
-        if sys.platform == "win32":
-            made = cls(descriptor, 0, access=mmap.ACCESS_READ)
-        else:
-            # Private, so that what writes to a tensor over it, which torch does not refuse, changes
-            # this process's own copy, as in a forked one, and does not end it.
-            made = cls(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        # A copy, so that what writes to a tensor over it, which torch does not refuse, changes this
+        # process's own pages, as in a forked one, and does not end it.
+        made = cls(descriptor, 0, access=mmap.ACCESS_COPY)
         made.descriptor = descriptor
         weakref.finalize(made, os.close, descriptor).atexit = False
         return made
@@ -51,9 +46,9 @@ def _received(descriptor: Any) -> Block:
 
 
 def _copied(content: bytes) -> Block:
-    with _memory_file() as file:
-        file.write(content)
-        return _sealed(file)
+    writer = BlockWriter()
+    writer.write(content)
+    return writer.finish()
 
 
 class BlockWriter:
@@ -61,22 +56,25 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self._file, self._at = _memory_file(), 0
-        self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def write(self, data: bytes, *, aligned: bool = False) -> int:
         """Write some bytes, and return where they begin; ``aligned``: they are numbers."""
         if aligned:
             self.write(b"\0" * (-self._at % _ALIGNED))
         began = self._at
-        self._digest.update(data)
         self._at += self._file.write(data)
         return began
 
     def finish(self) -> Block:
         """Return what was written, or the same that a process of this user had before."""
+        if self._at == 0:  # what is empty cannot be mapped
+            self.write(b"\0")
         with self._file as file:
-            file.write(self._digest.digest())
-            return _sealed(file)
+            file.flush()
+            block = Block.at(os.dup(file.fileno()))
+        with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
+            return _sealed(block)
+        return block
 
 
 def _memory_file() -> IO[bytes]:
@@ -86,31 +84,32 @@ def _memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def _sealed(file: IO[bytes]) -> Block:
-    file.flush()
-    block = Block.at(os.dup(file.fileno()))
-    with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
-        import fcntl
+def _sealed(block: Block) -> Block:
+    """Return the same that was sealed before; if there is none, this memory, sealed."""
+    import fcntl
 
+    folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # of several ranks one is the first
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            with suppress(OSError):  # of other users, and what ends meanwhile
+                if _NAME in str(link.readlink()) and _may_be(link, block):
+                    other = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
+                    seals = fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS)
+                    if seals & fcntl.F_SEAL_WRITE and _equal(other, block):
+                        return other
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)  # of several ranks one is the first
-            for link in Path("/proc").glob("[0-9]*/fd/*"):
-                with suppress(OSError):  # of other users, and what ends meanwhile
-                    if _NAME in str(link.readlink()) and _may_be(link, block):
-                        other = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
-                        sealed = (
-                            fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
-                        )
-                        if sealed and other[-_DIGEST_BYTES:] == block[-_DIGEST_BYTES:]:
-                            return other
-            fcntl.fcntl(block.descriptor, fcntl.F_ADD_SEALS, seals)
-        finally:
-            os.close(folder)
+        fcntl.fcntl(block.descriptor, fcntl.F_ADD_SEALS, seals)
+    finally:
+        os.close(folder)
     return block
 
 
 def _may_be(link: Path, block: Block) -> bool:
     found = link.stat()  # root sees those of others, too
     return (found.st_size, found.st_uid) == (len(block), os.geteuid())
+
+
+def _equal(one: Block, other: Block) -> bool:
+    starts = range(0, len(one), _CHUNK)
+    return all(one[at : at + _CHUNK] == other[at : at + _CHUNK] for at in starts)

@@ -1,33 +1,35 @@
 """One copy of a dataset's objects in memory that all processes map, and none can change.
 
-A list becomes the numbers themselves, or its items written one after the other, with a table of
-where each starts. Reading an item makes it anew, so that no reference to what is shared is counted.
+A list becomes the numbers themselves, or a pickle of each item, with a table of where each starts.
+Reading an item makes it anew, so that no reference to what is shared is counted.
 """
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import datetime
 import hashlib
-import marshal
+import io
 import pickle
 import warnings
 import zlib
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial, reduce
+from functools import partial
+from itertools import repeat
 from pathlib import PurePath
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.sources.attributes import CONTAINERS, attributes
 from lightning_fastdata.sources.sealed import Block, BlockWriter
-from lightning_fastdata.tree import held_by
+from lightning_fastdata.tree import children, held_by, spelled, with_paths
 
 T = TypeVar("T")
 
@@ -73,25 +75,26 @@ def share(dataset: T) -> T:
     """
     if isinstance(dataset, _Shared):
         return dataset
-    writer, made = _Writer(), dataset
+    writer, place = _Writer(), {"dataset": dataset}
     if type(dataset) in CONTAINERS:
-        made = writer.shared(dataset, "dataset", least=-1)
+        writer.write(place, "dataset", "dataset", least=-1)
         if writer.left:
             raise DatasetError(f"Nothing is shared: {writer.left[0]}.")
     for each in attributes(dataset):
-        writer.share(each.owner, each.key, each.name)
+        writer.write(each.owner, each.key, each.name)
     writer.finish()
+    said = ""
     if writer.left:
         said = f"Not shared, and left as it is: {'; '.join(writer.left)}."
-        warnings.warn(said, FastDataWarning, stacklevel=2)
-    elif not writer.lists and not any(isinstance(x, _Shared) for x in held_by(dataset).values()):
+    elif not writer.made and not any(isinstance(x, _Shared) for x in held_by(dataset).values()):
         said = (
             f"Nothing of this {type(dataset).__name__} is shared: it holds no list or dict of more "
             f"than {_FEW} elements in an attribute, other than of __slots__. Call share() when it "
             "is complete."
         )
+    if said:
         warnings.warn(said, FastDataWarning, stacklevel=2)
-    return made
+    return place["dataset"]
 
 
 # -- what takes the place of a list or a dict ------------------------------------------------------
@@ -154,25 +157,20 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
         code: ``"q"`` or ``"d"``: numbers of 8 bytes; ``"Q"``: a table of where each item starts.
         start: Where these are in the memory, in bytes.
         length: So many.
-        form: Of the items.
-        block: The memory; None: it is attached later.
+        block: The memory.
     """
 
-    __slots__ = ("_block", "_layout", "_read", "_table")
+    __slots__ = ("_made_of", "_read", "_table")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, code: str, start: int, length: int, form: _Form, block: Any = None) -> None:
-        self._layout = code, start, length, form
-        if block is not None:
-            self.attach(block)
-
-    def attach(self, block: Block) -> None:
-        """Read from this memory from now on."""
-        code, start, length, form = self._layout
-        whole, numbers = memoryview(block).toreadonly(), {"q": int, "d": float}
-        self._block = block
+    def __init__(self, code: str, start: int, length: int, block: Block) -> None:
+        self._made_of = code, start, length, block
+        whole, loads = memoryview(block).toreadonly(), pickle.loads
+        buffers = repeat(whole)  # an array is given the whole memory, and where it starts there
         self._table: Any = whole[start : start + 8 * length].cast(code)  # type: ignore[call-overload]
-        self._read: Callable[[Any], Any] = numbers.get(code) or _reader(form, whole)
+        numbers: dict[str, Callable[[Any], Any]] = {"q": int, "d": float}
+        # What follows an item is not looked at.
+        self._read = numbers.get(code, lambda at: loads(whole[at:], buffers=buffers))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -192,7 +190,7 @@ class SharedList(_Shared, Sequence[Any], refused=_OF_LISTS):
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedList, (*self._layout, self._block)
+        return SharedList, self._made_of
 
     def __copy__(self) -> list[Any]:
         return list(self)
@@ -223,30 +221,26 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
         self._default = default
         self._keys, self._values, self._hashes, self._order = lists
 
-    def _place(self, key: Any) -> int | None:
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the value of a key, or ``default``."""
         wanted = _hash(key)
         at = bisect_left(self._hashes._table, wanted)
         while at < len(self) and self._hashes[at] == wanted:
             if self._keys[self._order[at]] == key:
-                return int(self._order[at])
+                return self._values[self._order[at]]
             at += 1
-        return None
+        return default
 
     def __getitem__(self, key: Any) -> Any:
-        place = self._place(key)
-        if place is not None:
-            return self._values[place]
+        value = self.get(key, self)
+        if value is not self:
+            return value
         if self._default is None:
             raise KeyError(key)
         return _frozen(self._default())
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return the value of a key, or ``default``."""
-        place = self._place(key)
-        return default if place is None else self._values[place]
-
     def __contains__(self, key: object) -> bool:
-        return self._place(key) is not None
+        return self.get(key, self) is not self
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -258,18 +252,16 @@ class SharedDict(_Shared, Mapping[Any, Any], refused=_OF_DICTS):
         """Return keys and values."""
         return _Items(self)
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> SharedList:  # type: ignore[override]
         """Return the values."""
-        return _Values(self)
+        return self._values
 
     def __reduce__(self) -> tuple[Any, ...]:
         lists = self._keys, self._values, self._hashes, self._order
         return SharedDict, (self._default, *lists)
 
     def __copy__(self) -> dict[Any, Any]:
-        made: dict[Any, Any] = {} if self._default is None else defaultdict(self._default)
-        made.update(self.items())
-        return made
+        return defaultdict(self._default, self.items()) if self._default else dict(self.items())
 
     copy = __copy__
 
@@ -279,227 +271,129 @@ class _Items(ItemsView[Any, Any]):
         return zip(self._mapping._keys, self._mapping._values, strict=True)  # type: ignore[attr-defined]
 
 
-class _Values(ValuesView[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._mapping._values)  # type: ignore[attr-defined]
-
-
-# -- reading items ---------------------------------------------------------------------------------
-
-_Form: TypeAlias = "str | tuple[type, tuple[Any, ...], tuple[_Form, ...]] | None"
-"""What values have in common: of lists, tuples and dicts the kind, keys, and forms of the parts. A
-list has one form for all. None: there are no values."""
-_LEAF: Final = "leaf"
-_ANY: Final = "any"
-_MOST_KEYS: Final = 100
-"""Of a dict or a tuple whose parts have forms of their own."""
-
-
-def _either(one: _Form, other: _Form) -> _Form:
-    if one is None or other is None or one == other:
-        return one or other
-    if isinstance(one, tuple) and isinstance(other, tuple) and one[:2] == other[:2]:
-        return *one[:2], tuple(map(_either, one[2], other[2]))
-    return _ANY
-
-
-def _reader(form: _Form, whole: memoryview) -> Callable[[int], Any]:
-    """Return what makes an item, from where it begins in the memory."""
-    loads, freeze = marshal.loads, _freezer(form, whole)
-    # What follows the item is not looked at.
-    if freeze is None:
-        return lambda start: loads(whole[start:])
-    return lambda start: freeze(loads(whole[start:]))
-
-
-def _freezer(form: _Form, whole: memoryview) -> Callable[[Any], Any] | None:
-    """Return what makes a value of a form read-only; None: nobody can change it as it is."""
-    if form in (_LEAF, None):
-        return None
-    if not isinstance(form, tuple):
-        return partial(_frozen, whole=whole)
-    kind, keys, forms = form
-    freezers = [_freezer(each, whole) for each in forms]
-    if kind is list:
-        (part,) = freezers
-        return ReadOnlyList if part is None else lambda value: ReadOnlyList(map(part, value))
-    changed = [(key, freeze) for key, freeze in zip(keys, freezers, strict=True) if freeze]
-
-    def frozen(value: Any) -> Any:
-        parts = value if kind is dict else list(value)
-        for key, freeze in changed:
-            parts[key] = freeze(parts[key])
-        return ReadOnlyDict(parts) if kind is dict else tuple(parts)
-
-    return frozen if changed else ReadOnlyDict
-
-
-def _frozen(value: Any, whole: memoryview | None = None) -> Any:
-    """Return what a value of any form stands for, with nothing in it that could be changed."""
-    kind = type(value)
-    if kind is tuple and value and value[0] is ...:
-        _, what, *where = value
-        if not where:
-            return pickle.loads(what)
-        shape, start = where
-        return np.ndarray(shape, pickle.loads(what) if type(what) is bytes else what, whole, start)
-    if kind in (list, tuple):
-        return (ReadOnlyList if kind is list else tuple)([_frozen(part, whole) for part in value])
-    if kind is dict:
-        return ReadOnlyDict({_frozen(k, whole): _frozen(v, whole) for k, v in value.items()})
-    return value
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
-class _NotShareableError(Exception):
+class _NotShareableError(DatasetError):
     """Its argument is what cannot be shared."""
 
 
-def _path(value: Any, culprit: object) -> str | None:
-    """Return where in a value something is; None: nowhere."""
-    if value is culprit:
-        return ""
-    for key in _keys(value) if isinstance(value, list | tuple | dict) else ():
-        found = _path(value[key], culprit)
-        if found is not None:
-            return f"[{key!r}]{found}"
-    return None
+def _frozen(value: Any) -> Any:
+    """Return what is equal to a value, with nothing in it that could be changed."""
+    kind: Any = type(value)
+    if kind in _FLAT:
+        return value
+    if kind in (list, tuple, frozenset, ReadOnlyList):
+        made = ReadOnlyList if kind is list else kind
+        return made(value if _FLAT.issuperset(map(type, value)) else map(_frozen, value))
+    if kind in (dict, ReadOnlyDict):
+        return ReadOnlyDict({_frozen(key): _frozen(part) for key, part in value.items()})
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return np.broadcast_to(value, value.shape)  # which is read-only
+    if isinstance(value, _UNCHANGING) and kind is not np.void:
+        return value
+    raise _NotShareableError(value)
 
 
-def _flat(values: Iterable[Any]) -> bool:
-    return _FLAT.issuperset(map(type, values))
+def _array(shape: tuple[int, ...], dtype: Any, memory: memoryview, start: int) -> Any:
+    return np.ndarray(shape, dtype, memory, start)
 
 
-def _keys(value: Any) -> list[Any]:
-    return list(value if isinstance(value, dict) else range(len(value)))
+_made: Any
+for _code, _made in enumerate((ReadOnlyList, ReadOnlyDict, _array), 0xFD00):
+    # Else pickle would import them by name for each item.
+    copyreg.add_extension(_made.__module__, _made.__qualname__, _code)
+
+
+def _why(value: Any, culprit: object) -> str:
+    paths = with_paths(value, is_leaf=lambda part: part is culprit)
+    path = next((path for path, part in paths if part is culprit), None)
+    kind = type(culprit).__name__
+    hint = _HINTS.get(kind, "turn it into a dict or a tuple of text, numbers and arrays")
+    return f"{spelled(path)} is a {kind}; {hint}" if path else f" has a {kind} among its keys"
 
 
 class _Writer:
     """Writes what is to be shared, and puts it in its places when all is written."""
 
     def __init__(self) -> None:
-        self._block = BlockWriter()
+        self._block, self._pickled = BlockWriter(), io.BytesIO()
+        self._pickler = pickle.Pickler(self._pickled, 5, buffer_callback=lambda _: False)
+        self._pickler.dispatch_table = {
+            ReadOnlyList: lambda value: (ReadOnlyList, (tuple(value),)),
+            ReadOnlyDict: lambda value: (ReadOnlyDict, (dict(value),)),
+            np.ndarray: self._array,
+        }
         self._arrays: dict[bytes, int] = {}
         """Where an array is, by a digest of its content: what many items hold is written once."""
-        self._known: dict[int, tuple[Any, Any]] = {}
-        """By the ids of originals, which are kept so that nothing else gets their ids."""
-        self._places: list[tuple[Any, Any, Any]] = []
-        """Container, key, and what is to be there."""
-        self.lists: list[SharedList] = []
+        self._seen: dict[int, Any] = {}
+        """Originals by their ids, which nothing else gets as long as they are kept."""
+        self._places: list[tuple[Any, Any]] = []
+        """Container and key of each of them."""
+        self.made: dict[int, Callable[[Block], Any]] = {}
+        """By the id of an original, what makes of the memory what takes its place."""
         self.left: list[str] = []
         """What is not shared, and why."""
 
-    def share(self, container: Any, key: Any, name: str) -> None:
-        """Share what a container holds."""
-        made = self.shared(container[key], name)
-        if made is not container[key]:
-            self._places.append((container, key, made))
-
-    def shared(self, value: Any, name: str, least: int = _FEW) -> Any:
-        """Return what takes the place of a value; the value where nothing is to be shared.
-
-        Of a list or dict with no more elements than ``least`` the parts are.
-        """
-        if type(value) not in CONTAINERS or id(value) in self._known:
-            return self._known.get(id(value), (value, value))[1]
-        self._known[id(value)] = value, value
+    def write(self, container: Any, key: Any, name: str, least: int = _FEW) -> None:
+        """Write what a container holds; of no more elements than ``least``, the parts of that."""
+        value = container[key]
+        if type(value) not in CONTAINERS:
+            return
+        self._places.append((container, key))
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
         if len(value) <= least:
-            for key in _keys(value):
-                self.share(value, key, f"{name}[{key!r}]")
-            return value
+            for part, _ in children(value) or ():
+                self.write(value, part, f"{name}[{part!r}]")
+            return
         try:
-            made: Any = self._list(value) if type(value) is list else self._dict(value)
+            write = self._list if type(value) is list else self._dict
+            self.made[id(value)] = write(value)
         except RecursionError:
             self.left.append(f"{name} holds itself, or lists within lists without end")
-            return value
         except _NotShareableError as error:
-            (culprit,) = error.args
-            path, kind = _path(value, culprit), type(culprit).__name__
-            hint = _HINTS.get(kind, "turn it into a dict or a tuple of text, numbers and arrays")
-            why = f"{path} is a {kind}; {hint}" if path else f" has a {kind} among its keys"
-            self.left.append(name + why)
-            return value
-        self._known[id(value)] = value, made
-        return made
+            self.left.append(name + _why(value, *error.args))
 
     def finish(self) -> None:
         """Make the memory, and put everything in its place."""
         block = self._block.finish()
-        for each in self.lists:
-            each.attach(block)
-        for container, key, made in self._places:
-            container[key] = made
+        made = {original: make(block) for original, make in self.made.items()}
+        for container, key in self._places:
+            container[key] = made.get(id(container[key]), container[key])
 
-    def _dict(self, value: Any) -> SharedDict:
+    def _dict(self, value: Any) -> Callable[[Block], SharedDict]:
         for key in value:
-            if not _flat(key if type(key) is tuple else (key,)):
+            if not _FLAT.issuperset(map(type, key if type(key) is tuple else (key,))):
                 raise _NotShareableError(key)
         hashes = np.fromiter(map(_hash, value), np.int64, len(value))
         order = np.argsort(hashes, kind="stable")
         parts = list(value), list(value.values()), hashes[order].tolist(), order.tolist()
-        return SharedDict(getattr(value, "default_factory", None), *map(self._list, parts))
+        default, lists = getattr(value, "default_factory", None), [*map(self._list, parts)]
+        return lambda block: SharedDict(default, *(make(block) for make in lists))
 
-    def _list(self, value: list[Any]) -> SharedList:
-        made = SharedList(*(self._numbers(value) or self._items(value)))
-        self.lists.append(made)
-        return made
+    def _list(self, value: list[Any]) -> Callable[[Block], SharedList]:
+        kinds, numbers = set(map(type, value)), None
+        with suppress(OverflowError):
+            if kinds in ({int}, {float}):
+                numbers = array("q" if kinds == {int} else "d", value)
+        if numbers is None:
+            numbers = array("Q", map(self._item, value))
+        start = self._block.write(numbers.tobytes(), aligned=True)
+        return partial(SharedList, numbers.typecode, start, len(value))
 
-    def _numbers(self, value: list[Any]) -> tuple[str, int, int, _Form] | None:
-        kinds = set(map(type, value))
-        code = "q" if kinds == {int} else "d"
-        if kinds in ({int}, {float}):
-            with suppress(OverflowError):
-                start = self._block.write(array(code, value).tobytes(), aligned=True)
-                return code, start, len(value), _LEAF
-        return None
+    def _item(self, value: Any) -> int:
+        self._pickled.seek(0)
+        self._pickled.truncate()
+        self._pickler.clear_memo()
+        self._pickler.dump(_frozen(value))
+        return self._block.write(self._pickled.getvalue())
 
-    def _items(self, items: list[Any]) -> tuple[str, int, int, _Form]:
-        forms, starts = set(), array("Q")
-        for item in items:
-            form, plain = self._plain(item)
-            # What an item has twice, as keys, is written once; but what is depends on who else
-            # refers to it, unless it is a copy.
-            copied = marshal.loads(marshal.dumps(plain, 2))
-            starts.append(self._block.write(marshal.dumps(copied)))
-            forms.add(form)
-        start = self._block.write(starts.tobytes(), aligned=True)
-        return "Q", start, len(items), reduce(_either, forms, None)
-
-    def _plain(self, value: Any) -> tuple[_Form, Any]:
-        """Return the form of a value, and what marshal writes in its place."""
-        kind: Any = type(value)
-        if kind in _FLAT or (kind is frozenset and _flat(value)):
-            return _LEAF, value
-        if kind in (list, tuple, dict, ReadOnlyList, ReadOnlyDict):
-            return self._container(value)
-        if kind is np.ndarray and not value.dtype.hasobject:
-            dtype = value.dtype.str if value.dtype.names is None else pickle.dumps(value.dtype)
-            content = value.tobytes()
-            digest = hashlib.blake2b(content, digest_size=16).digest()
-            if digest not in self._arrays:
-                self._arrays[digest] = self._block.write(content, aligned=True)
-            return _ANY, (..., dtype, value.shape, self._arrays[digest])
-        for part in value if kind is frozenset else ():
-            self._plain(part)
-        if kind is frozenset or (isinstance(value, _UNCHANGING) and kind is not np.void):
-            return _ANY, (..., pickle.dumps(value))
-        raise _NotShareableError(value)
-
-    def _container(self, value: Any) -> tuple[_Form, Any]:
-        mapping = isinstance(value, dict)
-        parts: Any = value.values() if mapping else value
-        forms: Any = (_LEAF,) * len(value)
-        if not _flat(parts):
-            forms, parts = zip(*map(self._plain, parts), strict=True)
-        if isinstance(value, list):
-            return (list, (), (reduce(_either, set(forms), None),)), list(parts)
-        if not mapping and {_LEAF}.issuperset(forms):
-            return _LEAF, tuple(parts)
-        keys: Any = tuple(_keys(value))
-        alike = len(keys) <= _MOST_KEYS and _flat(keys)
-        if not mapping:
-            return (tuple, keys, forms) if alike else _ANY, tuple(parts)
-        _, keys = (_LEAF, keys) if alike else self._plain(keys)
-        return (dict, keys, forms) if alike else _ANY, dict(zip(keys, parts, strict=True))
+    def _array(self, value: Any) -> tuple[Any, ...]:
+        dtype = value.dtype.str if value.dtype.names is None else value.dtype
+        content = value.tobytes()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        if digest not in self._arrays:
+            self._arrays[digest] = self._block.write(content, aligned=True)
+        return _array, (value.shape, dtype, pickle.PickleBuffer(bytearray()), self._arrays[digest])

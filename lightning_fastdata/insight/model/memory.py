@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from math import prod
+from statistics import fmean
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -26,15 +30,13 @@ _TELLING: Final = 0.8
 """If a cache grew by more than this in the last epoch, of the first, it would look as a leak."""
 
 
-class Growth(NamedTuple):
-    """What a process, or the mean of the workers, took at some moment."""
+class Look(NamedTuple):
+    """How large processes were at some moment: the workers, or this process if there are none."""
 
     step: int
     epoch: int
-    grown_bytes: int
-    """More than when it was first looked at, of memory that belongs to no file."""
-    of_first_bytes: int | None = None
-    """The same of those workers alone that were there at first; None: they are not known apart."""
+    sizes: Mapping[int, int]
+    """Process -> bytes of its memory that belongs to no file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,8 @@ class MemorySeen:
     """Of a worker, the mean: pages that it had in common with this process, and has of its own."""
     own_parts: Mapping[str, float] = field(default_factory=dict)
     """Name of an object -> the part of it that is in such pages, 0 to 1; empty: not known."""
-    growth: tuple[Growth, ...] = ()
-    """Of a worker, or of this process if it reads: in the order of time."""
-    kept: bool = True
-    """Workers of the beginning were there in all epochs."""
-    joined: bool = False
-    """Others have come, which may have taken a part of their work."""
+    looks: tuple[Look, ...] = ()
+    """In the order of time."""
     shared_bytes: int = 0
     """Memory of several processes that is no file's: batches on their way."""
     file_bytes: int = 0
@@ -83,9 +81,10 @@ def memory_uses(seen: MemorySeen) -> tuple[MemoryUse, ...]:
         if size:
             found.append(MemoryUse("copied", size, held))
             break  # how the others are read, their sum does not say
-    if seen.growth and not _settles(seen.growth):
-        cause: MemoryCause = "leak" if leaks(seen.growth, count, kept=seen.kept) else "cache"
-        found.append(MemoryUse(cause, count * seen.growth[-1].grown_bytes))
+    grown = _grown(seen.looks)
+    if grown and not _settles(seen.looks, grown):
+        cause: MemoryCause = "leak" if leaks(seen.looks) else "cache"
+        found.append(MemoryUse(cause, int(count * grown[-1])))
     found.append(MemoryUse("ahead", seen.shared_bytes))
     found.append(MemoryUse("page cache", seen.file_bytes))
     large = [use for use in found if use.size_bytes >= _LEAST_BYTES]
@@ -103,36 +102,50 @@ def _copied(seen: MemorySeen, held: HeldObjects) -> int:
     return min(seen.copied_bytes, int(part * most)) if part >= _COPIED_PART else 0
 
 
-def _settles(growth: Sequence[Growth]) -> bool:
+def _grown(looks: Sequence[Look]) -> list[float]:
+    """Return by how much the processes of each look had grown since they were first seen: means."""
+    first: dict[int, int] = {}
+    return [
+        fmean(size - first.setdefault(process, size) for process, size in look.sizes.items())
+        for look in looks
+    ]
+
+
+def _settles(looks: Sequence[Look], grown: Sequence[float]) -> bool:
     """Return whether memory was taken soon after the beginning, as buffers and libraries are."""
-    first = [each for each in growth if each.epoch == growth[0].epoch]
-    soon = first[int(_SOON * len(first))].grown_bytes
-    return len(first) >= _FEWEST and soon >= _ALL * growth[-1].grown_bytes
+    count = sum(look.epoch == looks[0].epoch for look in looks)
+    return count >= _FEWEST and grown[int(_SOON * count)] >= _ALL * max(grown)
 
 
-def leaks(growth: Sequence[Growth], workers: int, *, kept: bool = True) -> bool | None:
+def leaks(looks: Sequence[Look]) -> bool | None:
     """Return whether memory grows for ever, and not as a cache that each worker fills.
 
-    A cache of one worker is full after an epoch; of ``workers``, each meets a sample that it has
-    not read before ever more rarely: of the first epoch's growth (1 - 1/workers)**n is left after n
-    more. Within one epoch the two look the same: None, it is not known.
+    A cache of one worker is full after an epoch; of several, each meets a sample that it has not
+    read before ever more rarely: of the first epoch's growth (1 - 1/workers)**n is left after n
+    more. None, it is not known: within one epoch the two look the same, and so they do in workers
+    that come anew in each. Of the last epoch those count that have read in one before.
     """
-    epochs = sorted({each.epoch for each in growth})
-    if len(growth) < _FEWEST or len(epochs) < 2 or not kept:
+    epochs = [_read(list(of)) for _, of in groupby(looks, key=lambda look: look.epoch)]
+    *before, (parts, grown) = [epoch for epoch in epochs if any(epoch[0].values())] or [({}, {})]
+    unread = {each: prod(1 - of.get(each, 0) for of, _ in before) for each in parts}
+    old = [each for each in parts if parts[each] and unread[each] < 1]
+    if len(looks) < _FEWEST or not old:
         return None
-    ends = epochs[0], epochs[-1]
-    first, last = (_rate([one for one in growth if one.epoch == epoch]) for epoch in ends)
-    left = (1 - 1 / workers) ** (epochs[-1] - epochs[0])
+    first = sum(before[0][1].values()) / sum(before[0][0].values())
+    last = sum(grown[each] for each in old) / sum(parts[each] for each in old)
+    left = fmean(unread[each] for each in old)
     if first <= 0 or left > _TELLING:
         return None
     # In the middle between a cache's growth and a leak's.
     return last >= first * max(_STEADY, (1 + left) / 2)
 
 
-def _rate(readings: Sequence[Growth]) -> float:
-    steps = readings[-1].step - readings[0].step
-    first, last = (
-        each.grown_bytes if each.of_first_bytes is None else each.of_first_bytes
-        for each in (readings[0], readings[-1])
-    )
-    return (last - first) / steps if steps else 0.0
+def _read(looks: Sequence[Look]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return, by process, which part of an epoch each has read, and its growth in bytes a step."""
+    parts, grown = defaultdict[int, float](float), defaultdict[int, float](float)
+    steps = max(1, looks[-1].step - looks[0].step)
+    for before, after in pairwise(looks):
+        for process in before.sizes.keys() & after.sizes.keys():
+            parts[process] += (after.step - before.step) / len(after.sizes) / steps
+            grown[process] += (after.sizes[process] - before.sizes[process]) / steps
+    return parts, grown

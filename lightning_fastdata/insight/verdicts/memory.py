@@ -38,12 +38,13 @@ def memory_text(seen: MemorySeen, use: MemoryUse) -> str:
         how = "by reference counting" if seen.forked else "as workers are not forked"
         so_far = " so far" if use.size_bytes < _NEARLY * count * held.counted_bytes else ""
         return f"{held.name} ({held.kind}, {size}) is copied in {where} {how}: {whole}{so_far}"
-    within = f", {seen.growing} perhaps: {whole}" if seen.growing else f": {whole}"
-    known = leaks(seen.growth, count, kept=seen.kept)
-    or_leak = "; whether it leaks is not known" if known is None or seen.joined else ""
+    perhaps = f", {seen.growing} perhaps" if seen.growing else ""
+    or_malloc = "" if seen.growing else ", or as malloc keeps what was freed"
+    or_leak = "; whether it leaks is not known" if leaks(seen.looks) is None else ""
     return {
-        "leak": f"{where} has grown by {each}, and grows on from epoch to epoch{within}",
-        "cache": f"{where} keeps {each} of what it has read, as in a cache{within}{or_leak}",
+        "leak": f"{where} has grown by {each}, and grows on from epoch to epoch{perhaps}: {whole}",
+        "cache": f"{where} keeps {each} more than at first, as in a cache{perhaps}{or_malloc}: "
+        f"{whole}{or_leak}",
         "ahead": f"{whole} are batches ahead, in memory that processes share: they get no more",
         "page cache": f"{whole} are pages of files, which the system gives back when memory runs "
         "short",
