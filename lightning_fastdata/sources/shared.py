@@ -1,5 +1,7 @@
 """One copy of a dataset's objects in memory that all processes map, and none can change.
 
+Processes of one user that share the same have it in common.
+
 A list becomes the numbers themselves, or a pickle of each item, with a table of where each starts.
 Reading an item makes it anew, so that no reference to what is shared is counted.
 """
@@ -11,8 +13,13 @@ import copyreg
 import datetime
 import hashlib
 import io
+import mmap
+import os
 import pickle
+import sys
+import tempfile
 import warnings
+import weakref
 import zlib
 from array import array
 from bisect import bisect_left
@@ -21,14 +28,14 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
-from pathlib import PurePath
-from typing import Any, Final, NoReturn, TypeVar
+from multiprocessing import context, reduction
+from pathlib import Path, PurePath
+from typing import IO, Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning
 from lightning_fastdata.sources.attributes import CONTAINERS, attributes
-from lightning_fastdata.sources.sealed import Block, BlockWriter
 from lightning_fastdata.tree import children, held_by, spelled, with_paths
 
 T = TypeVar("T")
@@ -38,6 +45,9 @@ _FEW: Final = 1000
 _FLAT: Final = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _UNCHANGING: Final = (PurePath, datetime.date, datetime.timedelta, np.generic)
 """Values that nobody can change, and that pickle alone writes."""
+_NAME: Final = "fastdata-shared"
+_ALIGNED: Final = 16
+_CHUNK: Final = 2**20
 _READ_ONLY: Final = (
     "{name}() would change what share() has put into memory of all processes, where nothing can be "
     "changed. Change it before share() is called, or change a copy: list(x), dict(x), or "
@@ -317,7 +327,7 @@ class _Writer:
     """Writes what is to be shared, and puts it in its places when all is written."""
 
     def __init__(self) -> None:
-        self._block, self._pickled = BlockWriter(), io.BytesIO()
+        self._file, self._pickled = _memory_file(), io.BytesIO()
         self._pickler = pickle.Pickler(self._pickled, 5, buffer_callback=lambda _: False)
         self._pickler.dispatch_table = {
             ReadOnlyList: lambda value: (ReadOnlyList, (tuple(value),)),
@@ -358,10 +368,19 @@ class _Writer:
 
     def finish(self) -> None:
         """Make the memory, and put everything in its place."""
-        block = self._block.finish()
+        with self._file as file:
+            block = _block(file)
         made = {original: make(block) for original, make in self.made.items()}
         for container, key in self._places:
             container[key] = made.get(id(container[key]), container[key])
+
+    def _put(self, data: bytes, *, aligned: bool = False) -> int:
+        """Write some bytes, and return where they begin; ``aligned``: they are numbers."""
+        if aligned:
+            self._file.write(b"\0" * (-self._file.tell() % _ALIGNED))
+        began = self._file.tell()
+        self._file.write(data)
+        return began
 
     def _dict(self, value: Any) -> Callable[[Block], SharedDict]:
         for key in value:
@@ -380,7 +399,7 @@ class _Writer:
                 numbers = array("q" if kinds == {int} else "d", value)
         if numbers is None:
             numbers = array("Q", map(self._item, value))
-        start = self._block.write(numbers.tobytes(), aligned=True)
+        start = self._put(numbers.tobytes(), aligned=True)
         return partial(SharedList, numbers.typecode, start, len(value))
 
     def _item(self, value: Any) -> int:
@@ -388,12 +407,92 @@ class _Writer:
         self._pickled.truncate()
         self._pickler.clear_memo()
         self._pickler.dump(_frozen(value))
-        return self._block.write(self._pickled.getvalue())
+        return self._put(self._pickled.getvalue())
 
     def _array(self, value: Any) -> tuple[Any, ...]:
         dtype = value.dtype.str if value.dtype.names is None else value.dtype
         content = value.tobytes()
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if digest not in self._arrays:
-            self._arrays[digest] = self._block.write(content, aligned=True)
+            self._arrays[digest] = self._put(content, aligned=True)
         return _array, (value.shape, dtype, pickle.PickleBuffer(bytearray()), self._arrays[digest])
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class Block(mmap.mmap):
+    """A file without a name, mapped, that nobody can change.
+
+    It is sent to a process that is being started as an open file; any other pickle has a copy.
+    """
+
+    descriptor: int
+
+    @classmethod
+    def at(cls, descriptor: int) -> Block:
+        """Return the memory of a descriptor, which is closed with it."""
+        # A copy, so that what writes to a tensor over it, which torch does not refuse, changes this
+        # process's own pages, as in a forked one, and does not end it.
+        made = cls(descriptor, 0, access=mmap.ACCESS_COPY)
+        made.descriptor = descriptor
+        weakref.finalize(made, os.close, descriptor).atexit = False
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is not None and sys.platform != "win32":
+            return _received, (reduction.DupFd(self.descriptor),)
+        return _copied, (bytes(self),)
+
+
+def _received(descriptor: Any) -> Block:
+    return Block.at(descriptor.detach())
+
+
+def _copied(content: bytes) -> Block:
+    with _memory_file() as file:
+        file.write(content)
+        return _block(file)
+
+
+def _memory_file() -> IO[bytes]:
+    with suppress(AttributeError, OSError):  # no Linux, or a filter that forbids it
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        return os.fdopen(os.memfd_create(_NAME, flags), "w+b", buffering=2**20)
+    return tempfile.TemporaryFile()
+
+
+def _block(file: IO[bytes]) -> Block:
+    """Return the memory of a file, or the same that a process of this user had before."""
+    if not file.tell():  # what is empty cannot be mapped
+        file.write(b"\0")
+    file.flush()
+    block = Block.at(os.dup(file.fileno()))
+    with suppress(ImportError, AttributeError, OSError):  # no seals: then each rank has its own
+        import fcntl
+
+        folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # of several ranks one is the first
+            for link in Path("/proc").glob("[0-9]*/fd/*"):
+                with suppress(OSError):  # of other users, and what ends meanwhile
+                    if _NAME in str(link.readlink()) and _may_be(link, block):
+                        other = Block.at(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
+                        seals = fcntl.fcntl(other.descriptor, fcntl.F_GET_SEALS)
+                        if seals & fcntl.F_SEAL_WRITE and _equal(other, block):
+                            return other
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            fcntl.fcntl(block.descriptor, fcntl.F_ADD_SEALS, seals)
+        finally:
+            os.close(folder)
+    return block
+
+
+def _may_be(link: Path, block: Block) -> bool:
+    found = link.stat()  # root sees those of others, too
+    return (found.st_size, found.st_uid) == (len(block), os.geteuid())
+
+
+def _equal(one: Block, other: Block) -> bool:
+    starts = range(0, len(one), _CHUNK)
+    return all(one[at : at + _CHUNK] == other[at : at + _CHUNK] for at in starts)

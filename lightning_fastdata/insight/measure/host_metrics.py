@@ -13,8 +13,7 @@ from lightning_fastdata.host.usage import (
     read_queued,
     worker_processes,
 )
-from lightning_fastdata.insight.measure.few import Few
-from lightning_fastdata.insight.measure.memory import MemoryMeter
+from lightning_fastdata.insight.measure.memory import Few, MemoryMeter
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.usage import (
@@ -15,9 +15,27 @@ from lightning_fastdata.host.usage import (
     read_own_bytes,
     read_pages,
 )
-from lightning_fastdata.insight.measure.few import Few
 from lightning_fastdata.insight.model.memory import Look, MemorySeen
 from lightning_fastdata.sources.attributes import HeldObjects, held_objects
+
+T = TypeVar("T")
+
+_MOST: Final = 300
+
+
+class Few(list[T]):
+    """At most 300 of the readings that were added, as far from each other at all times."""
+
+    _each, _added = 1, 0
+
+    def add(self, reading: T) -> None:
+        """Keep a reading, if it is its turn."""
+        if self._added % self._each == 0:
+            self.append(reading)
+        self._added += 1
+        if len(self) > _MOST:
+            del self[1::2]
+            self._each *= 2
 
 
 class MemoryMeter:
