@@ -36,7 +36,7 @@ LONGEST = (
     *("executors/test_stream.py", "caches/test_cached_source.py", "planning/test_inspection.py"),
     *("augment/test_later_draws.py", "augment/test_fused.py", "resilience/test_resume_laws.py"),
     *("conformance/test_running.py", "executors/test_fault_races.py", "device/test_late_copies.py"),
-    *("front_door/test_several_loaders.py", "executors/test_faults.py"),
+    *("front_door/test_several_loaders.py",),
     *("front_door/test_names_inside_reading.py", "plugin/test_prefetching.py"),
     *("executors/test_pool_on_machine.py", "loading/test_epoch_begins.py"),
     *("executors/test_gather.py", "caches/test_identity.py", "augment/test_exhaustive_colours.py"),

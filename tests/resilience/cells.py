@@ -1,4 +1,4 @@
-"""Ways to load, to train, to stop and to go on, and few of their combinations that cover pairs."""
+"""Ways to load, to train, to stop and to go on, and some of their combinations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import signal
 from collections import namedtuple
 from datetime import timedelta
-from itertools import combinations
 
 import albumentations as A
 import numpy as np
@@ -292,30 +291,12 @@ def makes_sense(cell):
 
 
 def cells(most):
-    """Up to so many cells; of the pairs of values that are possible, as many new ones in each."""
-    chance = random.Random(7)
-    factors = FEATURES, MOMENTS, LOADERS, LOADERS
-    missing = set()
-    for _ in range(30_000):
-        cell = Cell(*(chance.choice(list(each)) for each in factors))
+    """So many cells by chance, a third of which go on with the loader that they began with."""
+    chance, chosen = random.Random(7), []
+    while len(chosen) < most:
+        cell = Cell(*(chance.choice(list(each)) for each in (FEATURES, MOMENTS, LOADERS, LOADERS)))
+        if len(chosen) % 3 == 0:
+            cell = cell._replace(then=cell.loader)
         if makes_sense(cell):
-            missing |= _pairs(cell)
-    chosen = []
-    while missing and len(chosen) < most:
-        candidates = []
-        for number in range(300):
-            cell = Cell(*(chance.choice(list(each)) for each in factors))
-            if number % 3 == 0:
-                cell = cell._replace(then=cell.loader)
-            if makes_sense(cell):
-                candidates.append(cell)
-        best = max(candidates, key=lambda cell: len(_pairs(cell) & missing))
-        if not _pairs(best) & missing:
-            break
-        missing -= _pairs(best)
-        chosen.append(best)
+            chosen.append(cell)
     return chosen
-
-
-def _pairs(cell):
-    return set(combinations(enumerate(cell), 2)) | {(part, None) for part in enumerate(cell)}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from functools import cache
-from pathlib import Path
 
 import pytest
-from conformance.forked_ranks import launched
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from resilience.cells import (
@@ -35,11 +32,6 @@ pytestmark = [
 ]
 
 CELLS = cells(2000 if LONG else 10)
-KILLED = {
-    "within an epoch": ("plain", "workers-2", 3),
-    "at its last step": ("plain", "inline", STEPS),
-    "with a deferred pipeline": ("deferred augment", "workers-1", 2),
-}
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +99,6 @@ def test_what_is_left_is_what_was_left(tmp_path, straight, cell):
     left = whole if cell.feature in BEGINS_ANEW else whole[kept:]
     rest = lines(after / "record")
     assert first_difference(rest, left) is None, f"after {kept} of {len(whole)} steps"
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("killed")
-    launched(Path(__file__).with_name("killed.py"), str(folder), json.dumps(KILLED))
-    return folder
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("case", KILLED)
-def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint(
-    tmp_path, straight, killed, case
-):
-    feature, loader, at = KILLED[case]
-    whole = straight(feature, "inline")
-    # A step was taken after the checkpoint, which the resumed run takes again.
-    assert first_difference(lines(killed / case / "record"), whole[: at + 1]) is None
-    fit(feature, loader, tmp_path, resume=killed / case / f"step={at}.ckpt", callbacks=[])
-    assert first_difference(lines(tmp_path / "record"), whole[at:]) is None
 
 
 @pytest.mark.cases(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from functools import cache
+from itertools import islice
 
 import pytest
 import torch
@@ -76,15 +77,21 @@ def callbacks_of(ending, folder, at):
     return [OnExceptionCheckpoint(folder)], Raises(act, at)
 
 
-def lives(folder, make, seed, loaders, **arguments):
+def by_chance(seed, loaders):
+    """Lives without end: who loads, how it ends, and after how many steps."""
+    chance = random.Random(seed)
+    while True:
+        yield chance.choice(loaders), chance.choice(ENDINGS), chance.choice([0, 1, 1, 2, 3, 5])
+
+
+def lives(folder, make, planned, **arguments):
     """The record of a training of many lives, and how each ended."""
-    chance, record, told, resume = random.Random(seed), [], [], None
-    for number in range(MOST_LIVES):
+    record, told, resume = [], [], None
+    for number, (loader, ending, steps) in enumerate(islice(planned, MOST_LIVES)):
         own = folder / str(number)
         own.mkdir()
-        loader, ending = chance.choice(loaders), chance.choice(ENDINGS)
         taken = 0 if resume is None else lines_before(resume)
-        at = taken + chance.choice([0, 1, 1, 2, 3, 5])
+        at = taken + steps
         told.append(f"{ending} at {at} with {loader} from {taken}")
         model, data = make(loader, own / "record")
         callbacks, model.raising = callbacks_of(ending, own, at)
@@ -133,8 +140,25 @@ def test_many_lives_take_the_steps_of_one(tmp_path, straight, feature, length, s
     def make(loader, file):
         return make_model(feature, file), make_module(feature, loader)
 
-    got, told = lives(tmp_path, make, seed, fitting, **arguments_of(feature, length))
+    got, told = lives(tmp_path, make, by_chance(seed, fitting), **arguments_of(feature, length))
     assert first_difference(got, straight(feature, "inline", length)) is None, told
+
+
+INTERRUPTED = [(0, 1), (2, 2), (2, STEPS - 3), (STEPS - 1, 1), (STEPS - 1, 3), (STEPS, 2)]
+
+
+@each(("first", "then"), INTERRUPTED)
+def test_a_step_that_was_interrupted_and_a_kill_behind_it_lose_no_batch(
+    tmp_path, straight, first, then
+):
+    """Lightning counts a batch less after an interrupted step."""
+    planned = [("inline", "raised", first), ("workers-1", "step", then), ("inline", "step", 10**6)]
+
+    def make(loader, file):
+        return make_model("plain", file), make_module("plain", loader)
+
+    got, told = lives(tmp_path, make, planned, **arguments_of("plain", "epochs"))
+    assert first_difference(got, straight("plain", "inline", "epochs")) is None, told
 
 
 class Stream(IterableDataset):
@@ -192,7 +216,7 @@ def test_many_lives_take_the_batches_of_one_stream(tmp_path, loader, one_cycle, 
     calm = tmp_path / "straight"
     calm.mkdir()
     train(*make(loader, calm / "record"), calm, **about)
-    got, told = lives(tmp_path, make, seed, [loader], **about)
+    got, told = lives(tmp_path, make, by_chance(seed, [loader]), **about)
     assert first_difference(got, lines(calm / "record")) is None, told
 
 
