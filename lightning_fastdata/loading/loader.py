@@ -504,8 +504,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             WorkerError: They cannot be had, or the dataset holds by now what forked processes must
                 not share.
         """
-        streamed = isinstance(self.dataset, IterableDataset)
-        if workers < 1 or not self.num_workers or streamed or not kind_of(self.executor).resizes:
+        go = kind_of(self.executor).side_processes and not isinstance(self.dataset, IterableDataset)
+        if workers < 1 or not self.num_workers or not go:
             raise OptionsError(
                 f"set_workers({workers!r}) of a loader with executor={self.executor!r} and "
                 f"num_workers={self.num_workers}: only 'workers' and 'ray' of a map-style dataset "

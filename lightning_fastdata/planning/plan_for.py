@@ -495,7 +495,7 @@ def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
             count,
             prefetch=prefetch,
             batch_size=batch_size,
-            split=situation.split and kind.splits_batches,
+            split=situation.split and not kind.elsewhere,
         )
         prefetch_why = f"{ahead} batches ahead in all, as memory allows"
     else:
@@ -544,7 +544,7 @@ def _why_untuned(
         return "whether workers pay at all is measured as the training begins"
     if not workers:
         return "what the training process has opened by then, workers may not share"
-    if not kind_of(executor).resizes:
+    if not kind_of(executor).side_processes:
         return f"executor={executor!r} has no workers that come and go"
     if not shared_slots_supported():
         return "this system has no memory files for side processes"
