@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -187,34 +186,6 @@ def test_an_iterator_that_is_dropped_midway_ends_its_processes(executor, persist
     assert gone(started)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", SIDE)
-def test_persistent_workers_stay_the_same_processes(executor: str) -> None:
-    loader = FastDataLoader(
-        Made(lambda i: os.getpid(), 20),
-        batch_size=4,
-        num_workers=2,
-        persistent_workers=True,
-        executor=executor,
-    )
-    epochs = [{int(pid) for batch in loader for pid in batch} for _ in range(3)]
-    assert set.union(*epochs) <= children()
-    assert len(set.union(*epochs)) <= 2
-    loader.close()
-
-
-def inner_sum(index: int) -> float:
-    nested = FastDataLoader(Made(float, 6), batch_size=3, executor="inline")
-    return sum(float(batch.sum()) for batch in nested) + index
-
-
-@pytest.mark.parametrize("executor", ENGINE)
-def test_a_dataset_may_use_a_loader_of_its_own(executor: str) -> None:
-    loader = FastDataLoader(Made(inner_sum, 5), batch_size=5, num_workers=1, executor=executor)
-    (batch,) = loader
-    assert batch.tolist() == [15, 16, 17, 18, 19]
-
-
 def with_daemons(index: int) -> float:
     return sum(1 for _ in FastDataLoader(Made(float, 6), num_workers=1, executor="workers"))
 
@@ -261,14 +232,6 @@ def test_out_of_order_a_ready_batch_is_not_held_back_and_none_is_lost(
     rest = [batch.tolist() for batch in running]
     expected = [batch.tolist() for batch in DataLoader(Made(int, 41), 3)]
     assert sorted([first, *rest]) == expected
-
-
-def test_in_order_batches_wait_for_the_slow_one(tmp_path, monkeypatch) -> None:
-    gate = tmp_path / "gate"
-    monkeypatch.setenv("FASTDATA_TEST_GATE", str(gate))
-    loader = FastDataLoader(Made(first_gate, 20), 2, num_workers=2, executor="workers")
-    threading.Timer(0.3, gate.touch).start()
-    assert [batch.tolist() for batch in loader] == [[i, i + 1] for i in range(0, 20, 2)]
 
 
 @pytest.mark.cases(1)
