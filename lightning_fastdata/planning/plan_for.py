@@ -54,6 +54,7 @@ _PIN: Final = "page-locked memory speeds up copies to GPUs with memory of their 
 _KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
+_NO_SHARED: Final = "; this system has no memory files for side processes"
 _AS_IT_IS: Final = (None, "left as Python has it")
 _UNSURE_MS: Final = 3  # that reading a batch here takes at most, where that may be quicker
 _SURE: Final = 0.35
@@ -175,6 +176,8 @@ class ExecutorChoice(NamedTuple):
     """One worker does, where their number is open: reading costs next to nothing."""
     standby: bool = False
     """The training process may read, too, while the workers stand by."""
+    kept: bool = False
+    """The dataset keeps what the training process reads, as with torch's ``num_workers=0``."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
@@ -238,7 +241,7 @@ class LoaderPlan:
     """The training process reads, too, as long as what is read is as it was when the epoch began.
     Which is quicker is measured."""
     only_here: bool = False
-    """No side process can read the dataset: the training process does, as with torch."""
+    """The training process reads, as with torch: no side process can, or what is read is kept."""
 
     def explain(self) -> str:
         """A table of option, value, who chose it and why, followed by the limits."""
@@ -316,7 +319,7 @@ def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> 
     as workers read it. The training process itself can do that with what it can read, or copy, at
     once when the epoch begins.
     """
-    workers, batch_size = spec.options.num_workers, spec.batch_size or 1
+    workers = spec.options.num_workers
     if facts.stream is not None and facts.stream.here:
         return ExecutorChoice("inline", facts.stream.why, alone=True)
     if not spec.needs_cost:
@@ -335,30 +338,58 @@ def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> 
         return _cheap(spec, facts, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)
     if facts.here is not None and workers == "auto":
         return ExecutorChoice("inline", facts.here, alone=True)
-    lacks = "" if machine.shared_memory else "; this system has no memory files for side processes"
+    lacks = "" if machine.shared_memory else _NO_SHARED
     if isinstance(workers, int):
         return ExecutorChoice(aside, f"num_workers={workers} asks for them{lacks}")
     if facts.cost is None:
         return ExecutorChoice(aside, f"what a sample costs is not known{lacks}")
     if spec.transformed:  # which is not part of what was measured
         return ExecutorChoice(aside, f"an Albumentations pipeline runs on each sample{lacks}")
-    alone, cpus = alone_ms(facts.cost, batch_size, keyed=keyed), machine.cpu.usable_cpus
-    start_ms = _starting_ms(spec, facts, machine)
+    return _by_cost(spec, facts, machine, facts.cost, keyed=keyed, forked=forked)
+
+
+def _by_cost(
+    spec: LoaderSpec,
+    facts: DatasetFacts,
+    machine: Machine,
+    cost: SampleCost,
+    *,
+    keyed: bool,
+    forked: bool,
+) -> ExecutorChoice:
+    """Return the executor by which an epoch of samples of this cost is over sooner, and why."""
+    batch_size, cpus = spec.batch_size or 1, machine.cpu.usable_cpus
+    aside: ExecutorName = "workers" if machine.shared_memory else "torch"
+    lacks = "" if machine.shared_memory else _NO_SHARED
+    alone, start_ms = alone_ms(cost, batch_size, keyed=keyed), _starting_ms(spec, facts, machine)
     _, shared = soonest_workers(
-        facts.cost,
+        cost,
         batch_size,
         cpus=cpus,
-        most=MOST_WAITING if waits(facts.cost) else cpus,
+        most=MOST_WAITING if waits(cost) else cpus,
         batches=spec.batches,
         start_ms=start_ms,
         keyed=keyed,
     )
+    again = facts.cost_again
+    # Workers would begin each epoch anew, with nothing kept.
+    if again is not None and spec.options.persistent_workers is not True:
+        again_ms = alone_ms(again, batch_size, keyed=keyed)
+        if (alone + (_EPOCHS - 1) * again_ms) / _EPOCHS < shared:
+            return ExecutorChoice(
+                "inline",
+                f"the dataset keeps what it has read: a batch takes {alone:.2g} ms here at first, "
+                f"and {again_ms:.2g} ms again; by workers, which begin each epoch with nothing "
+                f"kept, {shared:.2g} ms",
+                alone=True,
+                kept=True,
+            )
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
     said += ", with their start" if start_ms else ""
-    if waits(facts.cost):
-        said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
+    if waits(cost):
+        said += f"; a sample waits {cost.wait_ms:.2g} of its {cost.wall_ms:.2g} ms"
     if shared < _WORTH_IT * alone:
-        unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(facts.cost)
+        unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(cost)
         standby = unsure and forked and _may_stand_by(spec, facts)
         return ExecutorChoice(aside, said + (_BOTH if standby else lacks), standby=standby)
     samples = math.inf if spec.length is None else spec.length
@@ -368,7 +399,7 @@ def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> 
         "inline",
         said,
         forked=forked,
-        read_bytes=samples * (facts.cost.size_bytes or 0),
+        read_bytes=samples * (cost.size_bytes or 0),
         read_s=samples / batch_size * alone / 1000,
     )
 
@@ -495,7 +526,7 @@ def plan_loader(
         warnings=facts.warnings,
         draws=bool(spec.pipelines) or facts.draws or no_draws,
         standby=chosen.standby and options.num_workers == "auto" and count > 0,
-        only_here=facts.here is not None,
+        only_here=facts.here is not None or chosen.kept,
     )
 
 
