@@ -14,12 +14,8 @@ from typing import (
     Final,
     Generic,
     NamedTuple,
-    Protocol,
     TypeVar,
-    runtime_checkable,
 )
-
-import torch
 
 from lightning_fastdata.augment import as_batch_transform
 from lightning_fastdata.batches.staged import (
@@ -36,12 +32,15 @@ from lightning_fastdata.device.backend import (
     is_out_of_memory,
 )
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
+from lightning_fastdata.order.ranks import tell_samplers
 from lightning_fastdata.randomness.global_generators import kept_random_state
 from lightning_fastdata.randomness.seeds import seed_global_generators
 from lightning_fastdata.torch_internals import next_has_arrived
-from lightning_fastdata.types import B, Batch, Batch_co, SampleKey, SetsEpoch
+from lightning_fastdata.types import B, Batch, Batch_co, SampleKey
 
 if TYPE_CHECKING:
+    import torch
+
     from lightning_fastdata.augment import StageTransform
     from lightning_fastdata.device.backend import DeviceStreams
 
@@ -98,34 +97,9 @@ def prefetch(
     return Prefetched(loader, device_of(device), transform, seed=seed, streams=streams)
 
 
-@runtime_checkable
-class _HasSampler(Protocol):
-    sampler: object
-
-
-@runtime_checkable
-class _HasBatchSampler(Protocol):
-    batch_sampler: object
-
-
-class _Prepared(Protocol):
-    def apply(self, batch: Batch, draws: object, /) -> Batch: ...
-
-
-@runtime_checkable
-class _BringsTransform(Protocol):
-    on_device: bool
-    transform: _Prepared | None
-
-
-@runtime_checkable
-class _Saves(Protocol):
-    def state_behind(self, ahead: int) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
-
-
-def _saves(loader: object) -> _Saves:
-    if not isinstance(loader, _Saves):
+def _saves(loader: Any) -> Any:
+    """Return a loader that can save and restore its position."""
+    if not hasattr(loader, "state_behind"):
         raise OptionsError(
             f"prefetch() takes the batches of a {type(loader).__name__} one ahead of their use, "
             "and can save and restore the position in a FastDataLoader only. Give it one."
@@ -180,16 +154,8 @@ class Prefetched(Generic[Batch_co]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, and of the loader's samplers that have one."""
         self._next_epoch = epoch
-        owners: list[object] = [self.loader]
-        if isinstance(self.loader, _HasSampler):
-            owners.append(self.loader.sampler)
-        if isinstance(self.loader, _HasBatchSampler):
-            owners.append(self.loader.batch_sampler)
-            if isinstance(self.loader.batch_sampler, _HasSampler):
-                owners.append(self.loader.batch_sampler.sampler)
-        for owner in {id(owner): owner for owner in owners}.values():
-            if isinstance(owner, SetsEpoch):
-                owner.set_epoch(epoch)
+        samplers = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))
+        tell_samplers(epoch, self.loader, *samplers)
 
     def __iter__(self) -> Iterator[Batch_co]:
         """Begin an epoch."""
@@ -243,10 +209,8 @@ class _Work:
         self._device = owner.device
         self._aside = aside
         self._seed, self._epoch = owner.seed, epoch
-        loader: object = owner.loader
-        self._prepared: _Prepared | None = None
-        if isinstance(loader, _BringsTransform) and loader.on_device:
-            self._prepared = loader.transform
+        on_device = getattr(owner.loader, "on_device", False)
+        self._prepared: StageTransform | None = owner.transform if on_device else None
         self._transform: StageTransform | None = owner._transform
         self._counts = deque([start], 2)
         """Before the last batch that was sent, and behind it."""
@@ -295,11 +259,6 @@ def drawn_under(seed: int, epoch: int, number: object, device: torch.device) -> 
         seed_global_generators(seed, epoch, ("batch", number))
         with device_draws(device):
             yield
-
-
-@runtime_checkable
-class _KnowsHost(Protocol):
-    is_cpu: bool
 
 
 class Crossing:
@@ -381,7 +340,7 @@ class SideLane:
         while self._sources and self._sources[0][0].query():
             self._sources.popleft()
         streams = self.streams
-        on_host = all(isinstance(leaf, torch.Tensor | _KnowsHost) and leaf.is_cpu for leaf in given)
+        on_host = all(getattr(leaf, "is_cpu", False) for leaf in given)
         here = None if on_host else streams.mark()
         with streams.aside():
             if here is not None:

@@ -580,7 +580,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             state = replace(state, base_seed=inner.base_seed, draws=inner.draws_anew)
             given = self._position.given(epoch, batches) if indices is None else None
             if given is not None:
-                stream = inner.stream_position(given.batches, over=given.over)
+                stream = inner.stream_position(given[0], over=given[1])
                 state = replace(state, stream=stream)
         if indices is not None:
             state = with_indices(state, indices)

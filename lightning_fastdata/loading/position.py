@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -172,21 +172,8 @@ class Run(Protocol):
         """Return where a loader was when the run was saved that goes on now; None: not known."""
 
 
-class UnderWay(NamedTuple):
-    """Which batches of a pass are under way."""
-
-    begun: int
-    """Batches of the pass that were begun."""
-    waiting: tuple[int, ...]
-    """Those of them, counted from 0, that were not handed out."""
-
-
-class Given(NamedTuple):
-    """How much of a pass was given."""
-
-    batches: int
-    over: bool
-    """That was all."""
+UnderWay: TypeAlias = tuple[int, tuple[int, ...]]
+"""How many batches of a pass were begun, and which of them, from 0, were not handed out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -372,8 +359,11 @@ class Position:
         """Whether a batch was asked for since the last state was loaded."""
         return self._pass is not None
 
-    def given(self, epoch: int, batches: int) -> Given | None:
-        """Return where a stream is at the position that :meth:`now` returned; None: not begun."""
+    def given(self, epoch: int, batches: int) -> tuple[int, bool] | None:
+        """Return where a stream is at the position that :meth:`now` returned; None: not begun.
+
+        That is how many batches of the pass were given, and whether these were all.
+        """
         begun = self._pass
         if begun is None:
             return None
@@ -382,9 +372,9 @@ class Position:
         # Of a state without a position in the stream, that was begun anew.
         unknown = state.batches - sum(lane["batches"] for lane in lanes)
         if begun.epoch == epoch and not begun.earlier:
-            return Given(batches - unknown, over=False)
+            return batches - unknown, False
         over = begun.epoch == epoch - 1 and begun.exhausted
-        return Given(begun.handed - unknown, over=True) if over else None
+        return (begun.handed - unknown, True) if over else None
 
     def now(
         self, run: Run | None, length: int | None, ahead: int = 0
@@ -784,7 +774,7 @@ class WatchedBatches(Iterator[Batch]):
         ask = getattr(source, "under_way", None)
         now = under_way(source) if ask is None else ask()
         if now is not None:
-            self._begun.note(UnderWay(*now))
+            self._begun.note(now)
         return batch
 
     def __len__(self) -> int:
