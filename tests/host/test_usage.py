@@ -5,7 +5,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from lightning_fastdata.host.usage import (
@@ -48,13 +47,6 @@ def test_a_worker_is_seen_with_what_it_reads_and_takes_until_it_has_ended(tmp_pa
     go_on.set()
     worker.join()
     assert worker.pid not in worker_processes()
-
-
-@linux
-def test_what_is_taken_of_the_shared_memory_agrees_with_psutil() -> None:
-    usage = read_host_usage([], at_s=0.0)
-    disk = psutil.disk_usage("/dev/shm")
-    assert usage.shm_used_share == pytest.approx(1 - disk.free / disk.total, abs=0.05)
 
 
 def test_a_machine_that_tells_nothing_gives_only_what_is_known(tmp_path: Path) -> None:
