@@ -67,11 +67,6 @@ def test_what_nobody_tells_has_no_key():
     assert device_scalars(None, None) == {}
 
 
-def test_without_a_quota_nothing_is_said_of_throttling():
-    assert "throttled_share" not in host_evidence(usage(0, periods=0), usage(1, periods=0))
-    assert "throttled_cpus" not in host_evidence(usage(0), usage(1))
-
-
 def test_a_worker_that_came_has_read_all_of_it_since_and_one_that_went_is_left_out():
     before = usage(0, read={1: read(5), 2: read(100)})
     after = usage(1, read={1: read(6), 3: read(4)})
@@ -95,13 +90,6 @@ def test_what_the_device_tells_is_since_the_begin():
     }
     found = host_evidence(usage(0), usage(1), device(retries=2), device(retries=5))
     assert found == {"alloc_retries": 3, "device_headroom_share": 0.25}
-
-
-def test_evidence_has_a_field_for_each_fact():
-    before, after = usage(0, periods=1, cpu_pressure_us=0), usage(1, periods=2, cpu_pressure_us=0)
-    found = host_evidence(before, after, device(), device())
-    assert len(found) == 4
-    assert Evidence(**found).throttled_share == pytest.approx(0)
 
 
 MIB = 2**20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import statistics
 from collections import deque
 from pathlib import Path
 
@@ -29,23 +28,6 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.stamps.batch_stamps import BatchStamps, TaskWatch
 from lightning_fastdata.stamps.stamped import Envelope
-
-
-@pytest.mark.realtime
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="not told here")
-def test_short_tasks_that_compute_are_on_a_cpu_or_wait_for_one_all_the_time():
-    block = torch.zeros(2**20, dtype=torch.uint8)
-    watch, shares = TaskWatch(0), []
-    for _ in range(100):
-        watch.begin()
-        for _ in range(20):
-            block.clone()
-        task = watch.end()
-        if task.cpu_ns is not None:  # it was long enough to be asked for
-            length_ns = task.ended_ns - task.began_ns
-            shares.append((task.cpu_ns + task.runqueue_ns) / length_ns)
-    assert 0.8 < statistics.median(shares) < 1.1
-    assert statistics.quantiles(shares, n=10)[0] > 0.5  # not only in the mean
 
 
 class Draws(Dataset):
@@ -317,12 +299,6 @@ def test_the_planted_cause_takes_all_of_the_waits(cause):
         }[cause]
         _, waits = cut(dataset, num_workers=0, **options)
     assert total(waits).shares()[cause] == pytest.approx(1.0)
-
-
-@pytest.mark.realtime
-def test_waits_for_a_worker_of_torchs_are_cut_likewise():
-    _, waits = cut(Planted(sleep_s=0.004), num_workers=1)
-    assert total(waits).shares()["read_blocked"] > 0.5
 
 
 @pytest.mark.realtime

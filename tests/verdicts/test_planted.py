@@ -21,8 +21,9 @@ NOTHING_TO_DO = ("FD301", "FD319")
 
 
 def planted(plant, magnitude):
+    """Return what was measured, but for lines: who looks for them goes by real time."""
     with plant.machine(magnitude):
-        return plant.run(magnitude)
+        return replace(plant.run(magnitude), lines=(), operations=())
 
 
 def check_findings(plant):

@@ -34,7 +34,7 @@ from lightning_fastdata.types import STAGE_WORDS
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Raised when the form of the JSON report changes."""
 _MOST_REMEDIES = 2
 _MOST_MOVES = 3
