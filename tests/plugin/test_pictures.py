@@ -21,7 +21,7 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from lightning_fastdata import DataThroughputCallback, FastDataModule, LoaderOptions
-from lightning_fastdata.augment.batch_images import BatchImages, Normalized, find_normalized
+from lightning_fastdata.augment.batch_images import BatchImages
 from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.plugin.loggers.pictures import (
@@ -213,20 +213,6 @@ def test_what_the_dataset_normalised_is_undone(tmp_path, kind, ours):
     found, _ = tiles(pictures[0], 4, 12, 10)
     for label, tile in zip(batches[0][1].tolist(), found, strict=True):
         np.testing.assert_array_equal(tile, Images(4)[label][0])
-
-
-def test_two_ways_to_normalise_are_not_guessed_between(tmp_path):
-    first, second = InDataset("albumentations"), InDataset("v2")
-    assert find_normalized([first, second]) == Normalized((0.3, 0.5, 0.7), (0.2, 0.3, 0.4))
-    second.steps.transforms[-1].mean = [0.1, 0.2, 0.3]
-    for unknown in (
-        [first, second],
-        A.Compose([A.Normalize(p=0.5)]),
-        A.Compose([A.OneOf([A.Normalize(), A.HorizontalFlip()])]),
-        A.Compose([A.Normalize(normalization="image")]),
-        A.Compose([A.HorizontalFlip()]),
-    ):
-        assert find_normalized(unknown) is None
 
 
 def test_a_step_that_fetches_its_batches_itself_is_told(tmp_path):

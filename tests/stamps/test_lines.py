@@ -189,37 +189,6 @@ def test_a_look_that_comes_late_counts_for_all_the_time_since_the_one_before(its
     assert sum(ms_of(found).values()) == 4 * 52
 
 
-@pytest.mark.realtime
-def test_code_that_keeps_the_interpreter_is_seen_although_it_waits_afterwards():
-    """To look takes the interpreter's lock, which is free while the reading thread waits."""
-    spent = {"computes": 0, "waits": 0}
-
-    def spin(seconds):
-        end = clock.thread_time() + seconds
-        while clock.thread_time() < end:
-            pass
-
-    def timed(name, work, seconds):
-        began_ns = clock.monotonic_ns()
-        work(seconds)
-        spent[name] += clock.monotonic_ns() - began_ns
-
-    def computes():
-        timed("computes", spin, 0.003)
-
-    def waits():
-        timed("waits", clock.sleep, 0.001)
-
-    def read():
-        computes()
-        waits()
-
-    seen = ms_of(tasks(TaskWatch(0, LineWatch(every=1)), read, number=90))
-    true_share = spent["computes"] / sum(spent.values())
-    assert seen["spin"] / sum(seen.values()) > true_share / 2
-    assert seen["timed"] > 0
-
-
 def test_most_tasks_are_not_looked_at_and_short_ones_in_a_row(its_time):
     found = tasks(TaskWatch(0, LineWatch()), number=240)
     looked = [number for number, task in enumerate(found) if task.lines]

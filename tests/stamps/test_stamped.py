@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 from collections import deque
 from pathlib import Path
 
@@ -234,19 +232,6 @@ def test_a_failing_sample_fails_as_ever_and_spoils_no_stamp():
     assert [stamps.samples for stamps in records] == [4, 4]
 
 
-def test_the_iterator_is_torchs_own_but_for_its_batches():
-    loader = FastDataLoader(Draws(), 6, num_workers=1, executor="torch")
-    loader.record_stamps(deque())
-    batches = iter(loader)
-    assert len(batches) == 4
-    assert isinstance(next(batches), dict)
-    assert batches._num_workers == 1
-    assert list(pickle.loads(pickle.dumps(batches))) == []
-    copied = copy.copy(loader)
-    assert copied.records is None
-    assert len(list(copied)) == 4
-
-
 def open_schedstats():
     gc.collect()
     return sum(
@@ -337,10 +322,3 @@ def test_the_pin_thread_passes_an_envelope_through_and_is_stamped():
     stamps = BatchStamps(1, 1, asked_ns, given_ns, (envelope.task,), 0, False, pinned_ns)
     parts = Cutter().cut(stamps).parts
     assert (parts.pin_ms, parts.total_ms) == (10.0, 10.001)
-
-
-def test_stamps_cost_next_to_nothing_to_carry():
-    """A worker sends them with each batch."""
-    watch = TaskWatch(0)
-    watch.begin()
-    assert len(pickle.dumps(watch.end())) < 400

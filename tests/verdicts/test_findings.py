@@ -14,27 +14,20 @@ from misses import each
 from thoroughness import max_examples
 
 import lightning_fastdata
-from lightning_fastdata.insight.measure.metrics import StepHistory, StepTiming
 from lightning_fastdata.insight.measure.wall import Activity, WallTime
 from lightning_fastdata.insight.model.evidence import (
     Evidence,
     LoaderFacts,
     RemoteSeen,
-    stage_evidence,
 )
 from lightning_fastdata.insight.model.finding import SMALL_COSTS, gain_text
-from lightning_fastdata.insight.model.remedies import (
-    best_workers,
-    with_workers,
-)
 from lightning_fastdata.insight.verdicts import without_stamps
 from lightning_fastdata.insight.verdicts.catalogue import RULES, findings
 from lightning_fastdata.insight.waits.attribution import SlowSample, WaitParts
 from lightning_fastdata.insight.waits.causes import OperationShare
 from lightning_fastdata.insight.waits.ranks import RankTiming
 from lightning_fastdata.stamps.batch_stamps import ReadRates
-from lightning_fastdata.tuning.moves import GOOD_ENOUGH
-from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over, simulate
+from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, left_over
 
 MS = 1e6
 CODES = [
@@ -208,31 +201,6 @@ def test_what_the_cpu_does_between_steps_is_no_device_that_waits():
     assert [found.code for found in findings(on_cpu)] == ["FD319"]
 
 
-def test_the_only_epoch_so_far_says_nothing_of_the_starts_of_others():
-    steps = StepHistory()
-    for number in range(60):
-        cold = number % 20 == 0
-        wait_ms = 900.0 if cold else 1.0
-        steps.append(
-            StepTiming(
-                step=number, samples=1, cold=cold, wait_ms=wait_ms, stall_ms=wait_ms,
-                compute_ms=40.0, step_ms=40.0 + wait_ms,
-            )
-        )  # fmt: skip
-        summary = steps.summarize("train", duration_s=3.0)
-        found = {f.code for f in findings(stage_evidence(summary))}
-        assert ("FD310" in found) == (number >= 20)
-
-
-@pytest.mark.parametrize("runqueue_ms", [7.0, 12.0, 20.0])
-def test_reading_that_would_be_in_time_on_a_free_machine_is_held_up_by_neighbours(runqueue_ms):
-    evidence = late(
-        {"read_cpu_ms": 24.0 - runqueue_ms, "read_runqueue_ms": runqueue_ms},
-        costs=costs(cpu=14.0, step=16.0), setup=setup(1, cpus=2.0),
-    )  # fmt: skip
-    assert [found.code for found in findings(evidence)] == ["FD315"]
-
-
 def test_neighbours_that_hold_up_what_would_be_late_anyway_come_second():
     evidence = late(
         {"read_cpu_ms": 17.0, "read_runqueue_ms": 7.0},
@@ -251,24 +219,11 @@ def test_a_storage_at_its_limit_is_slow_to_single_readers_and_no_sample_is_to_bl
     assert findings(replace(evidence, busy_share=0.6))[0].code == "FD302"
 
 
-def test_the_copy_into_page_locked_memory_comes_before_a_shorter_hand_over():
-    evidence = late({"pin_ms": 17.0, "handover_ms": 6.0})
-    assert [found.code for found in findings(evidence)] == ["FD311"]
-
-
 def test_a_hand_over_of_memory_is_answered_by_what_keeps_the_training_process_busy():
     pickled = replace(TABLE["FD308"][0], setup=setup(scheduling="batch"))
     assert "executor='workers'" in findings(pickled)[0].remedy
     shared = replace(TABLE["FD308"][0], setup=setup(scheduling="sample"))
     assert "threads of the training process" in findings(shared)[0].remedy
-
-
-def test_a_hand_over_that_costs_the_step_next_to_nothing_is_not_blamed():
-    slow = TABLE["FD308"][0]
-    quick = replace(slow, stall_ms=0.4, step_ms=1.0)
-    busy = replace(slow, stall_ms=10.0, step_ms=250.0)
-    for evidence in (quick, busy):
-        assert "FD308" not in {found.code for found in findings(evidence)}
 
 
 def test_storage_latency_is_answered_by_as_many_workers_as_hide_it():
@@ -297,32 +252,6 @@ def test_saturated_cpus_are_answered_by_the_operation_that_costs_most():
     assert found.gain.basis == "floor"
     (fewer,) = found.left_out
     assert (fewer.text, fewer.why) == ("LoaderOptions(num_workers=2)", "it gains 0.0%")
-
-
-@pytest.mark.slow
-@max_examples(25)
-@given(
-    share=st.floats(0, 0.999), cpus=st.floats(0, 0.999), stall=st.floats(0.05, 0.95),
-    workers=st.integers(1, 16),
-)  # fmt: skip
-def test_a_quota_is_to_blame_where_a_fifth_of_the_wait_could_go_without_it(
-    share, cpus, stall, workers
-):
-    """What a thread lost is a bound: its part of what was held back, within such periods."""
-    evidence = late(
-        {"read_cpu_ms": 20.0}, share=stall, costs=costs(cpu=40.0), setup=setup(workers, cpus=32.0)
-    )
-    needed = 0.2 * stall  # of a step
-    threads = workers + 0.1
-    fewer = replace(evidence, throttled_share=share * needed, throttled_cpus=64.0)
-    rarely = replace(evidence, throttled_share=1.0, throttled_cpus=cpus * needed * threads)
-    for little in (fewer, rarely):
-        assert findings(little) == findings(evidence)
-    much = replace(
-        evidence, throttled_share=1.001 * needed, throttled_cpus=1.001 * needed * threads
-    )
-    assert findings(much)[0].code == "FD306"
-    assert "quota was used up" in findings(much)[0].cause
 
 
 @pytest.mark.parametrize("code", ["FD305", "FD306", "FD309"])
@@ -387,27 +316,6 @@ def test_what_the_training_process_does_itself_is_told_from_a_millisecond_on(par
     codes = {"FD323", "FD324", "FD308"}
     assert not codes & {found.code for found in findings(replace(small, stall_ms=0.9))}
     assert len(codes & {found.code for found in findings(told)}) == 1
-
-
-@max_examples(25)
-@given(
-    cpu=st.floats(0, 40), blocked=st.floats(0, 40), step=st.floats(1, 30),
-    workers=st.sampled_from([1, 2, 4, 8]), cpus=st.sampled_from([1.0, 2.0, 16.0]),
-)  # fmt: skip
-def test_recommended_workers_are_within_three_percent_of_every_number(
-    cpu, blocked, step, workers, cpus
-):
-    evidence = Evidence(
-        step_ms=1.0, setup=setup(workers, cpus=cpus),
-        costs=costs(cpu=cpu, blocked=blocked, step=step),
-    )  # fmt: skip
-    wanted = best_workers(evidence)
-    ours = simulate(evidence.costs, wanted).step_ms
-    for number in (1, 2, 3, 4, 6, 8):
-        other = evidence.setup if number == workers else with_workers(evidence.setup, number)
-        theirs = simulate(evidence.costs, other).step_ms
-        assert ours <= GOOD_ENOUGH * theirs * (1 + 1e-9)
-        assert number >= wanted.workers or theirs > ours / GOOD_ENOUGH
 
 
 @max_examples(100)
@@ -523,14 +431,6 @@ def test_a_small_part_of_the_machine_in_other_hands_does_not_explain_long_queues
     beside = replace(TABLE["FD315"][0], machine_cpus=2.0)
     assert findings(replace(beside, other_cpus=1.0))[0].code == "FD315"
     assert findings(replace(beside, other_cpus=0.3))[0].code == "FD306"
-
-
-def test_what_other_programs_use_is_not_there_for_workers():
-    costly = costs(cpu=30.0, step=10.0)
-    alone, beside = setup(2, cpus=2.0), setup(2, cpus=2.0, other_cpus=1.0)
-    assert simulate(costly, beside).step_ms > 1.2 * simulate(costly, alone).step_ms
-    with_threads = replace(alone, worker_threads=4.0)
-    assert simulate(costly, with_threads).step_ms > 1.5 * simulate(costly, alone).step_ms
 
 
 @given(

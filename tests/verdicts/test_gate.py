@@ -208,11 +208,6 @@ def test_what_this_run_has_tried_is_not_told_again():
     assert "2 -> 4 at batch 51" in first.leave_alone
 
 
-def test_samples_that_no_default_collation_takes_keep_their_collate_fn():
-    assert not [code for code in CODES for found in findings(TABLE[code][0])
-                if "leave out" in found.remedy]  # fmt: skip
-
-
 # Validation
 
 
