@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import sys
 from dataclasses import replace
@@ -218,15 +217,6 @@ def test_a_run_without_steps_can_be_told():
     text = RunReport(stages=(empty,), verdict=judge(empty)).text()
     assert "too little was measured" in text
     assert "nothing was measured" in RunReport(stages=()).text()
-
-
-def test_rich_shows_the_same_words_as_the_plain_text():
-    rich_console = pytest.importorskip("rich.console")
-    out = io.StringIO()
-    rich_console.Console(file=out, width=80, no_color=True).print(run_report())
-    assert [line.rstrip() for line in out.getvalue().splitlines()] == run_report().text(
-        80, ascii=False
-    ).splitlines()
 
 
 def test_json_is_written_whole_and_reads_back(tmp_path):

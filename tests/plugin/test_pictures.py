@@ -26,8 +26,7 @@ from lightning_fastdata.augment.mixing import CutMix, mixed
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.plugin.loggers.pictures import (
     TAG,
-    BatchPictures,
-    PictureSettings,
+    BatchPicture,
 )
 
 torch.set_num_threads(1)
@@ -133,16 +132,6 @@ def test_normalize_is_undone(tmp_path, precision, mixes):
         raw = {Images(12)[i][0].tobytes() for i in range(12)}
         raw |= {np.ascontiguousarray(Images(12)[i][0][:, ::-1]).tobytes() for i in range(12)}
         assert all(tile.tobytes() in raw for tile in found)
-
-
-def test_a_batch_is_shown_again_every_so_many_epochs(tmp_path):
-    callback = quiet(log_images=6, images_every_n_epochs=2)
-    batches, pictures = fit(tmp_path, callback, module(A.Compose(TENSOR)), max_epochs=4)
-    assert list(pictures) == [0, 4]
-    for step, picture in pictures.items():
-        found, _ = tiles(picture, 6, 12, 10)
-        for tile, image in zip(found, batches[step][0], strict=True):
-            np.testing.assert_array_equal(tile, image.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("form", ["tuple", "named"])
@@ -265,7 +254,7 @@ def test_a_step_that_overwrites_its_batch_does_not_change_the_picture(tmp_path):
 )
 def test_a_logger_that_takes_no_images_is_named_once(tmp_path, logger, said):
     logger = CSVLogger(tmp_path) if logger == "csv" else False
-    callback = quiet(log_images=True, images_every_n_epochs=1)
+    callback = quiet(log_images=True)
     with pytest.warns(FastDataWarning, match=said) as told:
         fit(tmp_path, callback, module(A.Compose(TENSOR)), logger=logger, max_epochs=3)
     assert sum("log_images" in str(one.message) for one in told) == 1
@@ -283,8 +272,6 @@ def test_batches_without_images_are_said_to_have_none_and_train_on(tmp_path):
     "arguments",
     [
         {"log_images": -1},
-        {"log_images": True, "images_every_n_epochs": 0},
-        {"images_every_n_epochs": 2},
     ],
 )
 def test_impossible_numbers_are_refused_where_they_are_written(arguments):
@@ -299,7 +286,7 @@ def test_of_several_ranks_the_first_shows_its_batches(tmp_path):
     launched(program, str(tmp_path), str(tmp_path))
     pictures = shown(tmp_path / "run" / "version_0")
     batches = torch.load(tmp_path / "0.pt")
-    assert list(pictures) == [0, 2]
+    assert list(pictures) == [0]
     for step, picture in pictures.items():
         found, _ = tiles(picture, 4, 12, 10)
         for tile, image in zip(found, batches[step], strict=True):
@@ -322,7 +309,7 @@ class Wandb:
 
 def test_loggers_with_captions_get_the_caption_beside_the_picture():
     logger = Wandb()
-    pictures = BatchPictures(PictureSettings.checked(2, None), BatchImages())
+    pictures = BatchPicture(2, BatchImages())
     batch = torch.zeros(5, 3, 8, 8, dtype=torch.uint8)
     pictures.batch_began([logger], batch, epoch=3, step=7)
     pictures.batch_began([logger], batch, epoch=4, step=8)
