@@ -19,7 +19,7 @@ from lightning_fastdata.insight.report.compare import compare_files
 
 PHASE = {"mean_ms": 1.5, "p50_ms": 1.0, "p95_ms": 2.0, "max_ms": 3}
 REPORT = {
-    "schema_version": 9,
+    "schema_version": 10,
     "summary": [[["fastdata", "bold"]]],
     "stages": {"train": {"step": PHASE, "stall_share": 0.5, "causes": {"wait": {"read": 1.0}}}},
     "wall": {"total_s": 3.0, "samples_per_s": 9, "parts_s": {"step": 1.0}},
