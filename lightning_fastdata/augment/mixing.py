@@ -41,7 +41,6 @@ from lightning_fastdata.types import Batch, SampleKey
 if TYPE_CHECKING:
     from typing import Self
 
-    from lightning_fastdata.augment.replay.warm_up import Kernel
 
 __all__ = ["CutMix", "MixUp", "MixedTransform", "OneOfMixes", "mixed"]
 _BOX_KEYS: Final = ("boxes", "bboxes")
@@ -607,12 +606,6 @@ class MixedTransform(StageTransform):
         """Return the part that runs on each sample in the side process."""
         inner = None if self.pipeline is None else self.pipeline.in_worker(on_device=on_device)
         return MixedWorker(inner, self._mixer)
-
-    def first_kernels(
-        self, samples: Sequence[Batch], key: SampleKey, rows: int
-    ) -> Iterable[Kernel]:
-        """Return what kernels the pipeline of the first batches needs."""
-        return () if self.pipeline is None else self.pipeline.first_kernels(samples, key, rows)
 
     def apply(self, batch: Batch, draws: Draws | None) -> Batch:
         """Run the pipeline, then the mixing; BatchError if a field has not the form it needs."""

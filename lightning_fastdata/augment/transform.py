@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.augment.pipeline.plan import Plan
     from lightning_fastdata.augment.pipeline.tree import Node
     from lightning_fastdata.augment.replay.program import Draws
-    from lightning_fastdata.augment.replay.warm_up import Kernel
     from lightning_fastdata.fingerprint import Fingerprint
     from lightning_fastdata.types import Batch
 
@@ -280,14 +279,6 @@ class BatchTransform(PipelineTransform):
         """Return the part that runs on each sample: all of it, or what a device cannot do."""
         plan = self.plan if on_device and self.plan.defers else None
         return ComposeWorker(self.compose, self._fields, plan, self._ops, self._registered)
-
-    def first_kernels(
-        self, samples: Sequence[Batch], key: SampleKey, rows: int
-    ) -> Iterable[Kernel]:
-        """Return what kernels the first batches need, drawn for some samples of the dataset."""
-        return (
-            self.in_worker(on_device=True).first_kernels(samples, key, rows) if self.defers else ()
-        )
 
     def for_samples(self, samples: Iterable[Batch]) -> Self:
         """Return the transform for a dataset, of which these are samples from all over it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_fastdata.augment.replay.kernels.compiling import compiled
+from benchmarks.gpu_architectures import compiled
 
 POINTERS = ("uint8", "int32", "float32", "float64", "int64", "float32")
 BLOCK, PER_THREAD = 512, 4

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
 
-from lightning_fastdata.augment.replay import warm_up
 from lightning_fastdata.augment.replay.instructions import CHANNELS
 from lightning_fastdata.device.backend import current
 from lightning_fastdata.errors import FastDataWarning
@@ -22,7 +21,6 @@ from lightning_fastdata.errors import FastDataWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from lightning_fastdata.augment.replay.program import Draws
     from lightning_fastdata.augment.replay.runs import FusedRun
 
 _BLOCK: Final = 512
@@ -58,7 +56,6 @@ def has_kernels(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return False
-    warm_up.wait()
     error = kernel_fault(device)
     if error is not None:
         warnings.warn(_NO_KERNELS.format(device=device, error=error), FastDataWarning, stacklevel=2)
@@ -110,44 +107,10 @@ def run_fused(run: FusedRun, blob: torch.Tensor, batch: torch.Tensor) -> torch.T
     from lightning_fastdata.augment.replay.kernels.fused import KERNELS, OPTIONS
 
     out, launches = prepare(run, blob, batch)
-    warm_up.wait()
     with current(batch.device):
         for kernel, grid, arguments, constants in launches:
             KERNELS[kernel][grid](*arguments, **constants, **OPTIONS)
     return out
-
-
-def kernels_of(draws: Draws, images: Mapping[str, torch.Tensor]) -> Iterator[warm_up.Kernel]:
-    """Yield what the kernels of a batch are compiled for.
-
-    Args:
-        draws: what was drawn for the batch.
-        images: its images and masks by the pipeline's names for them, without values (`meta`).
-    """
-    blob = draws.blob.to("meta")
-    for name, program in draws.programs.items():
-        batch = images[name]
-        for run in program.runs:
-            # What torch does between two runs nearly always leaves the size as it was.
-            if not run.idle and takes(run, batch):
-                batch, made = prepare(run, blob, batch)
-                yield from map(_compiled_for, made)
-
-
-def _compiled_for(launch: Launch) -> warm_up.Kernel:
-    """Return what of a launch Triton compiles a kernel for.
-
-    Of its numbers that is only how many pixels there are (`pixels` of the kernel), and of that
-    whether it is 1, or a multiple of 16.
-    """
-    arguments: list[str | int] = [
-        str(one.dtype).removeprefix("torch.") if isinstance(one, torch.Tensor) else 0
-        for one in launch.arguments
-    ]
-    pixels = launch.arguments[-1]
-    if launch.kernel == "fused" and isinstance(pixels, int):
-        arguments[-1] = 1 if pixels == 1 else 16 if pixels % 16 == 0 else 2
-    return {"name": launch.kernel, "arguments": arguments, "constants": dict(launch.constants)}
 
 
 def prepare(
