@@ -32,10 +32,8 @@ OFF = {
     "warp": lambda: A.Affine(rotate=(-40, 40), p=1),
     "resize": lambda: A.Resize(50, 80, p=1),
     "crop": lambda: A.RandomResizedCrop((64, 56), p=1),
-    "corners": lambda: A.Perspective(p=1),
 }
 MORE = {
-    "equalize": lambda: A.Equalize(p=1),
     "posterize": lambda: A.Posterize((2, 5), p=1),
     "solarize": lambda: A.Solarize((0.1, 0.9), p=1),
     "gamma": lambda: A.RandomGamma((30, 60), p=1),
@@ -84,8 +82,8 @@ def gap_and_most(compose):
 
 
 @max_examples(60)
-@example(["hue", "equalize"], "all")
-@example(["flip", "jitter", "equalize"], "shuffled")
+@example(["hue", "posterize"], "all")
+@example(["flip", "jitter", "posterize"], "shuffled")
 @given(st.lists(NAMES, min_size=2, max_size=5), st.sampled_from(sorted(GROUPS)))
 def test_a_pipeline_is_off_by_no_more_than_its_operations(names, group):
     head, *tail = made(names)

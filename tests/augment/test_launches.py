@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 
 import albumentations as A
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from augment.batches import keys
-from augment.test_pipelines import ALL, samples
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
@@ -74,64 +72,6 @@ with warnings.catch_warnings():
 """Each with its launches. A size that is known lets the operations behind it run on the device; the
 Resize itself is done by the worker, whose images differ in size."""
 
-AT_MOST = {
-    "classification: imagenet": 1,
-    "classification: imagenet with colours": 2,
-    "classification: evaluation": 1,
-    "classification: cifar": 1,
-    "classification: self-supervised": 4,
-    "classification: leaves": 4,
-    "classification: skin lesions": 1,
-    "classification: landmarks": 2,
-    "classification: resized and flipped": 2,
-    "classification: letterbox": 1,
-    "classification: one of many noises": 8,
-    "classification: defocused": 3,
-    "classification: colours of every kind": 4,
-    "classification: randaugment": 6,
-    "classification: with a lambda": 0,
-    "classification: colours as in the training set": 2,
-    "segmentation: camera and street": 6,
-    "segmentation: salt bodies": 1,
-    "segmentation: crops": 5,
-    "segmentation: elastic": 6,
-    "segmentation: grid and optical": 5,
-    "segmentation: tumours": 4,
-    "segmentation: cells": 6,
-    "segmentation: retina vessels": 4,
-    "segmentation: x-rays": 6,
-    "segmentation: small and large scales": 2,
-    "segmentation: medical, heavy": 8,
-    "segmentation: thin plates": 2,
-    "satellite: eight symmetries": 1,
-    "satellite: change detection": 1,
-    "satellite: roads": 1,
-    "satellite: ships": 1,
-    "satellite: fields and clouds": 3,
-    "detection: one stage": 4,
-    "detection: two stages": 1,
-    "detection: rotated first": 1,
-    "detection: wheat heads": 1,
-    "detection: weather": 2,
-    "detection: safe crops": 5,
-    "detection: compressed": 6,
-    "detection: ultralytics": 2,
-    "detection: poses": 3,
-    "detection: faces": 1,
-    "text: lines of text": 3,
-    "text: scans": 8,
-    "text: handwriting": 5,
-    "competitions: everything": 10,
-    "competitions: pathology": 6,
-    "competitions: flip, rotate, jitter": 2,
-    "competitions: spectrograms": 3,
-    "competitions: random order": 10,
-    "competitions: deep fakes": 4,
-    "competitions: night and glass": 3,
-}
-"""What was counted for the pipelines of `pipelines.py`, the most of three batches each. Those with
-more than five have steps of torch: noise, fields of distortions."""
-
 
 def drawn(compose, given, seed=1):
     """Return the images and the draws of a batch."""
@@ -160,19 +100,9 @@ def test_a_usual_pipeline_takes_at_most_five_launches(name):
     assert images[0].shape[-1] == 3
 
 
-@pytest.mark.cases(26)
-@each("name", AT_MOST)
-def test_a_real_pipeline_takes_no_more_launches_than_it_did(name):
-    recipe = ALL[name]
-    given = list(itertools.islice(itertools.cycle(samples(recipe)), BATCH))
-    program = drawn(recipe.compose, given)[1].programs.get("image")
-    counted = 0 if program is None else launches(program)
-    assert counted <= AT_MOST[name]
-
-
 def test_a_step_of_torch_counts_its_parts():
-    blurs = [A.Equalize(p=1), A.Equalize(mode="pil", p=1)]
-    compose = A.Compose([A.Resize(16, 16), A.OneOf(blurs, p=1), A.HorizontalFlip(p=1)])
+    noises = [A.GaussNoise(p=1), A.GaussNoise(per_channel=False, p=1)]
+    compose = A.Compose([A.Resize(16, 16), A.OneOf(noises, p=1), A.HorizontalFlip(p=1)])
     program = drawn(compose, many(count=16))[1].programs["image"]
     parts = [len(step.parts) for step in program.steps[:-1]]
     assert launches(program) == sum(parts) + 1

@@ -21,7 +21,6 @@ NAMES = [
     "Crop",
     "Pad",
     "ColorJitter",
-    "Equalize",
     "HorizontalFlip",
     "InvertImg",
     "Normalize",
@@ -107,7 +106,6 @@ class Unusual(A.HorizontalFlip):
         # No device form: the ones before go with it, but only in samples that drew it.
         ("wewd", [A.Resize(8, 8), H(), A.CLAHE(), V()]),
         ("wed", [A.Resize(8, 8), A.RandomBrightnessContrast(brightness_by_max=False), H()]),
-        ("weed", [A.Resize(8, 8), H(), A.Equalize(mask=lambda image: image), V()]),
         # A batch must stay one tensor.
         ("ww", [H(), NORM(p=0.5)]),
         ("wwd", [NORM(p=0.5), NORM(), TENSOR()]),

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.augment.ops import dropout, noise, output, table
-from lightning_fastdata.augment.ops.colors import color, statistics
+from lightning_fastdata.augment.ops.colors import color
 from lightning_fastdata.augment.ops.filters import convolution
 from lightning_fastdata.augment.ops.positions import elastic, index, resize, warp
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FAMILIES = (
     *(index, resize, warp, table, color, convolution, dropout, output),
-    *(statistics, elastic, noise),
+    *(elastic, noise),
 )
 
 DEVICE_OPS: Final[Mapping[str, DeviceOp]] = MappingProxyType(

@@ -74,12 +74,10 @@ class ComposeWorker(TapedWorker):
         compose: BaseCompose,
         fields: Fields,
         plan: Plan | None,
-        ops: Mapping[str, DeviceOp] | None = None,
         registered: Mapping[str, DeviceOp] | None = None,
     ) -> None:
         super().__init__()
         self._compose = compose
-        self._ops = ops
         self._registered = registered
         self._fields = fields
         self._plan = plan
@@ -137,7 +135,7 @@ class ComposeWorker(TapedWorker):
     @property
     def fusible(self) -> Mapping[str, DeviceOp]:
         """Device forms by name."""
-        return device_ops(self._ops, self._registered)
+        return device_ops(self._registered)
 
     def waiting(
         self, item: Batch, names: Collection[str], *, batched: bool = False
@@ -230,16 +228,12 @@ class ComposeWorker(TapedWorker):
         return any(_fits(name, sample[name]) for name in held if not _is_one_image(sample, name))
 
 
-def device_ops(
-    ops: Mapping[str, DeviceOp] | None = None, registered: Mapping[str, DeviceOp] | None = None
-) -> Mapping[str, DeviceOp]:
-    """Return device forms by name: of Albumentations' transforms (None: all), and of others."""
-    if ops is None:
-        # Looked up where they are used: they need not travel with a pickled transform.
-        from lightning_fastdata.augment.ops import DEVICE_OPS
+def device_ops(registered: Mapping[str, DeviceOp] | None = None) -> Mapping[str, DeviceOp]:
+    """Return device forms by name: of Albumentations' transforms, and of others."""
+    # Looked up where they are used: they need not travel with a pickled transform.
+    from lightning_fastdata.augment.ops import DEVICE_OPS
 
-        ops = DEVICE_OPS
-    return {**ops, **registered} if registered else ops
+    return {**DEVICE_OPS, **registered} if registered else DEVICE_OPS
 
 
 def _fits(name: str, value: object) -> bool:

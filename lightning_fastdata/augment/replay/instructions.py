@@ -24,8 +24,8 @@ A sample may begin with one way of reading of its own:
 
 ====================  ==========================================================================
 ``WARP``              offset of float32 ``[3, 3]``; border mode, plus 8 for the nearest pixel, plus
-                      16 if projective, plus 32 if OpenCV rounds once behind its vectors; offset of
-                      float32 ``[3]``, the fill; the first column behind its vectors
+                      16 if OpenCV rounds once behind its vectors; offset of float32 ``[3]``, the
+                      fill; the first column behind its vectors
 ``BOTH_AXES``         offset of float32 ``[size]``; size; number of the image among such images
 ``PLANE``             offset of float32 ``[rows, columns]``; rows; columns; numbers between rows
 ====================  ==========================================================================
@@ -65,8 +65,7 @@ _MIRRORS: Final = {
 """The symmetries of a square, named by a transposition and the quarter turns after it."""
 _NEAREST: Final = 0
 _WARPED_NEAREST: Final = 8
-_PROJECTIVE: Final = 16
-_ROUNDS_ONCE: Final = 32
+_ROUNDS_ONCE: Final = 16
 
 
 def is_reading(instruction: Instruction) -> bool:
@@ -131,13 +130,13 @@ def holes(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction]:
 
 
 def warp(encoded: Encoded, offsets: Mapping[str, int]) -> list[Instruction] | None:
-    """Return the reading of an affine or projective warp, or None."""
+    """Return the reading of an affine warp, or None."""
     static: dict[str, Any] = dict(encoded.static)
     # The kernel reads between the pixels as OpenCV 5 does: without a grid.
     if static["cells"] or len(encoded.arrays["fill"]) != CHANNELS:
         return None
     how = static["border"] + _WARPED_NEAREST * (static["interpolation"] == _NEAREST)
-    how += _PROJECTIVE * static["projective"] + _ROUNDS_ONCE * static["rounds_once"]
+    how += _ROUNDS_ONCE * static["rounds_once"]
     return [(WARP, offsets["inverse"], how, offsets["fill"], static["scalar_from"])]
 
 

@@ -81,7 +81,7 @@ def _line(row, y, x, how, scalar_from):
     # The product of two float32 numbers is exact in float64.
     across = tl.load(row).to(tl.float64) * x.to(tl.float64)
     rounded = across.to(tl.float32).to(tl.float64)
-    across = tl.where(behind & (how & 32 == 0), rounded, across)
+    across = tl.where(behind & (how & 16 == 0), rounded, across)
     start = tl.where(behind, down, down + offset)
     line = (across + start.to(tl.float64)).to(tl.float32)
     return tl.where(behind, line + offset, line)
@@ -89,21 +89,7 @@ def _line(row, y, x, how, scalar_from):
 
 @triton.jit
 def _limited(position):
-    # Not a number, 0 / 0, becomes 0.
-    position = tl.where(position == position, position, 0.0)  # noqa: PLR0124
     return tl.minimum(tl.maximum(position, -_FAR), _FAR)
-
-
-@triton.jit
-def _back(matrix, columns, rows, how, scalar_from):
-    """Return the columns and rows that positions come from, float32."""
-    x = _line(matrix, rows, columns, how, scalar_from)
-    y = _line(matrix + 3, rows, columns, how, scalar_from)
-    if how & 16 != 0:
-        depth = _line(matrix + 6, rows, columns, how, scalar_from)
-        x = tl.div_rn(x, depth)
-        y = tl.div_rn(y, depth)
-    return _limited(x), _limited(y)
 
 
 @triton.jit
@@ -125,12 +111,13 @@ def _lerp_pixels(c00, c01, c10, c11, across, down):
 def read_warped(image, inverse, how, scalar_from, fill, y, x, height, width, mask):
     """Return red, green and blue where a warp reads them for ``y, x``.
 
-    ``how``: the border mode, plus 8 for the nearest pixel, plus 16 for a projective warp, plus 32
-    if OpenCV rounds once behind its vectors, which is from the column ``scalar_from``.
+    ``how``: the border mode, plus 8 for the nearest pixel, plus 16 if OpenCV rounds once behind its
+    vectors, which is from the column ``scalar_from``.
     ``inverse``: float32 ``[3, 3]``, from the result to the image; ``fill``: float32 ``[3]``.
     """
     mode = how & 7
-    columns, rows = _back(inverse, x, y, how, scalar_from)
+    columns = _limited(_line(inverse, y, x, how, scalar_from))
+    rows = _limited(_line(inverse + 3, y, x, how, scalar_from))
     if how & 8 != 0:
         y0 = even(rows).to(tl.int32)
         x0 = even(columns).to(tl.int32)
