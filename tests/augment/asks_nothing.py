@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import warnings
 
-import albumentations as A
 import numpy as np
 import pytest
 import torch
-from augment.batches import keys, on_device, pipeline
+from augment.batches import keys
 from augment.mixed_samples import CLASSES
 from augment.oracle_cases import USUAL
 from augment.parity import encoded_by, photographs
@@ -162,15 +161,6 @@ def test_mixing_asks_the_device_for_nothing(pretended, name):
     seen = watched(pretended, act)
     assert seen.copies == []
     assert seen.refused == []
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transform", [A.ElasticTransform(p=1)])
-def test_autocast_leaves_the_pixels_as_they_are(transform, dtype):
-    samples = [{"image": image} for image in photographs(48, 56)[:2]]
-    wanted = on_device(pipeline(transform), samples)[0]["image"]
-    with torch.autocast("cpu", dtype):
-        assert torch.equal(on_device(pipeline(transform), samples)[0]["image"], wanted)
 
 
 def test_a_device_without_float64_leaves_the_computing_to_the_cpu(pretended):

@@ -71,10 +71,6 @@ with warnings.catch_warnings():
             ),
             worker="RandomResizedCrop",
         ),
-        "evaluation": Recipe(
-            compose=Compose([A.SmallestMaxSize(110), A.CenterCrop(96, 96), Norm(), Tensor()]),
-            worker="SmallestMaxSize CenterCrop",
-        ),
         "cifar": Recipe(
             compose=Compose(
                 [
@@ -145,26 +141,6 @@ with warnings.catch_warnings():
             worker="Transpose VerticalFlip HorizontalFlip RandomBrightnessContrast MotionBlur "
             "MedianBlur GaussianBlur GaussNoise OpticalDistortion GridDistortion ElasticTransform "
             "CLAHE HueSaturationValue ShiftScaleRotate Resize",
-        ),
-        "landmarks": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(112, 112),
-                    H(),
-                    A.ImageCompression(quality_range=(99, 100)),
-                    SSR(0.2, 0.2, 10, border_mode=0, p=0.7),
-                    A.CoarseDropout((1, 1), (0.4, 0.4), (0.4, 0.4)),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            worker="Resize ImageCompression",
-        ),
-        "letterbox": Recipe(
-            compose=Compose(
-                [H(), A.LongestMaxSize(112), A.PadIfNeeded(112, 112, fill=114), Norm(), Tensor()]
-            ),
-            worker="HorizontalFlip LongestMaxSize PadIfNeeded",
         ),
         "colours of every kind": Recipe(
             compose=Compose(
@@ -244,13 +220,6 @@ with warnings.catch_warnings():
             worker="HorizontalFlip ShiftScaleRotate PadIfNeeded RandomCrop Perspective CLAHE "
             "Sharpen Blur MotionBlur",
         ),
-        "crops": Recipe(
-            compose=Compose(
-                [A.RandomCrop(96, 96), H(), V(), GAMMA(), NOISE(), A.ISONoise(), BLUR()]
-            ),
-            kind="mask",
-            worker="RandomCrop ISONoise",
-        ),
         "elastic": Recipe(
             compose=Compose(
                 [A.ElasticTransform(20, 5), H(), NOISE(), GAMMA(), RBC(), BLUR(), Tensor()]
@@ -273,25 +242,6 @@ with warnings.catch_warnings():
             kind="mask",
             worker="CropNonEmptyMaskIfExists RandomCrop",
         ),
-        "cells": Recipe(
-            compose=Compose(
-                [
-                    A.RandomCrop(112, 112),
-                    H(),
-                    V(),
-                    R90(),
-                    A.Transpose(),
-                    RBC(),
-                    A.ElasticTransform(20, 5),
-                    A.GridDistortion(),
-                    SSR(),
-                    NOISE(),
-                    A.MotionBlur(),
-                ]
-            ),
-            kind="mask",
-            worker="RandomCrop GridDistortion",
-        ),
         "x-rays": Recipe(
             compose=Compose(
                 [
@@ -307,21 +257,6 @@ with warnings.catch_warnings():
             ),
             kind="mask",
             worker="Resize CLAHE UnsharpMask",
-        ),
-        "small and large scales": Recipe(
-            compose=Compose(
-                [
-                    A.RandomScale((-0.3, 0.3), p=1),
-                    A.PadIfNeeded(128, 128, border_mode=0),
-                    A.RandomCrop(128, 128),
-                    H(),
-                    A.ColorJitter(0.5, 0.5, 0.5, 0.1),
-                    Norm(),
-                    Tensor(),
-                ]
-            ),
-            kind="mask",
-            worker="RandomScale PadIfNeeded RandomCrop",
         ),
         "thin plates": Recipe(
             compose=Compose(
@@ -363,15 +298,6 @@ with warnings.catch_warnings():
         ),
     }
     DETECTION = {
-        "rotated first": Recipe(
-            compose=Compose(
-                [A.Rotate(20), H(), V(), NOISE(), BLUR(), RBC(), A.Resize(112, 112), Tensor()],
-                bbox_params=_boxes(min_visibility=0.3),
-            ),
-            kind="boxes",
-            worker="Rotate HorizontalFlip VerticalFlip GaussNoise GaussianBlur "
-            "RandomBrightnessContrast Resize",
-        ),
         "wheat heads": Recipe(
             compose=Compose(
                 [
@@ -388,39 +314,6 @@ with warnings.catch_warnings():
             ),
             kind="boxes",
             worker="RandomSizedCrop",
-        ),
-        "safe crops": Recipe(
-            compose=Compose(
-                [
-                    A.RandomSizedBBoxSafeCrop(112, 112),
-                    H(),
-                    OneOf([A.CLAHE(), RBC(), HSV(), NOISE()], p=0.5),
-                    Norm(),
-                    Tensor(),
-                ],
-                bbox_params=_boxes(),
-            ),
-            kind="boxes",
-            worker="RandomSizedBBoxSafeCrop CLAHE",
-        ),
-        "compressed": Recipe(
-            compose=Compose(
-                [
-                    H(),
-                    RBC(),
-                    HSV(),
-                    NOISE(p=0.2),
-                    BLUR(p=0.2),
-                    GAMMA(),
-                    A.CLAHE(p=0.2),
-                    A.ImageCompression(quality_range=(60, 95), p=0.3),
-                    SSR(),
-                ],
-                bbox_params=_boxes(),
-            ),
-            kind="boxes",
-            any_size=False,
-            worker="CLAHE ImageCompression",
         ),
         "ultralytics": Recipe(
             compose=Compose(
@@ -473,20 +366,6 @@ with warnings.catch_warnings():
                 ]
             ),
             worker="Resize Perspective Morphological Morphological Downscale SaltAndPepper",
-        ),
-        "handwriting": Recipe(
-            compose=Compose(
-                [
-                    A.Resize(64, 128),
-                    OneOf([A.ElasticTransform(10, 4), A.GridDistortion(distort_limit=0.15)], p=0.5),
-                    A.Affine(scale=(0.95, 1.05), shear=(-5, 5), border_mode=cv2.BORDER_REPLICATE),
-                    A.PixelDropout(0.02, p=0.3),
-                    A.XYMasking((0, 2), (0, 1), (2, 8), (2, 8), fill=255, p=0.3),
-                    A.ToFloat(),
-                    Tensor(),
-                ]
-            ),
-            worker="Resize GridDistortion PixelDropout XYMasking",
         ),
     }
     COMPETITIONS = {

@@ -17,7 +17,7 @@ from benchmarks.parity import levels_per_unit
 from lightning_fastdata.augment.ops import DEVICE_OPS
 from lightning_fastdata.augment.pipeline.bounds import MOST_PER_LEVEL, bound_of, may_differ
 from lightning_fastdata.augment.pipeline.plan import analyse
-from lightning_fastdata.augment.pipeline.tree import followers, list_leaves
+from lightning_fastdata.augment.pipeline.tree import list_leaves
 from lightning_fastdata.augment.transform import BatchTransform
 from lightning_fastdata.types import SampleKey
 
@@ -117,13 +117,3 @@ def test_contrast_and_gamma_amplify_if_they_are_strong():
         assert places(blur, MORE[name]())[0].where == "worker"
     for mild in (A.RandomGamma(p=1), A.RandomBrightnessContrast(p=1), A.Solarize(p=1)):
         assert places(blur, mild)[0].where == "device"
-
-
-def test_followers_are_the_transforms_that_a_sample_may_take_next():
-    one, two, three, four = (A.NoOp() for _ in range(4))
-    one_of = A.Compose([one, A.OneOf([two, three]), four])
-    assert followers(one_of) == [{1, 2, 3}, {3}, {3}, set()]
-    shuffled = A.Compose([A.RandomOrder([one, A.Sequential([two, three])]), four])
-    assert followers(shuffled) == [{1, 2, 3}, {0, 2, 3}, {0, 3}, set()]
-    again = A.Compose([A.SomeOf([one, two], 2, replace=True)])
-    assert followers(again) == [{0, 1}, {0, 1}]
