@@ -1,6 +1,6 @@
-"""Reading an image through a resize, a warp, or the neighbourhoods of a filter."""
+"""Reading an image through a resize or a warp."""
 
-# ruff: noqa: N803 - Triton writes constants in capitals.
+
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastdata.augment.replay.kernels.pixels import (
-    REFLECT_101,
-    cut,
     even,
-    fold,
-    read,
     read_anywhere,
     read_pair,
 )
@@ -137,46 +133,3 @@ def read_warped(image, inverse, how, scalar_from, fill, y, x, height, width, mas
         green = _lerp_pixels(g00, g01, g10, g11, across, down)
         blue = _lerp_pixels(b00, b01, b10, b11, across, down)
     return red, green, blue
-
-
-@triton.jit
-def _byte(x):
-    return cut(even(x)).to(tl.int32)
-
-
-@triton.jit
-def read_down(middle, taps, size, y, x, height, width, mask, BLOCK: tl.constexpr):
-    """Return red, green and blue of what `across_kernel` wrote, correlated along the columns."""
-    red = tl.zeros([BLOCK], tl.float32)
-    green = tl.zeros([BLOCK], tl.float32)
-    blue = tl.zeros([BLOCK], tl.float32)
-    for tap in range(size):
-        weight = tl.load(taps + tap)
-        at = middle + (fold(y + tap - size // 2, height, REFLECT_101) * width + x) * 3
-        red = tl.fma(tl.load(at, mask, 0.0), weight, red)
-        green = tl.fma(tl.load(at + 1, mask, 0.0), weight, green)
-        blue = tl.fma(tl.load(at + 2, mask, 0.0), weight, blue)
-    return _byte(red), _byte(green), _byte(blue)
-
-
-@triton.jit
-def read_plane(
-    image, taps, tall, wide, stride, y, x, height, width, mask, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return red, green and blue, correlated with a kernel ``[tall, wide]`` of odd sides.
-
-    ``stride``: numbers from one row of the kernel, at ``taps``, to the next.
-    """
-    red = tl.zeros([BLOCK], tl.float32)
-    green = tl.zeros([BLOCK], tl.float32)
-    blue = tl.zeros([BLOCK], tl.float32)
-    for down in range(tall):
-        row = fold(y + down - tall // 2, height, REFLECT_101)
-        for across in range(wide):
-            weight = tl.load(taps + down * stride + across)
-            column = fold(x + across - wide // 2, width, REFLECT_101)
-            r, g, b = read(image, row, column, width, mask)
-            red = tl.fma(r.to(tl.float32), weight, red)
-            green = tl.fma(g.to(tl.float32), weight, green)
-            blue = tl.fma(b.to(tl.float32), weight, blue)
-    return _byte(red), _byte(green), _byte(blue)
