@@ -11,7 +11,6 @@ from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.device.backend import is_out_of_memory
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
@@ -60,14 +59,6 @@ sizes = st.integers(3, 5000)
 
 
 @given(devices, sizes)
-def test_probing_ends_after_few_sizes_and_never_above_the_asked_one(device, asked):
-    probes = probe_sizes(asked, device.measure)
-    rows = [probe.rows for probe in probes]
-    assert len(rows) == len(set(rows)) <= 4
-    assert all(1 <= each <= asked for each in rows)
-
-
-@given(devices, sizes)
 def test_two_sizes_ran_unless_the_device_is_full_at_three_rows(device, asked):
     probes = probe_sizes(asked, device.measure)
     ran = [probe for probe in probes if probe.peak_bytes is not None]
@@ -112,9 +103,9 @@ def test_the_reserve_covers_a_convex_curve_that_the_line_underestimates_by_three
 ):
     device = Device(fixed=fixed, per_row=per_row, capacity=capacity, knee_rows=knee)
     budget = capacity - reserve_bytes(capacity)
-    decision = decision_on(device, 100_000, "reduce", budget)
+    decision = decision_on(device, 100_000, None, budget)
     chosen = decision.batch_size
-    if decision.action == "reduce":
+    if decision.action == "chosen":
         assert device.measure(chosen).peak_bytes is not None
         probes = probe_sizes(100_000, device.measure)
         low = device.cost(chosen) / predict_peak_bytes(probes, chosen)
@@ -125,12 +116,6 @@ def test_the_reserve_covers_a_convex_curve_that_the_line_underestimates_by_three
 def test_the_prediction_never_falls_with_the_rows(peaks, rows):
     probes = [Probe(4, peaks[0]), Probe(8, peaks[1])]
     assert predict_peak_bytes(probes, rows) <= predict_peak_bytes(probes, rows + 1)
-
-
-def test_noise_that_makes_the_larger_probe_smaller_does_not_predict_a_falling_peak():
-    device = Device(fixed=GIB, per_row=0, capacity=2 * GIB, noise={4: MIB})
-    probes = probe_sizes(1000, device.measure)
-    assert predict_peak_bytes(probes, 1000) == GIB
 
 
 def test_one_size_that_ran_predicts_too_much_rather_than_too_little():
@@ -166,7 +151,7 @@ def run_through(device: Device, asked: int, policy: str, budget: int):
     return probes, now(probes)
 
 
-ACTED = ("keep", "accumulate", "reduce")
+ACTED = ("keep", "accumulate", "chosen")
 convex = st.builds(
     Device,
     fixed=st.integers(0, 4 * GIB),
@@ -177,7 +162,7 @@ convex = st.builds(
 )
 
 
-@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", "reduce"]))
+@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", None]))
 @max_examples(300)
 def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, policy):
     budget = device.capacity - reserve_bytes(device.capacity)
@@ -195,7 +180,7 @@ def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, po
 def test_the_chosen_size_is_at_least_85_percent_of_the_largest_that_fits(device, asked):
     device.noise = {}
     budget = device.capacity - reserve_bytes(device.capacity)
-    _, decision = run_through(device, asked, "reduce", budget)
+    _, decision = run_through(device, asked, None, budget)
     fits = max((n for n in range(1, asked + 1) if device.cost(n) <= budget), default=0)
     if decision.action in ACTED:
         assert decision.batch_size >= 0.85 * fits - 1
@@ -214,13 +199,13 @@ def test_a_size_that_was_predicted_to_fit_and_does_not_is_looked_for_from_both_s
     assert rows[:8] == [4, 8, 16, 32, 64, 128, 256, 512]
     assert max(row for row in rows if row <= limit) >= 0.85 * limit
     assert len(rows) <= 13
-    decision = decide(asked=4096, probes=probes, budget_bytes=10**9, policy="reduce")
+    decision = decide(asked=4096, probes=probes, budget_bytes=10**9, policy=None)
     assert 0.85 * limit <= decision.batch_size <= limit
 
 
 # --- deciding ----------------------------------------------------------------------------------
 
-policies = st.sampled_from(["accumulate", "reduce", "raise", "warn"])
+policies = st.sampled_from(["accumulate", None, "raise", "warn"])
 
 
 def decision_on(device: Device, asked: int, policy: str, budget: int, **more) -> GuardDecision:
@@ -236,7 +221,7 @@ def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
     probes = probe_sizes(asked, device.measure)
     decision = decision_on(device, asked, policy, budget, accumulate_now=accumulate_now)
     assert 1 <= decision.batch_size <= asked
-    if decision.action in ("keep", "accumulate", "reduce"):
+    if decision.action in ("keep", "accumulate", "chosen"):
         assert predict_peak_bytes(probes, decision.batch_size) <= budget
         assert not any(p.peak_bytes is None and p.rows <= decision.batch_size for p in probes)
     else:
@@ -252,7 +237,7 @@ def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
 def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_it(
     device, asked, budget, accumulate_now
 ):
-    largest = decision_on(device, asked, "reduce", budget)
+    largest = decision_on(device, asked, None, budget)
     decision = decision_on(device, asked, "accumulate", budget, accumulate_now=accumulate_now)
     if decision.action != "accumulate":
         assert decision.action == ("raise" if largest.action == "raise" else "keep")
@@ -269,10 +254,10 @@ def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_i
 
 
 @given(devices, sizes, st.integers(0, 64 * GIB))
-def test_reduce_takes_the_largest_size_that_fits(device, asked, budget):
+def test_without_a_policy_the_largest_size_that_fits_is_chosen(device, asked, budget):
     probes = probe_sizes(asked, device.measure)
-    decision = decision_on(device, asked, "reduce", budget)
-    if decision.action == "reduce":
+    decision = decision_on(device, asked, None, budget)
+    if decision.action == "chosen":
         above = decision.batch_size + 1
         ran = max(p.rows for p in probes if p.peak_bytes is not None)
         out = any(p.peak_bytes is None for p in probes) and above > ran
@@ -283,7 +268,7 @@ def test_reduce_takes_the_largest_size_that_fits(device, asked, budget):
 def test_policies_agree_on_whether_the_batch_fits(device, asked, budget):
     actions = {
         policy: decision_on(device, asked, policy, budget).action
-        for policy in ("accumulate", "reduce", "raise", "warn")
+        for policy in ("accumulate", None, "raise", "warn")
     }
     kept = [action == "keep" for action in actions.values()]
     assert all(kept) or not any(kept)
@@ -295,12 +280,12 @@ def test_policies_agree_on_whether_the_batch_fits(device, asked, budget):
 
 @given(devices, sizes, st.integers(0, 32 * GIB), st.integers(0, 32 * GIB))
 def test_another_tenant_that_takes_memory_never_makes_the_batch_larger(device, asked, free, taken):
-    before = decision_on(device, asked, "reduce", free + taken)
-    after = decision_on(device, asked, "reduce", free)
+    before = decision_on(device, asked, None, free + taken)
+    after = decision_on(device, asked, None, free)
     assert after.action == "raise" or after.batch_size <= before.batch_size
 
 
-@pytest.mark.parametrize("policy", ["accumulate", "reduce", "raise"])
+@pytest.mark.parametrize("policy", ["accumulate", None, "raise"])
 def test_a_device_too_small_for_one_row_raises_whatever_the_policy(policy):
     full = Device(fixed=2 * GIB, per_row=GIB, capacity=GIB)
     decision = decision_on(full, 32, policy, GIB)
@@ -311,15 +296,6 @@ def test_a_device_too_small_for_one_row_raises_whatever_the_policy(policy):
 def test_warn_lets_even_a_hopeless_batch_go_on():
     full = Device(fixed=2 * GIB, per_row=GIB, capacity=GIB)
     assert decision_on(full, 32, "warn", GIB).action == "warn"
-
-
-def test_off_and_no_measurement_are_skipped_and_change_nothing():
-    for decision in (
-        decide(asked=32, probes=[Probe(1, None)], budget_bytes=0, policy="off", accumulate_now=3),
-        decide(asked=32, probes=[], budget_bytes=0, policy="reduce", accumulate_now=3),
-    ):
-        assert decision.action == "skipped"
-        assert (decision.batch_size, decision.accumulate_grad_batches) == (32, 3)
 
 
 def test_a_dataset_smaller_than_the_batch_is_judged_by_its_own_rows():
@@ -353,13 +329,6 @@ def test_the_reason_tells_need_budget_and_what_changes():
     )
     small = Device(fixed=0, per_row=GIB, capacity=3 * GIB)
     assert "a step on 4 rows ran out of memory" in decision_on(small, 64, "raise", GIB).reason
-
-
-def test_impossible_options_are_refused_by_name():
-    with pytest.raises(OptionsError, match="'halve'"):
-        decide(asked=8, probes=[], budget_bytes=0, policy="halve")
-    with pytest.raises(OptionsError, match="at least 1"):
-        decide(asked=0, probes=[], budget_bytes=0, policy="reduce")
 
 
 # --- errors ------------------------------------------------------------------------------------
