@@ -7,14 +7,13 @@ that reads it, and may be sent to any process. :class:`SourceDataset` makes samp
 from lightning_fastdata.sources.archives import TarSource, ZipSource
 from lightning_fastdata.sources.arrays import Hdf5Source, ZarrSource
 from lightning_fastdata.sources.dataset import SourceDataset
-from lightning_fastdata.sources.files import FileSource, FsspecSource, ObjectSource
+from lightning_fastdata.sources.files import FileSource, ObjectSource
 from lightning_fastdata.sources.source import Raw, Source
 from lightning_fastdata.sources.tables import ArrowSource, LmdbSource, ParquetSource
 
 __all__ = [
     "ArrowSource",
     "FileSource",
-    "FsspecSource",
     "Hdf5Source",
     "LmdbSource",
     "ObjectSource",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch.utils.data import Subset
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, require
+from lightning_fastdata.errors import DatasetError, FastDataWarning, require
 from lightning_fastdata.host import clock
 from lightning_fastdata.images.folder import FastImageFolder, files_of
 from lightning_fastdata.images.packed import PackedStrings
@@ -22,7 +22,6 @@ from lightning_fastdata.sources.source import OpenedInEachProcess, Raw, reads_ah
 from lightning_fastdata.tree import has_method
 
 if TYPE_CHECKING:
-    import fsspec
     from obstore.store import ObjectStore
 
 _LOOKED_AT, _ONE_OF = 4, 8
@@ -261,57 +260,6 @@ def _list(source: ObjectSource, suffix: str) -> tuple[list[str], str]:
     for key in keys:
         digest.update(found[key].encode())
     return keys, digest.hexdigest()
-
-
-class FsspecSource(OpenedInEachProcess["fsspec.AbstractFileSystem"]):
-    """A file a record, of any file system that fsspec knows.
-
-    Args:
-        urls: Of the files, all of one file system: ``hf://...``, ``sftp://...``, ``memory://...``.
-        parallel_reads: Files that a worker asks for at once.
-        **storage_options: For the file system.
-
-    Raises:
-        OptionsError: There is no URL, or fsspec is not installed.
-    """
-
-    def __init__(
-        self, urls: Iterable[str], *, parallel_reads: int = _PARALLEL, **storage_options: object
-    ) -> None:
-        try:
-            import fsspec  # noqa: F401
-        except ImportError as error:
-            raise OptionsError("FsspecSource needs fsspec: pip install fsspec.") from error
-        self.urls = PackedStrings(urls)
-        self.storage_options = storage_options
-        self.parallel_reads = parallel_reads
-        if not len(self.urls):
-            raise OptionsError("FsspecSource got no URL; give at least one.")
-
-    def __len__(self) -> int:
-        return len(self.urls)
-
-    def open(self) -> fsspec.AbstractFileSystem:
-        """Return the file system, with connections of this process."""
-        import fsspec
-
-        # An instance that was made before a fork is not to be found again.
-        options = {**self.storage_options, "skip_instance_cache": True}
-        return fsspec.core.url_to_fs(self.urls[0], **options)[0]
-
-    def get_bytes(self, indices: Sequence[int]) -> list[Raw]:
-        """Return the contents of files, one after the other."""
-        files = self.opened()
-        return [files.cat_file(self.urls[index]) for index in indices]
-
-    def name_of(self, index: int) -> str:
-        """Return the address of a file."""
-        return self.urls[index]
-
-    def recognised_by(self) -> tuple[object, ...]:
-        """Return what tells these files from others: without credentials, which change."""
-        _tell_names_alone(self.urls)
-        return _endpoints(self.storage_options), self.urls
 
 
 def _tell_names_alone(names: PackedStrings) -> None:

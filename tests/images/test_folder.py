@@ -232,12 +232,6 @@ def test_a_folder_that_vanishes_is_told_with_the_file(folder):
         dataset[0]
 
 
-def test_the_pixel_limit_reaches_every_file(folder):
-    dataset = FastImageFolder(folder, size=32, max_pixels=1000)
-    with pytest.raises(DatasetError, match="max_pixels is 1,000"):
-        dataset[0]
-
-
 @each("name", ["simplejpeg", "pillow"])
 def test_every_decoder_gives_the_same_samples(folder, name):
     wanted = everything(FastImageFolder(folder, size=32))
