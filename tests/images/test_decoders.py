@@ -15,7 +15,7 @@ from programs import run_program
 from thoroughness import max_examples
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.images.decoders import choose_decoder
+from lightning_fastdata.ext.images.decoders import choose_decoder
 
 NAMES = ["simplejpeg", "pillow"]
 JPEGS = ["420", "444", "422", "grey", "progressive", "rgb", "cmyk", "restart", "tiny"]
@@ -142,7 +142,7 @@ def test_auto_falls_back_in_order_when_libraries_are_missing():
     code = (
         "import sys\n"
         "for name in sys.argv[1:]: sys.modules[name] = None\n"
-        "from lightning_fastdata.images.decoders import choose_decoder\n"
+        "from lightning_fastdata.ext.images.decoders import choose_decoder\n"
         "sys.stdout.write(choose_decoder().name)\n"
     )
     done = run_program("-c", code, "simplejpeg")

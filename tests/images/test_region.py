@@ -12,11 +12,11 @@ from misses import each
 from PIL import Image
 from thoroughness import max_examples
 
+from lightning_fastdata import FastImageFolder
 from lightning_fastdata.data import decode_crop
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.images import Box, decoders, region
-from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.folder import FastImageFolder
+from lightning_fastdata.ext.images import Box, decoders, region
+from lightning_fastdata.ext.images.decoders import choose_decoder
 
 needs_library = pytest.mark.skipif(
     region.region_decoder() is None, reason="TurboJPEG 3 is not installed"

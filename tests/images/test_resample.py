@@ -14,9 +14,9 @@ from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.reading import open_image
-from lightning_fastdata.images.resized_crop import (
+from lightning_fastdata.ext.images.decoders import choose_decoder
+from lightning_fastdata.ext.images.reading import open_image
+from lightning_fastdata.ext.images.resized_crop import (
     Box,
     CropRule,
     Placement,

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from lightning_fastdata import FastImageFolder
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.loading.loader import FastDataLoader
 
 torch.set_num_threads(1)

@@ -13,10 +13,9 @@ from misses import each
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata import FastDataModule, FastImageFolder, LoaderOptions
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import measure_samples
 from lightning_fastdata.planning.plan_for import LoaderSpec, choose_executor
