@@ -33,6 +33,7 @@ from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.options import LoaderOptions, check_among
 from lightning_fastdata.planning.worker_count import (
+    EPOCHS,
     MOST_WAITING,
     SET,
     alone_ms,
@@ -149,6 +150,8 @@ class ExecutorChoice(NamedTuple):
     """One worker does, where their number is open: reading costs next to nothing."""
     standby: bool = False
     """The training process may read, too, while the workers stand by."""
+    kept: bool = False
+    """The dataset keeps what the training process reads, as with torch's ``num_workers=0``."""
 
 
 TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
@@ -230,7 +233,7 @@ class LoaderPlan:
     """The training process reads, too, as long as what is read is as it was when the epoch began.
     Which is quicker is measured."""
     only_here: bool = False
-    """No side process can read the dataset: the training process does, as with torch."""
+    """The training process reads, as with torch: no side process can, or what is read is kept."""
 
     def explain(self) -> str:
         """A table of option, value, who chose it and why, followed by the limits."""
@@ -323,7 +326,7 @@ def plan_for(
     )
     draws = bool(spec.pipelines) or facts.draws or (None if cost is None else False)
     plan = plan_loader(options, situation)
-    only_here = facts.here is not None
+    only_here = facts.here is not None or choice.kept
     standby = choice.standby and options.num_workers == "auto" and plan.num_workers > 0
     return replace(plan, warnings=facts.warnings, draws=draws, only_here=only_here, standby=standby)
 
@@ -381,6 +384,19 @@ def choose_executor(
         start_ms=start_ms,
         keyed=keyed,
     )
+    again = facts.cost_again
+    # Workers would begin each epoch anew, with nothing kept.
+    if again is not None and spec.options.persistent_workers is not True:
+        again_ms = alone_ms(again, batch_size, keyed=keyed)
+        if (alone + (EPOCHS - 1) * again_ms) / EPOCHS < shared:
+            return ExecutorChoice(
+                "inline",
+                f"the dataset keeps what it has read: a batch takes {alone:.2g} ms here at first, "
+                f"and {again_ms:.2g} ms again; by workers, which begin each epoch with nothing "
+                f"kept, {shared:.2g} ms",
+                alone=True,
+                kept=True,
+            )
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
     said += ", with their start" if start_ms else ""
     if waits(facts.cost):

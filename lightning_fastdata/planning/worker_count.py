@@ -29,7 +29,7 @@ _LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow b
 _GIVE_MS, _GIVE_ROW_MS = 0.17, 0.0006
 _TAKE_MS, _TAKE_ROW_MS = 0.16, 0.0016
 _KEY_MS: Final = 0.006
-_EPOCHS: Final = 10  # of a training, where workers are kept
+EPOCHS: Final = 10  # of a training, where workers are kept
 _FORK_MS: Final = 60  # to start a process and to end it; measured as those above
 _FRESH_MS: Final = 2500  # the same of one that imports torch anew
 _SURELY_LESS: Final = 0.9  # of the time of an epoch, by fewer workers
@@ -85,7 +85,7 @@ def starting_ms(cost: SampleCost | None, *, forked: bool, kept: bool) -> float:
     once_ms = (_FORK_MS if forked else _FRESH_MS) * (
         1.0 if cost is None else cost.pace * cost.crowded
     )
-    return once_ms / _EPOCHS if kept else once_ms
+    return once_ms / EPOCHS if kept else once_ms
 
 
 def soonest_workers(
