@@ -172,7 +172,7 @@ def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_i
 def test_off_and_no_measurement_are_skipped_and_change_nothing():
     for decision in (
         decide(asked=32, probes=[Probe(1, None)], budget_bytes=0, policy="off", accumulate_now=3),
-        decide(asked=32, probes=[], budget_bytes=0, policy="reduce", accumulate_now=3),
+        decide(asked=32, probes=[], budget_bytes=0, policy="raise", accumulate_now=3),
     ):
         assert decision.action == "skipped"
         assert (decision.batch_size, decision.accumulate_grad_batches) == (32, 3)

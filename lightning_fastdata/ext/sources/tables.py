@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.sources.source import (
+from lightning_fastdata.ext.sources.opened import (
     OpenedInEachProcess,
     Paths,
-    Raw,
     as_list,
     imported,
     named_status,
 )
+from lightning_fastdata.sources.source import Raw
 
 if TYPE_CHECKING:
     import lmdb

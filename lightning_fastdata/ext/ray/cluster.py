@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError, WorkerError
-from lightning_fastdata.executors.ray.placement import Node, Training
+from lightning_fastdata.ext.ray.placement import Node, Training
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import ranks_on_host
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from lightning_fastdata.images import Box
-from lightning_fastdata.images.resized_crop import (
+from lightning_fastdata.ext.images import Box
+from lightning_fastdata.ext.images.resized_crop import (
     Placement,
     plan_resample,
     render,
@@ -18,8 +18,8 @@ from lightning_fastdata.images.resized_crop import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images import Pixels, Scale
-    from lightning_fastdata.images.resized_crop import Picture
+    from lightning_fastdata.ext.images import Pixels, Scale
+    from lightning_fastdata.ext.images.resized_crop import Picture
 
 _HEAD_BYTES: Final = 8
 """Height and width, in 4 bytes each."""

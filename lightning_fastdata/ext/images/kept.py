@@ -1,23 +1,22 @@
-"""The pictures of a folder, kept as pixels; and what a data module keeps of a dataset."""
+"""The pictures of a folder, kept as pixels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
-from lightning_fastdata.caches.cached import CachedDataset, CachedSource
+from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.folders import CacheFolder
-from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.images.stored import as_row, open_stored, shrunk
-from lightning_fastdata.sources.dataset import SourceDataset
+from lightning_fastdata.ext.images.folder import FastImageFolder
+from lightning_fastdata.ext.images.stored import as_row, open_stored, shrunk
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.reading import ImageFiles
-    from lightning_fastdata.images.resized_crop import Picture
+    from lightning_fastdata.ext.images.reading import ImageFiles
+    from lightning_fastdata.ext.images.resized_crop import Picture
 
 
 def cache_images(
@@ -52,39 +51,6 @@ def cache_images(
     """
     pictures = _Pictures(dataset.files, dataset.shorter_side)
     return dataset.reading_from(ImageCache(pictures, folder, max_bytes, key))
-
-
-def with_cache(dataset: Dataset[Any], folder: CacheFolder) -> Dataset[Any]:
-    """Return a dataset that keeps what takes longest to get.
-
-    The pictures of an image folder whose crops are random; the records of a source that answers
-    late; of any other dataset, its samples.
-    """
-    if cache_of(dataset) is not None:
-        return dataset
-    inner = dataset.dataset if type(dataset) is Subset else dataset
-    cached: Dataset[Any]
-    if isinstance(inner, FastImageFolder) and inner.rule.draws:
-        cached = cache_images(inner, folder)
-    elif type(inner) is SourceDataset and inner.source.parallel_reads > 1:
-        source = CachedSource(inner.source, folder)
-        cached = SourceDataset(source, inner.decode, timeout_s=inner.timeout_s)
-    else:
-        return CachedDataset(dataset, folder)
-    return Subset(cached, dataset.indices) if type(dataset) is Subset else cached
-
-
-def cache_of(dataset: object) -> CachedDataset | None:
-    """Return the cache that a dataset reads from, if it has one."""
-    if isinstance(dataset, CachedDataset):
-        return dataset
-    inner = dataset.dataset if type(dataset) is Subset else dataset
-    held: object = None
-    if isinstance(inner, FastImageFolder):
-        held = inner.pictures
-    elif isinstance(inner, SourceDataset):
-        held = inner.source
-    return held if isinstance(held, CachedDataset) else None
 
 
 class ImageCache(CachedDataset):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.sources.source import (
+from lightning_fastdata.ext.sources.opened import (
     Handle,
     OpenedInEachProcess,
-    Raw,
     imported,
     named_status,
 )
+from lightning_fastdata.sources.source import Raw
 
 if TYPE_CHECKING:
     import h5py

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lightning_fastdata.errors import WorkerError
-from lightning_fastdata.executors.ray.actors import actors_here
-from lightning_fastdata.executors.ray.cluster import connect, read_nodes, read_training
+from lightning_fastdata.ext.ray.actors import actors_here
+from lightning_fastdata.ext.ray.cluster import connect, read_nodes, read_training
 from lightning_fastdata.host import clock
 
 _EVERY_S: Final = 10.0

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from lightning_fastdata.images import Box
+from lightning_fastdata.ext.images import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_fastdata.images import Pixels, Scale
+    from lightning_fastdata.ext.images import Pixels, Scale
 
 _DECOMPRESS: Final = 1
 _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS = 0, 4, 5, 6, 8

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.images.packed import PackedStrings
+from lightning_fastdata.ext.sources.opened import OpenedInEachProcess, Paths, as_list
 from lightning_fastdata.sources.files import begin_to_read
-from lightning_fastdata.sources.source import OpenedInEachProcess, Paths, Raw, as_list
+from lightning_fastdata.sources.packed import PackedStrings
+from lightning_fastdata.sources.source import Raw
 
 
 class Slices(OpenedInEachProcess[list[int]]):

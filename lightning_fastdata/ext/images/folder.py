@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from lightning_fastdata.errors import BatchError, DatasetError, OptionsError, require
-from lightning_fastdata.host.system_calls import SharedFlags
-from lightning_fastdata.images import Pixels
-from lightning_fastdata.images.decoders import Decoder, DecoderName, choose_decoder
-from lightning_fastdata.images.packed import PackedStrings
-from lightning_fastdata.images.reading import MAX_PIXELS, ImageFiles
-from lightning_fastdata.images.resized_crop import (
+from lightning_fastdata.ext.images import Pixels
+from lightning_fastdata.ext.images.decoders import Decoder, DecoderName, choose_decoder
+from lightning_fastdata.ext.images.reading import MAX_PIXELS, ImageFiles
+from lightning_fastdata.ext.images.resized_crop import (
     CropRule,
     keyed_uniform,
     normalising_tables,
@@ -25,15 +23,17 @@ from lightning_fastdata.images.resized_crop import (
     render,
     settle_resample,
 )
-from lightning_fastdata.images.stored import StoredPicture, shrunk
+from lightning_fastdata.ext.images.stored import StoredPicture, shrunk
+from lightning_fastdata.host.system_calls import SharedFlags
 from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.tree import held
+from lightning_fastdata.sources.packed import PackedStrings
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images.resized_crop import Crop, Picture, Resample
+    from lightning_fastdata.caches.folders import CacheFolder
+    from lightning_fastdata.ext.images.resized_crop import Crop, Picture, Resample
 
 
 class FolderError(DatasetError, FileNotFoundError):
@@ -162,7 +162,8 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
         self._samples: list[tuple[str, int]] | None = None
         # Which files were decoded whole, so that none of these is damaged anywhere.
         self._whole = SharedFlags(len(samples)) if check_files else None
-        self._stored: PictureStore | None = None
+        self.pictures: PictureStore | None = None
+        """Where pictures are kept; None: they are read from their files."""
 
     @property
     def decoder(self) -> Decoder:
@@ -271,17 +272,18 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
     def reading_from(self, store: PictureStore) -> FastImageFolder:
         """Return this dataset with its pictures, as ``shorter_side`` makes them, from a store."""
         twin = copy.copy(self)
-        twin._stored, twin._whole = store, None
+        twin.pictures, twin._whole = store, None
         return twin
 
-    @property
-    def pictures(self) -> PictureStore | None:
-        """Where pictures are kept; None: they are read from their files."""
-        return self._stored
+    def keeping_pictures(self, folder: CacheFolder) -> FastImageFolder | None:
+        """Return this dataset with a cache of its pictures; None: it draws nothing."""
+        from lightning_fastdata.ext.images.kept import cache_images
+
+        return cache_images(self, folder) if self.rule.draws else None
 
     def _open(self, index: int) -> Picture:
-        if self._stored is not None:
-            return self._stored.open(index)
+        if self.pictures is not None:
+            return self.pictures.open(index)
         image = self.files.open(index)
         if self.shorter_side is None:
             return image
@@ -306,23 +308,6 @@ class FastImageFolder(Dataset[tuple[torch.Tensor, int]]):
                 f"{self.sample_shape}; it got {out.dtype} {out.shape} with strides {out.strides}, "
                 f"writable: {out.flags.writeable}."
             )
-
-
-def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the files of samples, of a dataset that lists them as torchvision's folders do."""
-    while type(dataset) is Subset:
-        indices = [dataset.indices[index] for index in indices]
-        dataset = dataset.dataset
-    if isinstance(dataset, FastImageFolder):
-        return tuple(dataset.files.paths[index] for index in indices)
-    # Another class's property may open what is to be opened in the workers.
-    listed: object = held(dataset, "samples") or held(dataset, "imgs")
-    if not isinstance(listed, Sequence):
-        return None
-    found = [listed[index] for index in indices]
-    paths = [one[0] if isinstance(one, tuple | list) and one else one for one in found]
-    known = all(isinstance(path, str | bytes | os.PathLike) for path in paths)
-    return tuple(os.fsdecode(path) for path in paths) if known else None
 
 
 def _find_files(

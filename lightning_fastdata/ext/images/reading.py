@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import DatasetError, OptionsError
-from lightning_fastdata.images import Box
-from lightning_fastdata.images.decoders import choose_decoder, is_jpeg
+from lightning_fastdata.ext.images import Box
+from lightning_fastdata.ext.images.decoders import choose_decoder, is_jpeg
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning_fastdata.images import Pixels, Scale
-    from lightning_fastdata.images.decoders import Decoder, DecoderName
+    from lightning_fastdata.ext.images import Pixels, Scale
+    from lightning_fastdata.ext.images.decoders import Decoder, DecoderName
 
 MAX_PIXELS = 178_956_970
 """Pixels above which a file is refused by default: where Pillow refuses, 537 MB RGB."""

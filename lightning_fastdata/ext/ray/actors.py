@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.errors import DatasetError, FastDataWarning, WorkerError, as_error
 from lightning_fastdata.executors.fault_log import FaultLog
-from lightning_fastdata.executors.ray.actor import Place, Reader, ReadingActor
-from lightning_fastdata.executors.ray.cluster import (
+from lightning_fastdata.ext.ray.actor import Place, Reader, ReadingActor
+from lightning_fastdata.ext.ray.cluster import (
     HeadWatch,
     offers,
     read_nodes,
     read_training,
 )
-from lightning_fastdata.executors.ray.placement import (
+from lightning_fastdata.ext.ray.placement import (
     Node,
     Where,
     has_free,

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 from lightning_fastdata.errors import OptionsError, require
-from lightning_fastdata.images.region import region_decoder
-from lightning_fastdata.images.wholeness import (
+from lightning_fastdata.ext.images.region import region_decoder
+from lightning_fastdata.ext.images.wholeness import (
     check_jpeg_codes,
     check_jpeg_scans,
     check_png,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
-    from lightning_fastdata.images import Box, Pixels, Scale
+    from lightning_fastdata.ext.images import Box, Pixels, Scale
 
 DecoderName: TypeAlias = Literal["auto", "simplejpeg", "pillow"]
 

@@ -24,7 +24,7 @@ from lightning_fastdata.executors.fetch import Fetcher, FetchPlan
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.child import prepare_process
 from lightning_fastdata.executors.pool.child_task import describe_error
-from lightning_fastdata.executors.ray.cluster import read_nodes
+from lightning_fastdata.ext.ray.cluster import read_nodes
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import name_of_machine
 from lightning_fastdata.stamps.batch_stamps import TaskWatch

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlia
 import numpy as np
 
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.images import Box
+from lightning_fastdata.ext.images import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from lightning_fastdata.images import Pixels, Scale
+    from lightning_fastdata.ext.images import Pixels, Scale
     from lightning_fastdata.types import SampleKey
 
 Crop: TypeAlias = Literal["random_resized", "center", "stretch"]

@@ -22,10 +22,10 @@ from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.pool import protocol
 from lightning_fastdata.executors.pool.process import Answer, Hang, Loss
 from lightning_fastdata.executors.pool.scheduler import PoolExecutor
-from lightning_fastdata.executors.ray.actor import Call, Reader, stamped
-from lightning_fastdata.executors.ray.actors import Actors
-from lightning_fastdata.executors.ray.cluster import connect, offers
-from lightning_fastdata.executors.ray.cluster_seen import ClusterWatch, read_free_cpus
+from lightning_fastdata.ext.ray.actor import Call, Reader, stamped
+from lightning_fastdata.ext.ray.actors import Actors
+from lightning_fastdata.ext.ray.cluster import connect, offers
+from lightning_fastdata.ext.ray.cluster_seen import ClusterWatch, read_free_cpus
 from lightning_fastdata.host import clock
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.executors.fetch import FetchPlan
     from lightning_fastdata.executors.pool.process import ChildProcess
     from lightning_fastdata.executors.pool.splitter import Task
-    from lightning_fastdata.executors.ray.actor import Made
+    from lightning_fastdata.ext.ray.actor import Made
 
 _LOOK_S: Final = 0.25
 _LATE: Final = 3.0
