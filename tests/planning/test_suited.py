@@ -13,7 +13,7 @@ from misses import each
 from planning.planned import cpus, machine
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_fastdata import FastDataModule, FastImageFolder, LoaderOptions
+from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
