@@ -169,15 +169,6 @@ def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_i
     assert word in decision.reason
 
 
-def test_off_and_no_measurement_are_skipped_and_change_nothing():
-    for decision in (
-        decide(asked=32, probes=[Probe(1, None)], budget_bytes=0, policy="off", accumulate_now=3),
-        decide(asked=32, probes=[], budget_bytes=0, policy="raise", accumulate_now=3),
-    ):
-        assert decision.action == "skipped"
-        assert (decision.batch_size, decision.accumulate_grad_batches) == (32, 3)
-
-
 def test_a_dataset_smaller_than_the_batch_is_judged_by_its_own_rows():
     device = Device(fixed=0, per_row=MIB, capacity=GIB)
     assert decision_on(device, 4096, "raise", 100 * MIB, dataset_rows=100).action == "keep"
