@@ -22,8 +22,9 @@ from torch.utils.data import (
     TensorDataset,
     get_worker_info,
 )
+from virtual_time import virtual_time
 
-from lightning_fastdata import FastDataModule
+from lightning_fastdata import FastDataLoader, FastDataModule
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.host import clock
 from lightning_fastdata.planning.facts import inspection, probe_process
@@ -235,6 +236,37 @@ def test_no_sample_of_a_stream_is_looked_at():
 
 def test_nothing_is_read_where_nothing_is_asked():
     assert inspect(Rows(fail), Questions()) == DatasetFacts()
+
+
+class Keeping(Dataset):
+    """Numbers that take 5 ms of a CPU when they are read first, and are kept if asked for."""
+
+    def __init__(self, time, *, keeps=True):
+        self.time, self.keeps = time, keeps
+        self.kept, self.reads = {}, 0
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        if index not in self.kept:
+            self.time.work(0.005)
+            self.reads += 1
+        if self.keeps:
+            self.kept[index] = index * 2
+        return index * 2
+
+
+def test_a_dataset_that_keeps_what_it_reads_is_read_where_it_stays_kept():
+    with virtual_time() as time:
+        counting, keeping = Keeping(time, keeps=False), Keeping(time)
+        facts = [inspect(dataset, Questions(cost=True)) for dataset in (counting, keeping)]
+        loader = FastDataLoader(keeping, 8, num_workers="auto")
+        epochs = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    assert [each.changes for each in facts] == [True, True]
+    assert [each.cost_again is not None for each in facts] == [False, True]
+    assert epochs == 2 * [list(range(0, 800, 2))]
+    assert keeping.reads == len(keeping)
 
 
 class Forked:
