@@ -282,7 +282,6 @@ def test_impossible_arguments_of_a_loader_are_told_by_its_constructor(given, arg
         ({"every_n_steps": "a"}, "every_n_steps='a'"),
         ({"report": 3}, "report is 3"),
         ({"log_images": "x"}, "log_images='x'"),
-        ({"log_images": True, "images_every_n_epochs": "2"}, "images_every_n_epochs='2'"),
     ],
 )
 def test_impossible_arguments_of_the_callback_are_told_by_its_constructor(arguments, told):
