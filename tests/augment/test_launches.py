@@ -13,7 +13,6 @@ from augment.batches import keys
 from misses import each
 
 from lightning_fastdata.augment.ops import DEVICE_OPS
-from lightning_fastdata.augment.replay.program import launches
 from lightning_fastdata.augment.replay.torch import replay
 from lightning_fastdata.augment.replay.triton import prepare, takes
 from lightning_fastdata.augment.transform import as_batch_transform
@@ -100,14 +99,6 @@ def test_a_usual_pipeline_takes_few_launches(name):
     left = {step.name for number, step in enumerate(program.steps) if number not in steps}
     assert left <= {"Blur", "GaussianBlur", "MotionBlur"}
     assert images[0].shape[-1] == 3
-
-
-def test_a_step_of_torch_counts_its_parts():
-    noises = [A.GaussNoise(p=1), A.GaussNoise(per_channel=False, p=1)]
-    compose = A.Compose([A.Resize(16, 16), A.OneOf(noises, p=1), A.HorizontalFlip(p=1)])
-    program = drawn(compose, many(count=16))[1].programs["image"]
-    parts = [len(step.parts) for step in program.steps[:-1]]
-    assert launches(program) == sum(parts) + 1
 
 
 @each("name", USUAL)
