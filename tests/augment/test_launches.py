@@ -94,7 +94,7 @@ def test_a_usual_pipeline_takes_few_launches(name):
     images, draws = drawn(A.Compose(transforms), many())
     program = draws.programs["image"]
     steps = {number for run in program.runs for number in range(run.first, run.last + 1)}
-    assert sum(run.launches for run in program.runs) == expected
+    assert sum(1 + run.contrasts for run in program.runs if not run.idle) == expected
     # Blurs alone are left to torch.
     left = {step.name for number, step in enumerate(program.steps) if number not in steps}
     assert left <= {"Blur", "GaussianBlur", "MotionBlur"}
@@ -110,7 +110,7 @@ def test_the_launches_of_a_run_are_known_without_a_value_of_the_device(name):
     for run in program.runs:
         assert takes(run, batch)
         batch, made = prepare(run, blob, batch)
-        assert len(made) == run.launches
+        assert len(made) == 1 + run.contrasts
         assert batch.device.type == "meta"
     assert batch.shape == (BATCH, 3, 32, 32)
     assert batch.dtype == torch.float32
