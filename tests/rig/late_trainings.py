@@ -35,7 +35,7 @@ from lightning_fastdata import (
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
+from lightning_fastdata.device.prefetch import BATCHES_AHEAD, SideLane
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 
 torch.set_num_threads(1)

@@ -17,10 +17,9 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_fastdata.batches.bad_samples import BadSamples
-from lightning_fastdata.caches.cached import CachedSource
+from lightning_fastdata.caches.cached import CachedSource, cache_of, with_cache
 from lightning_fastdata.caches.folders import CacheFolder, cache_root, hold, room_bytes
 from lightning_fastdata.caches.gain import measure_gain
-from lightning_fastdata.caches.image_cache import cache_of, with_cache
 from lightning_fastdata.errors import BatchError, DatasetError, FastDataWarning, OptionsError
 from lightning_fastdata.executors.gather.rows import gatherable
 from lightning_fastdata.host.memory import read_host_memory
