@@ -69,18 +69,13 @@ class ExecutorKind:
     gathers: bool = False
     """Copies rows of columns, with the indices of a batch as one array; the caller helps."""
     side_processes: bool = False
-    """``num_workers`` of this package fetch outside the training process. They are kept between
-    epochs if that is asked for; threads and memory, which cost nothing, always are."""
-    resizes: bool = False
-    """``num_workers`` may change while an epoch is read, and changes nothing of its batches."""
-    needs_shared_memory: bool = False
-    """Batches come in memory files, which Linux has."""
-    splits_batches: bool = True
-    """Shares out the samples of one batch among its side processes, where they are read one at a
-    time and collated by default. False: one of them makes the whole batch."""
+    """``num_workers`` of this package fetch outside the training process, into memory files, which
+    Linux has. They are kept between epochs if that is asked for; threads and memory, which cost
+    nothing, always are. Of data with an index they may come and go within an epoch."""
     room_elsewhere: Callable[[AnyExecutor, int], int] | None = None
-    """Returns how many workers elsewhere each of so many ranks has room for; None: workers are on
-    this machine, whose CPUs bound and count them."""
+    """Returns how many workers elsewhere each of so many ranks has room for: CPUs of this machine
+    neither bound nor count them, and one of them makes a whole batch. None: they are on this
+    machine, and share out the samples of one batch among them."""
     workers: tuple[int, str] | None = None
     """``num_workers`` and the reason, where that is not chosen by CPUs and samples."""
 
@@ -153,8 +148,6 @@ KINDS: Final[Mapping[str, ExecutorKind]] = {
         what="side processes",
         start=_start_processes,
         side_processes=True,
-        resizes=True,
-        needs_shared_memory=True,
     ),
 }
 
@@ -274,8 +267,10 @@ def open_executor(plan: FetchPlan, given: Resources) -> Executor:
             f"executor is {executor!r}, which reads by index, and "
             f"{type(plan.dataset).__name__} is a stream. Use 'workers' or 'inline'."
         )
-    if kind.needs_shared_memory and not shared_slots_supported():
-        raise OptionsError(f"executor {executor!r} needs Linux; use 'torch' or 'inline' here.")
+    if kind.side_processes and not shared_slots_supported():
+        raise OptionsError(
+            f"executor {executor!r} needs memory files of Linux; use 'torch' or 'inline' here."
+        )
     return kind.start(plan, given)
 
 

@@ -22,18 +22,15 @@ from lightning_fastdata.executors.kinds import (
     kind_of,
 )
 from lightning_fastdata.executors.stream_state import tells_state
-from lightning_fastdata.loading.kept_executor import Keeps, KeptExecutor, SourceSettings
 from lightning_fastdata.loading.position import (
     CountedBatches,
+    DigestedBatches,
     LoaderState,
     Pass,
     Position,
     Run,
     SizeWatch,
     StateWatch,
-)
-from lightning_fastdata.loading.resume import (
-    DigestedBatches,
     WatchedBatches,
     as_it_is,
     cut_anew,
@@ -49,7 +46,10 @@ from lightning_fastdata.loading.resume import (
     with_indices,
 )
 from lightning_fastdata.loading.source import (
+    Keeps,
+    KeptExecutor,
     Source,
+    SourceSettings,
     ahead_by_index,
     epoch_of,
     indices_of,
@@ -503,8 +503,8 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             WorkerError: They cannot be had, or the dataset holds by now what forked processes must
                 not share.
         """
-        streamed = isinstance(self.dataset, IterableDataset)
-        if workers < 1 or not self.num_workers or streamed or not kind_of(self.executor).resizes:
+        go = kind_of(self.executor).side_processes and not isinstance(self.dataset, IterableDataset)
+        if workers < 1 or not self.num_workers or not go:
             raise OptionsError(
                 f"set_workers({workers!r}) of a loader with executor={self.executor!r} and "
                 f"num_workers={self.num_workers}: only 'workers' and 'ray' of a map-style dataset "
@@ -579,7 +579,7 @@ class FastDataLoader(HasQuarantine, DataLoader[Any], Generic[Batch_co]):
             state = replace(state, base_seed=inner.base_seed, draws=inner.draws_anew)
             given = self._position.given(epoch, batches) if indices is None else None
             if given is not None:
-                stream = inner.stream_position(given.batches, over=given.over)
+                stream = inner.stream_position(given[0], over=given[1])
                 state = replace(state, stream=stream)
         if indices is not None:
             state = with_indices(state, indices)

@@ -144,7 +144,7 @@ def check_dataset(dataset: object, name: str, *, ordered: bool) -> None:
     """
     if isinstance(dataset, IterableDataset):
         return
-    wrong = _no_dataset(dataset)
+    wrong = None if isinstance(dataset, Dataset) else _no_dataset(dataset)
     if wrong is not None:
         raise DatasetError(f"{name} is {wrong}")
     if ordered:

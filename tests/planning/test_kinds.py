@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import get_args
 
 import pytest
 from misses import each
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-import lightning_fastdata
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.fetch import FetchPlan
 from lightning_fastdata.executors.kinds import (
@@ -23,7 +20,6 @@ from lightning_fastdata.executors.kinds import (
 from lightning_fastdata.planning.options import LoaderOptions
 
 NAMES = get_args(ExecutorName)
-ROOMS = ("device", "executors", "insight", "loading", "planning", "plugin/guard")
 
 
 class Stream(IterableDataset):
@@ -35,28 +31,6 @@ def test_each_name_has_its_row():
     for name in NAMES:
         assert kind_of(name).what
         assert LoaderOptions(executor=name, num_workers=2).executor == name
-
-
-def names_compared(node: ast.AST) -> bool:
-    """Whether it says ``x == "workers"``, ``x in ("workers", ...)`` or the opposite."""
-    if not isinstance(node, ast.Compare):
-        return False
-    constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-    equal = isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn)
-    asks_for_one = isinstance(node.ops[0], ast.In) and isinstance(node.left, ast.Constant)
-    return equal and not asks_for_one and bool(constants & {*NAMES})
-
-
-def test_no_module_compares_the_names_of_executors():
-    package = Path(lightning_fastdata.__file__).parent
-    found = [
-        f"{file.relative_to(package)}:{node.lineno}"
-        for room in ROOMS
-        for file in (package / room).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if names_compared(node)
-    ]
-    assert found == []
 
 
 @each("workers", [0, 2])

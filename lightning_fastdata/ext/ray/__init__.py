@@ -30,8 +30,5 @@ KIND = ExecutorKind(
     start=_start,
     reads_streams=False,
     side_processes=True,
-    resizes=True,
-    needs_shared_memory=True,
-    splits_batches=False,
     room_elsewhere=_room,
 )

@@ -29,7 +29,6 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.usage import name_of_machine
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
 from lightning_fastdata.stamps.lines import LineWatch
-from lightning_fastdata.stamps.operations import OperationWatch
 from lightning_fastdata.stamps.travel import ClockOffset, Way
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from lightning_fastdata.executors.pool.process import Hang
     from lightning_fastdata.stamps.batch_stamps import TaskStamps
-    from lightning_fastdata.stamps.travel import ClusterSeen
 
 Made: TypeAlias = "tuple[protocol.TaskEnded, NDArray[np.uint8] | None]"
 """How a task ended, and the memory of its batch, if it has any."""
@@ -101,7 +99,7 @@ class ReadingActor:
             return protocol.InitFailed(*self._told(error, step))
         self._fetcher = Fetcher(given)
         self._epoch: int | None = None
-        self._watch = TaskWatch(number, OperationWatch(given.dataset), LineWatch())
+        self._watch = TaskWatch(number, LineWatch())
         own = next(node for node in read_nodes(ray) if node.is_own)
         self._store_bytes = min(own.store_bytes, store_bytes)
         return Place(own.id, socket.gethostname(), name_of_machine(), os.getpid(), own.store_bytes)
@@ -236,7 +234,7 @@ def stamped(
     call: Call,
     got_ns: tuple[int, int],
     size_bytes: int,
-    cluster: ClusterSeen | None,
+    free_cpus: float | None,
 ) -> TaskStamps:
     """Return the stamps of a batch that has just landed, by our clock, with its way.
 
@@ -246,7 +244,7 @@ def stamped(
         call: What it was asked.
         got_ns: When its answer began to be taken, and was here.
         size_bytes: Of the batch.
-        cluster: What was seen of the cluster just before.
+        free_cpus: Of the cluster, as just seen.
     """
     began_ns, ended_ns, uncertain_ns = stamps.began_ns, stamps.ended_ns, 0
     if reader.clock is not None:
@@ -263,6 +261,6 @@ def stamped(
         taken_ns=landed_ns - got_ns[0],
         landed_ns=landed_ns,
         uncertain_ns=uncertain_ns,
-        cluster=cluster,
+        free_cpus=free_cpus,
     )
     return stamps._replace(began_ns=began_ns, ended_ns=ended_ns, way=way)

@@ -1,78 +1,30 @@
-"""What is seen of a cluster: its CPUs and its object stores.
-
-While its actors read, only what Ray documents is read: its resources, its nodes, and the metrics
-that each node publishes
-(https://docs.ray.io/en/latest/ray-observability/reference/system-metrics.html).
-"""
+"""What is seen of a cluster: its free CPUs."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
-import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.ext.ray.actors import actors_here
 from lightning_fastdata.ext.ray.cluster import connect, read_nodes, read_training
 from lightning_fastdata.host import clock
-from lightning_fastdata.stamps.travel import ClusterSeen
 
 _EVERY_S: Final = 10.0
-"""So often a node renews its metrics."""
-_ANSWERS_S: Final = 2.0
-_MOST_NODES: Final = 16
-"""No more are asked for their metrics; one that is full is most likely one of the first."""
 _MOST_ACTORS: Final = 64
-_MOST_BYTES: Final = 2**23
-_SPILLED: Final = re.compile(
-    rb'^ray_object_store_memory\{[^}]*Location="SPILLED"[^}]*\} ([0-9.e+]+)', re.MULTILINE
-)
 
 
-def spilled_bytes(metrics: bytes) -> int | None:
-    """Return what a node's object store has on disk, by its metrics; None: they do not tell."""
-    found = [float(number) for number in _SPILLED.findall(metrics)]
-    return round(sum(found)) if found else None
-
-
-def metrics_addresses(nodes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return where the living among the nodes of ``ray.nodes()`` publish their metrics."""
-    return [
-        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        for node in nodes
-        if node.get("Alive") and node.get("MetricsExportPort", -1) > 0
-    ]
-
-
-def read_cluster(ray: Any) -> ClusterSeen:
-    """Ask a cluster what it has, which takes some milliseconds a node.
+def read_free_cpus(ray: Any) -> float:
+    """Ask a cluster for the CPUs that nobody holds; one on this node is left to the training.
 
     Raises:
         WorkerError: The program is not connected any more.
     """
     if not ray.is_initialized():
         raise WorkerError("The connection to the Ray cluster was closed.")
-    has: dict[str, float] = ray.cluster_resources()
-    free: dict[str, float] = ray.available_resources()
-    size = has.get("object_store_memory", 0.0)
-    spilled = []
-    for address in metrics_addresses(ray.nodes())[:_MOST_NODES]:
-        # A firewall, or a Ray without metrics.
-        with (
-            contextlib.suppress(OSError, ValueError),
-            urllib.request.urlopen(address, timeout=_ANSWERS_S) as answer,
-        ):
-            spilled.append(spilled_bytes(answer.read(_MOST_BYTES)))
-    known = [each for each in spilled if each is not None]
-    return ClusterSeen(
-        free_cpus=max(0.0, free.get("CPU", 0.0) - own_share(ray)),
-        store_bytes=round(size),
-        store_used_bytes=round(max(0.0, size - free.get("object_store_memory", 0.0))),
-        spilled_bytes=sum(known) if known else None,
-    )
+    return max(0.0, float(ray.available_resources().get("CPU", 0.0)) - own_share(ray))
 
 
 def room_for_actors(options: Mapping[str, Any], ranks: int = 1) -> int:
@@ -100,19 +52,19 @@ class ClusterWatch:
     """Looks at a cluster from time to time, in a thread of its own: nobody waits for it.
 
     Args:
-        read: Returns what it has now.
+        read: Returns its free CPUs.
         clock_s: Seconds from any start.
     """
 
     def __init__(
-        self, read: Callable[[], ClusterSeen], clock_s: Callable[[], float] = clock.monotonic
+        self, read: Callable[[], float], clock_s: Callable[[], float] = clock.monotonic
     ) -> None:
         self._read, self._clock_s = read, clock_s
         self._looked_s: float | None = None
         self._thread: threading.Thread | None = None
-        self._seen: ClusterSeen | None = None
+        self._seen: float | None = None
 
-    def news(self) -> ClusterSeen | None:
+    def news(self) -> float | None:
         """Return what was seen since the last call, if anything; and look again if it is time."""
         if self._thread is not None and self._thread.is_alive():
             return None

@@ -25,7 +25,7 @@ from lightning_fastdata.executors.pool.scheduler import PoolExecutor
 from lightning_fastdata.ext.ray.actor import Call, Reader, stamped
 from lightning_fastdata.ext.ray.actors import Actors
 from lightning_fastdata.ext.ray.cluster import connect, offers
-from lightning_fastdata.ext.ray.cluster_seen import ClusterWatch, read_cluster
+from lightning_fastdata.ext.ray.cluster_seen import ClusterWatch, read_free_cpus
 from lightning_fastdata.host import clock
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class RayCrew:
         self._ray = connect()
         self._plan = plan
         self._actors = Actors(self._ray, plan, actors, options)
-        self._watch = ClusterWatch(partial(read_cluster, self._ray))
+        self._watch = ClusterWatch(partial(read_free_cpus, self._ray))
         self.children: dict[int, ChildProcess] = {}
         """None: actors are no processes of ours."""
         self.owing: list[ChildProcess] = []

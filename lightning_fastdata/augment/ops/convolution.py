@@ -18,7 +18,6 @@ from lightning_fastdata.augment.ops.operation import (
     Values,
 )
 from lightning_fastdata.augment.ops.positions.index import REFLECT_101, fold
-from lightning_fastdata.augment.replay import instructions
 
 _GRAIN = 4
 """Kernel radii are rounded up to a multiple of this, with zeros, so that samples share launches."""
@@ -92,7 +91,7 @@ def _encode_kernel(
 
 
 OPS = tuple(
-    DeviceOp(name, _encode_kernel, run_kernel, fused=instructions.correlation)
+    DeviceOp(name, _encode_kernel, run_kernel)
     for name in ("Blur", "GaussianBlur", "MotionBlur", "Sharpen")
 )
 """At most one level off, mostly where the sum lies between two levels."""

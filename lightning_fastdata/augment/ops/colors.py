@@ -1,18 +1,17 @@
-"""Operations that mix the channels of a pixel of uint8 images."""
+"""Operations that mix the channels of a pixel of uint8 images, with OpenCV's own formulas."""
 
 # ruff: noqa: ARG001 - all operations share one signature
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fastdata.augment.ops.colors import spaces
 from lightning_fastdata.augment.ops.operation import (
     Arrays,
     DeviceOp,
@@ -29,6 +28,70 @@ from lightning_fastdata.augment.replay import instructions
 _BYTES: Final = np.arange(256, dtype=np.uint8)
 _HUES: Final = (np.arange(180 + 256) % 180).astype(np.uint8)
 _ALMOST_ONE: Final = 0.999
+
+
+def gray(images: Tensor) -> Tensor:
+    """Return the luminance, int32 ``[n, H, W]``, of uint8 RGB images ``[n, H, W, 3]``."""
+    red, green, blue = images.int().unbind(-1)
+    return (red * 9798 + green * 19235 + blue * 3735 + (1 << 14)) >> 15
+
+
+def _sector_colours(hue: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    """Return RGB from a hue in sixths of the circle, saturation and value in [0, 1]."""
+    sector = hue.floor()
+    part = hue - sector
+    sector = sector.int().remainder(6)
+    low, falling, rising = v * (1 - s), v * (1 - s * part), v * (1 - s * (1 - part))
+    choices = torch.stack([v, low, falling, rising], -1)
+    order = torch.arange(6, device=v.device)
+    # Per sector: which of (v, low, falling, rising) is red; green and blue follow by a third.
+    red = (order == 1) * 2 + ((order == 2) | (order == 3)) * 1 + (order == 4) * 3
+    which = torch.stack([red, red.roll(2), red.roll(4)], -1)[sector.long()]
+    return choices.gather(-1, which)
+
+
+def hsv_bytes(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hue in 0..179, saturation and value in 0..255 of uint8 RGB images, as int32."""
+    red, green, blue = images.int().unbind(-1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    by_value = (1044480.0 / value.clamp(min=1) + 0.5).int()  # 255 << 12
+    by_spread = (122880.0 / spread.clamp(min=1) + 0.5).int()  # (180 << 12) / 6
+    saturation = (spread * by_value + 2048) >> 12
+    hue = torch.where(
+        value == red,
+        green - blue,
+        torch.where(value == green, blue - red + 2 * spread, red - green + 4 * spread),
+    )
+    hue = (hue * by_spread + 2048) >> 12
+    return torch.where(hue < 0, hue + 180, hue), saturation, value
+
+
+def rgb_bytes(hue: Tensor, saturation: Tensor, value: Tensor, lanes: int) -> Tensor:
+    """Return uint8 RGB images of what `hsv_bytes` returns; `opencv_lanes` says how to round."""
+    sixths = hue.float() * (6.0 / 180)
+    rgb = _sector_colours(sixths, saturation.float() * (1.0 / 255), value.float() * (1.0 / 255))
+    rgb = rgb * 255
+    width = hue.shape[-1]
+    if lanes == 1:
+        return rgb.to(torch.uint8)
+    tail = width % lanes if lanes else width
+    rgb[..., width - tail :, :].round_()
+    return rgb.to(torch.uint8)
+
+
+@cache
+def opencv_lanes() -> int:
+    """Return how many pixels OpenCV here converts from HSV at a time; 0: it rounds them all.
+
+    Whole groups of that many pixels of a row are truncated to bytes, the rest is rounded. It is
+    read off a row of a color whose green is 173.67.
+    """
+    import cv2
+
+    row = np.full((1, 255, 3), (10, 122, 255), np.uint8)
+    truncated = int((cv2.cvtColor(row, cv2.COLOR_HSV2RGB)[0, :, 1] == 173).sum())
+    return 256 - truncated if truncated else 0
 
 
 def _hue_table(shift: float) -> np.ndarray:
@@ -65,7 +128,7 @@ def _encode_hsv(transform: Transform, params: Values, shape: Shape, dtype: DType
     table[:, 1] = _shift_table(int(saturation))
     table[0, 1] = 0  # gray stays gray
     table[:, 2] = _shift_table(int(value))
-    return Encoded((("form", "hsv"), ("lanes", spaces.opencv_lanes())), {"table": table})
+    return Encoded((("form", "hsv"), ("lanes", opencv_lanes())), {"table": table})
 
 
 def _run_hsv(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
@@ -73,9 +136,9 @@ def _run_hsv(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
         return look_up(images, arrays["table"])
     if static["form"] == "same":
         return images
-    planes = torch.stack(spaces.hsv_bytes(images), -1).to(torch.uint8)
+    planes = torch.stack(hsv_bytes(images), -1).to(torch.uint8)
     hue, saturation, value = look_up(planes, arrays["table"]).unbind(-1)
-    return spaces.rgb_bytes(hue, saturation, value, static["lanes"])
+    return rgb_bytes(hue, saturation, value, static["lanes"])
 
 
 def _encode_jitter(
@@ -90,7 +153,7 @@ def _encode_jitter(
         "order": np.array(params["order"], np.int32),
         "hue_table": _hue_table(180 * hue)[:, None],
     }
-    return Encoded((("shifts_hue", bool(hue != 0)), ("lanes", spaces.opencv_lanes())), arrays)
+    return Encoded((("shifts_hue", bool(hue != 0)), ("lanes", opencv_lanes())), arrays)
 
 
 def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
@@ -99,7 +162,7 @@ def _scaled(images: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
 
 
 def _contrast(images: Tensor, factor: Tensor) -> Tensor:
-    total = spaces.gray(images).sum((1, 2), dtype=torch.int64)
+    total = gray(images).sum((1, 2), dtype=torch.int64)
     # By a tensor: CUDA would multiply by the reciprocal of a number, and halves decide below.
     mean = total.double() / torch.full_like(total, images.shape[1] * images.shape[2]).double()
     offset = (mean * (1 - factor)).float()
@@ -110,14 +173,14 @@ def _contrast(images: Tensor, factor: Tensor) -> Tensor:
 
 def _saturation(images: Tensor, factor: Tensor) -> Tensor:
     factor = factor.float()[:, None, None, None]
-    mixed = images.float() * factor + spaces.gray(images).float().unsqueeze(-1) * (1 - factor)
+    mixed = images.float() * factor + gray(images).float().unsqueeze(-1) * (1 - factor)
     return torch.where(factor == 1, images, mixed.round().clamp(0, 255).to(torch.uint8))
 
 
 def _hue(images: Tensor, arrays: Arrays, lanes: int) -> Tensor:
-    hue, saturation, value = spaces.hsv_bytes(images)
+    hue, saturation, value = hsv_bytes(images)
     moved = look_up(hue.to(torch.uint8).unsqueeze(-1), arrays["hue_table"]).squeeze(-1)
-    return spaces.rgb_bytes(moved, saturation, value, lanes)
+    return rgb_bytes(moved, saturation, value, lanes)
 
 
 def _run_jitter(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
@@ -150,7 +213,7 @@ def _encode_gray(
 def _run_gray(images: Tensor, static: Values, arrays: Arrays) -> Tensor:
     if static["same"]:
         return images
-    return spaces.gray(images).to(torch.uint8).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
+    return gray(images).to(torch.uint8).unsqueeze(-1).repeat(1, 1, 1, static["channels"])
 
 
 def _gray_shape(transform: Transform, params: Values, shape: Shape) -> Shape:
