@@ -76,20 +76,6 @@ def test_deaths_count_where_little_is_done_between_them():
         useless.note(-9, 0, {})
 
 
-def test_a_process_that_the_kernel_killed_for_memory_is_told_of_with_the_figures():
-    kills = [3]
-    deaths = Deaths(lambda: 0.0, lambda: kills[0], lambda: 700 * MIB)
-    deaths.note(-9, 10, {})  # by somebody else
-    kills[0] = 4
-    with pytest.warns(FastDataWarning, match=r"(?s)killed a side process as memory.*700 MiB are"):
-        deaths.note(-9, 20, {0: os.getpid()})
-    deaths.note(-9, 30, {})  # the same kill is told of once
-    kills[0] = 5
-    deaths.note(-11, 40, {})  # it was another process
-    with pytest.warns(FastDataWarning, match=r"700 MiB are left. The rest of its stream is miss"):
-        deaths.tell(-9, {}, "The rest of its stream is missing.")
-
-
 def test_a_reader_of_a_stream_that_the_kernel_killed_for_memory_is_told_of(monkeypatch):
     kills = iter([3])
     monkeypatch.setattr(crew, "Deaths", lambda: Deaths(oom_kills=lambda: next(kills, 4)))
