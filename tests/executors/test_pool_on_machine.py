@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, default_collate
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
 
-MS = 1_000_000
 SOME = Costs(start_s=0.02, send_s=lambda _: 0.0001, way_s=0.0001, take_s=lambda _: 0.0001)
 
 
