@@ -24,6 +24,7 @@ from lightning_fastdata.executors.kinds import Resources, open_executor
 from lightning_fastdata.executors.stream import StreamExecutor
 from lightning_fastdata.executors.stream_position import StreamPosition
 from lightning_fastdata.executors.stream_state import StateTaker
+from lightning_fastdata.host import clock
 from lightning_fastdata.randomness.seeds import EpochCell
 
 LENGTHS = (5, 3, 6)
@@ -292,11 +293,11 @@ class Timed(WithState):
 
     def __init__(self, cost_s: float, size: int) -> None:
         super().__init__(1)
-        self.cost_s, self.size, self.now, self.calls = cost_s, size, 0.0, 0
+        self.cost_s, self.size, self.calls = cost_s, size, 0
 
     def state_dict(self) -> dict[str, Any]:
         self.calls += 1
-        self.now += self.cost_s
+        clock.sleep(self.cost_s)
         return {"text": "x" * self.size}
 
 
@@ -307,10 +308,11 @@ def test_states_take_one_hundredth_of_the_time_and_large_ones_are_rare(
     cost_s: float, size: int, calls: int
 ) -> None:
     stream = Timed(cost_s, size)
-    taker = StateTaker(stream, worker=False, clock_s=lambda: stream.now)
-    for _ in range(1000):
-        taker.take()
-        stream.now += 0.001  # a batch
+    with virtual_time():
+        taker = StateTaker(stream, worker=False)
+        for _ in range(1000):
+            taker.take()
+            clock.sleep(0.001)  # a batch
     assert abs(stream.calls - calls) <= 1
 
 
