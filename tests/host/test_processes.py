@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from misses import each
 
-from lightning_fastdata.host.cpu import counters
-from lightning_fastdata.host.usage import read_io, read_pages, read_pressure
+from lightning_fastdata.host.usage import read_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,11 +20,6 @@ Pss:                {pss} kB
 Pss_Dirty:          3000 kB
 Shared_Clean:       1000 kB
 """
-IO = "rchar: {asked}\nwchar: 9\nsyscr: 8\nsyscw: 7\nread_bytes: {stored}\nwrite_bytes: 5\n"
-PRESSURE = """\
-some avg10=12.50 avg60=3.25 avg300=1.00 total=123456789
-full avg10=99.00 avg60=99.00 avg300=99.00 total=999
-"""
 
 
 def proc(root: Path, files: dict[str, str]) -> Path:
@@ -39,45 +30,16 @@ def proc(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-@given(st.integers(0, 2**50), st.integers(0, 2**60), st.integers(0, 2**60))
-def test_numbers_are_read_as_they_are_written(pss: int, asked: int, stored: int) -> None:
-    assert counters(ROLLUP.format(pss=pss))["Pss"] == pss
-    counts = counters(IO.format(asked=asked, stored=stored))
-    assert (counts["rchar"], counts["read_bytes"]) == (asked, stored)
-
-
-@given(st.text(max_size=60))
-def test_a_text_of_another_form_is_no_answer_and_no_error(text: str) -> None:
-    assert not counters(text).keys() & {"Pss", "rchar", "read_bytes"}
-
-
-@each("text", ["", "some", "full total=5", "some avg10=1.5 total=many", "7"])
-def test_pressure_of_another_form_is_no_answer_and_no_error(text: str, tmp_path: Path) -> None:
-    assert read_pressure("io", root=proc(tmp_path, {"pressure/io": text})) is None
-
-
 def test_processes_are_added_up_without_those_that_are_gone(tmp_path: Path) -> None:
     root = proc(
         tmp_path,
         {
             "11/smaps_rollup": ROLLUP.format(pss=100),
-            "11/io": IO.format(asked=7, stored=3),
             "12/smaps_rollup": ROLLUP.format(pss=50),
-            "12/io": IO.format(asked=5, stored=0),
-            "pressure/io": PRESSURE,
         },
     )
     sizes = [read_pages(process, root=root) for process in (11, 12, 13)]
     assert [size and size.pss_bytes for size in sizes] == [100 * 1024, 50 * 1024, None]
-    assert read_io([11, 12, 13], root=root) == {11: (7, 3), 12: (5, 0)}
-    assert read_pressure("io", root=root) == 123456789, "that of some tasks, not of all"
-    assert read_pressure("cpu", root=root) is None
-
-
-def test_a_machine_that_tells_nothing_says_so(tmp_path: Path) -> None:
-    assert read_pages(os.getpid(), root=tmp_path) is None
-    assert read_io([os.getpid()], root=tmp_path) == {}
-    assert read_pressure("cpu", root=tmp_path) is None
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' /proc")
@@ -106,22 +68,3 @@ def test_memory_that_a_child_has_touched_is_seen() -> None:
             sizes.append(read_pages(child.pid).pss_bytes)
             child.stdin.close()
     assert sizes[1] - sizes[0] == pytest.approx(2**26, rel=0.1)
-
-
-@linux
-def test_bytes_that_this_process_reads_are_counted(tmp_path: Path) -> None:
-    file = tmp_path / "data"
-    file.write_bytes(bytes(3 * 2**20))
-    before = read_io([os.getpid()])[os.getpid()]
-    file.read_bytes()
-    after = read_io([os.getpid()])[os.getpid()]
-    assert 3 * 2**20 <= after.asked_bytes - before.asked_bytes < 4 * 2**20
-    assert after.storage_bytes >= before.storage_bytes
-
-
-@linux
-def test_the_pressure_of_this_machine_only_grows_or_is_unknown() -> None:
-    for resource in ("cpu", "io"):
-        pressure = read_pressure(resource)
-        if os.path.exists(f"/proc/pressure/{resource}") and pressure is not None:
-            assert 0 <= pressure <= read_pressure(resource)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
-from lightning_fastdata.order.interleave import Interleaving
+from lightning_fastdata.order.mixture import Interleaving
 from lightning_fastdata.order.ranks import SharedSampler
 from lightning_fastdata.order.samplers import RankBatchSampler
 
@@ -132,17 +132,6 @@ def test_weights_change_at_a_step_and_runs_across_it_are_in_proportion():
     assert mixed.weights_at(0, 1000) == {"a": 0, "b": 0.25, "c": 0.75}
 
 
-def test_weights_that_are_set_hold_from_the_next_epoch_or_a_step_on():
-    mixed = mixture(length=100)
-    before = read(mixed, 2)
-    mixed.set_epoch(0)
-    mixed.set_weights({"a": 0, "b": 0, "c": 1})
-    assert read(mixed, 2)[:100] == before[:100]
-    assert {part for part, _ in read(mixed, 2)[100:]} == {"c"}
-    mixed.set_weights({"a": 1, "b": 0, "c": 0}, at_step=150)
-    assert {part for part, _ in read(mixed, 2)[150:]} == {"a"}
-
-
 def test_a_part_that_each_epoch_draws_anew_is_read_in_whole_passes():
     def mixed():
         packs = pack([[i] * 3 for i in range(40)], 6, split=False)
@@ -253,34 +242,6 @@ def test_other_weights_after_a_checkpoint_hold_from_there_on():
     again = loader.state_dict()
     assert len(again["dataset_state"]["weights"]) == 2
     assert steps(2, again, weights={"a": 0, "b": 1}) == anew[1:]
-
-
-@pytest.mark.parametrize(("set_in", "at_step"), [(3, None), (3, 70), (7, None), (8, 60)])
-def test_weights_that_were_set_hold_on_after_a_checkpoint_unless_it_is_made_with_others(
-    set_in, at_step
-):
-    loader = next(loaders(1))
-    given = (batch.tolist() for _ in range(3) for batch in loader)
-    before = []
-    for _ in range(8):
-        before.append(next(given))
-        if len(before) == set_in:
-            loader.dataset.set_weights({"a": 0.1, "b": 0.9}, at_step)
-    state = loader.state_dict()
-    rest = list(given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastDataWarning)
-        assert steps(1, state) == rest
-    later = next(loaders(1))
-    later.load_state_dict(state)
-    first = next(iter(later)).tolist()
-    assert [first, *steps(1, later.state_dict())] == rest
-    # Set here before the state is loaded, weights are forgotten; made with others, it has those.
-    again = next(loaders(1))
-    again.dataset.set_weights({"a": 1, "b": 0})
-    again.load_state_dict(state)
-    assert [batch.tolist() for _ in range(2) for batch in again] == rest
-    assert max(joined(steps(1, state, weights={"a": 1, "b": 0}))) < 1000
 
 
 def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told():
@@ -400,20 +361,10 @@ def test_a_length_and_a_shuffle_that_do_not_fit_are_refused():
         Mixture(TWO)[7]
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "5", True])
-def test_weights_are_set_at_whole_steps_alone(step):
-    mixed = Mixture(TWO)
-    with pytest.raises(OptionsError, match=r"at_step is .*whole number, at least 0"):
-        mixed.set_weights({"a": 1, "b": 1}, at_step=step)
-    with pytest.raises(OptionsError, match="by its name"):
-        mixed.set_weights([1, 1])
-
-
 def test_numbers_of_numpy_and_very_large_ones_are_taken():
     half = {"a": np.float32(0.5), "b": np.int64(1)}
     mixed = Mixture(TWO, {np.int64(0): half}, length=np.int64(9), samples_a_step=np.int64(3))
     assert mixed.weights_at(0) == {"a": 1 / 3, "b": 2 / 3}
-    mixed.set_weights(half, at_step=np.int64(2))
     assert len(mixed) == 9
     plain = mixed.state_dict()["weights"]
     assert {type(start) for start, _ in plain} == {int}

@@ -16,11 +16,10 @@ from resilience.damaged_images import damaged_images, png_chunk
 from thoroughness import some
 from torch.utils.data import Dataset
 
-from lightning_fastdata import FastDataLoader
+from lightning_fastdata import FastDataLoader, FastImageFolder
 from lightning_fastdata.errors import DatasetError
-from lightning_fastdata.images.decoders import choose_decoder
-from lightning_fastdata.images.folder import FastImageFolder
-from lightning_fastdata.images.reading import open_image
+from lightning_fastdata.ext.images.decoders import choose_decoder
+from lightning_fastdata.ext.images.reading import open_image
 
 DECODERS = ["simplejpeg", "pillow"]
 
@@ -141,8 +140,8 @@ def test_claims_of_size_are_refused_before_memory_is_taken(damaged, files):
     code = (
         "import resource, sys\n"
         "from lightning_fastdata.errors import DatasetError\n"
-        "from lightning_fastdata.images.decoders import choose_decoder\n"
-        "from lightning_fastdata.images.reading import open_image\n"
+        "from lightning_fastdata.ext.images.decoders import choose_decoder\n"
+        "from lightning_fastdata.ext.images.reading import open_image\n"
         "import cv2, simplejpeg, numpy, PIL.Image\n"
         "PIL.Image.init()\n"
         "decoders = [choose_decoder(one) for one in ('simplejpeg', 'pillow')]\n"

@@ -18,7 +18,7 @@ ALLOWED = {
     ("planning/facts/probe_process.py", "pickle.loads"): PIPE,
     ("planning/facts/probe.py", "pickle.loads"): "of what it has just pickled itself",
     ("batches/packed.py", "pickle.Unpickler"): f"batches: {PIPE}",
-    ("executors/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
+    ("ext/ray/actor.py", "pickle.loads"): "what a training sends through its own Ray cluster",
     ("sources/shared.py", "pickle.loads"): "memory that this user has sealed",
     ("sources/shared.py", "marshal"): "memory that this user has sealed",
     ("sources/shared.py", "marshal.loads"): "memory that this user has sealed",
