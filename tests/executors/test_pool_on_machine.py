@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from insight.cut_waits import Cutter, total
 from misses import each
 from rig.machine import Machine, VirtualBarrier, VirtualLock, die, sleep, work
 from rig.virtual_crew import Costs, VirtualExecutor
@@ -272,3 +273,31 @@ def test_a_trial_with_half_of_the_workers_shows_whether_they_share_what_they_wai
     assert rates.few_per_s == pytest.approx(500 if shared else 1000, rel=0.05)
     assert rates.many_per_s == pytest.approx(500 if shared else 2000, rel=0.1)
     assert [stamps.number for stamps in records] == list(range(1, 601))
+
+
+# Waits, and what they are for
+
+
+def shares(**how):
+    """Return the parts of all waits of an epoch in which nothing costs but what is said."""
+    cutter = Cutter()
+    waits = [cutter.cut(stamps) for stamps in recorded(**{"workers": 1, "costs": Costs(), **how})]
+    return total(waits).shares(), [wait.slow_task for wait in waits if wait.slow_task]
+
+
+@each(
+    ("part", "how"),
+    [
+        ("read_blocked", {"cost": waits}),
+        ("read_cpu", {"cost": lambda index: work(0.003)}),
+        ("collate", {"cost": lambda _: None, "collate_fn": collates, "default_collation": False}),
+    ],
+)
+def test_the_planted_cause_takes_all_of_the_waits(part, how):
+    assert shares(**how)[0][part] == pytest.approx(1.0)
+
+
+def test_a_slow_sample_is_named_with_what_it_takes_more_than_others():
+    parts, slow = shares(cost=lambda index: sleep(0.4 if index == 133 else 0.001))
+    assert [(task.slowest_index, task.slowest_ns) for task in slow] == [(133, 400_000_000)]
+    assert parts["slow_sample"] > 0.3

@@ -89,6 +89,22 @@ def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack(
         batches_of(loader_of(Stuck(wait_for_a_lock, None), "workers"))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
+def test_what_hangs_twice_goes_the_way_of_bad_samples():
+    loader = loader_of(Stuck(hang, None), "workers", on_bad_sample="replace")
+    got = [row[0] for batch in batches_of(loader) for row in batch]
+    assert [at for at in range(SAMPLES) if got[at] != at] == [BAD]
+
+
+@pytest.mark.slow
+def test_while_others_go_on_it_is_found_too():
+    """Order does not matter, so that the training gets batches all the time."""
+    loader = loader_of(Stuck(hang, None), "workers", in_order=False, num_workers=3)
+    with pytest.warns(FastDataWarning), pytest.raises(WorkerError, match=f"Sample {BAD} "):
+        batches_of(loader)
+
+
 def test_no_time_is_a_hang_if_it_is_turned_off(tmp_path):
     go_on = tmp_path / "go on"
     loader = loader_of(Stuck(partial(until, go_on.exists), None), "workers", timeout=0)

@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import stat
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from thoroughness import max_examples
 
 from demo.photos import Cut, cut_photographs
 from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.host.system_calls import cache_folder, write_atomically
 from lightning_fastdata.insight.report.compare import compare_files
+
+PHASE = {"mean_ms": 1.5, "p50_ms": 1.0, "p95_ms": 2.0, "max_ms": 3}
+REPORT = {
+    "schema_version": 10,
+    "summary": [[["fastdata", "bold"]]],
+    "stages": {"train": {"step": PHASE, "stall_share": 0.5, "causes": {"wait": {"read": 1.0}}}},
+    "wall": {"total_s": 3.0, "samples_per_s": 9, "parts_s": {"step": 1.0}},
+    "machine": {"cpus": 2},
+    "versions": {"torch": "2.6"},
+    "verdict": {"kind": "healthy", "code": "FD000"},
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("reports")
+
+
+def replaced(value, draw, depth):
+    """Put something else in the place of one part of a report, some levels down."""
+    if depth == 0 or not isinstance(value, dict) or not value:
+        return draw(JSON)
+    key = draw(st.sampled_from(sorted(value)))
+    return {**value, key: replaced(value[key], draw, depth - 1)}
+
+
+@given(data=st.data())
+@max_examples(300)
+def test_whatever_a_report_holds_it_is_compared_or_refused(data, folder):
+    whole, path = folder / "whole.json", folder / "other.json"
+    whole.write_text(json.dumps(REPORT))
+    other = replaced(REPORT, data.draw, data.draw(st.integers(1, 5)))
+    path.write_text(json.dumps(other).replace("Infinity", "1e999"))
+    try:
+        comparison = compare_files(whole, path)
+    except OptionsError as error:
+        said = str(error)
+    else:
+        said = comparison.text() + json.dumps(comparison.as_dict(), allow_nan=False)
+        assert all(row.b is None or math.isfinite(row.b) for row in comparison.rows.values())
+    assert said
 
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"\x80\x04.", b"1" * 9999])
@@ -19,6 +70,21 @@ def test_reports_made_to_break_the_reader_are_refused(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(OptionsError, match="report"):
         compare_files(path, path)
+
+
+def test_a_huge_report_is_not_read_whole(tmp_path):
+    path = tmp_path / "report.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(OptionsError, match="64 MiB"):
+        compare_files(path, path)
+
+
+def test_names_in_a_report_give_no_orders_to_a_terminal(tmp_path):
+    path = tmp_path / "report.json"
+    stage = {"\x1b[2J": REPORT["stages"]["train"], "train": {}}
+    path.write_text(json.dumps({**REPORT, "stages": stage}))
+    assert "\x1b" not in compare_files(path, path).text()
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o022])
