@@ -104,9 +104,8 @@ class RunJudge:
 
     def facts(self, main: StageSummary | None = None) -> LoaderFacts:
         """Return what the loader says about itself: the costliest one, else the first."""
-        stage = self._recording.main.stage
+        stage, ours = self._recording.main.stage, own_datamodule(self._trainer)
         label, loader = _costliest_loader(self._recording.loaders(), main)
-        ours = own_datamodule(self._trainer)
         settled = ours is not None and ours.augmentation_settled(stage)
         known = read_loader(loader)
         augment_on: Literal["cpu", "device"] | None = known.augment_on and "cpu"
@@ -130,44 +129,35 @@ class RunJudge:
         ended: bool = False,
     ) -> Verdict:
         """Return what limits the training; ``ended``: it goes no further."""
-        host, ranks = self._recording.host, self.ranks
+        host, ranks, trainer = self._recording.host, self.ranks, self._trainer
         slowest = None if val is None else costliest(val.loaders)
-        ours, facts = own_datamodule(self._trainer), self.facts(train)
+        facts = self.facts(train)
+        _, loader = _costliest_loader(self._recording.loaders(), train)
+        _, of_val = _costliest_loader(self._recording.val_loaders(), val)
+        if host is not None:
+            host.read_memory(at_once=ended)
+            dataset = getattr(loader, "dataset", None)
+            self.memory = host.memory.seen(dataset, forked=_forks(loader))
         evidence = self._recording.main.evidence(
             train,
             facts,
             cpus=float(self._usable_cpus),
             val_loader=None if slowest is None else slowest.label,
+            val_workers=getattr(of_val, "num_workers", None),
             wall=wall,
-            transfer_hook=written_hook(self._trainer, "transfer_batch_to_device"),
-            augment_hook=written_hook(self._trainer, "on_after_batch_transfer"),
-            settings_in="FastDataLoader" if ours is None else "LoaderOptions",
-            closed=self._closed(train, val),
-            val_workers=getattr(_costliest_loader(self._val_loaders, val)[1], "num_workers", None),
-            loaders_anew=attributes_of(self._trainer).reload_dataloaders_every_n_epochs > 0,
-            **({} if host is None else host.evidence()),
-            memory=self._read_memory(train, ended=ended),
+            transfer_hook=written_hook(trainer, "transfer_batch_to_device"),
+            augment_hook=written_hook(trainer, "on_after_batch_transfer"),
+            settings_in="FastDataLoader" if own_datamodule(trainer) is None else "LoaderOptions",
+            closed=self._closed(loader, of_val),
+            loaders_anew=attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
+            memory=self.memory,
             ranks=() if ranks is None else all_known(ranks.so_far),
+            **({} if host is None else host.evidence()),
         )
         return judge(train, facts, evidence)
 
-    def _read_memory(self, train: StageSummary, *, ended: bool) -> MemorySeen | None:
-        host = self._recording.host
-        if host is not None:
-            _, loader = _costliest_loader(self._recording.loaders(), train)
-            host.read_memory(at_once=ended)
-            dataset = getattr(loader, "dataset", None)
-            self.memory = host.memory.seen(dataset, forked=_forks(loader))
-        return self.memory
-
-    @property
-    def _val_loaders(self) -> object:
-        return self._trainer.val_dataloaders if self._recording.fits else None
-
-    def _closed(self, train: StageSummary, val: StageSummary | None) -> dict[str, str]:
+    def _closed(self, loader: object, of_val: object) -> dict[str, str]:
         """Return the options that nobody is told to change, and why."""
-        _, loader = _costliest_loader(self._recording.loaders(), train)
-        _, of_val = _costliest_loader(self._val_loaders, val)
         found = {**closed_options(loader), **closed_options(of_val, prefix="val.")}
         ours = own_datamodule(self._trainer)
         if ours is not None and ours.cache is not None:
@@ -333,7 +323,7 @@ class MeasuredRun:
         self.step = step
         if self.logs:
             loaders = self.recording.loaders()
-            metrics = {**metrics, **fault_scalars(self._fault_logs(loaders))}
+            metrics = {**metrics, **fault_scalars(self._fault_logs())}
             for loader, tuner in tuned_loaders(loaders):
                 metrics |= tune_scalars(tuner, loader.num_workers)
             shown = {**chosen(metrics, self._ours.scalars), **self._mixtures.since(loaders)}
@@ -423,11 +413,9 @@ class MeasuredRun:
             waited_s += _waits_for_others_s(ranks.so_far, self.trainer.global_rank)
         return self.trainer.world_size * waited_s / 60
 
-    def _evaluated(self) -> object:
-        return self.trainer.val_dataloaders if self.recording.fits else None
-
-    @staticmethod
-    def _fault_logs(*several: object) -> list[FaultLog]:
+    def _fault_logs(self) -> list[FaultLog]:
+        """Return those of all loaders of this run."""
+        several = self.recording.loaders(), self.recording.val_loaders()
         found = (loader for loaders in several for loader in flattened(loaders))
         return [loader.faults for loader in found if isinstance(loader, FastDataLoader)]
 
@@ -466,7 +454,7 @@ class MeasuredRun:
                 *(() if datamodule is None else datamodule.notes),
                 *self.recording.notes(),
                 *memory_notes(self.judge.memory),
-                *fault_notes(self._fault_logs(self.recording.loaders(), self._evaluated())),
+                *fault_notes(self._fault_logs()),
                 *(() if ranks is None else ranks.notes()),
             ),
             versions=read_versions(),
