@@ -88,7 +88,7 @@ def stalling(*stalls_ms):
 
 SLOW = SlowSample(index=133, ms=400.0, typical_ms=2.0, path="/data/133.jpg")
 FINE = {"step_ms": 40.0, "wait_ms": 0.0, "stall_ms": 0.1}
-BLUR = OperationShare(name="albumentations Blur.apply", share=0.6)
+BLUR = OperationShare(name="albumentations Blur", share=0.6, augments=True)
 IO = {"costs": costs(blocked=40.0), "setup": setup()}
 CPU = {"costs": costs(cpu=40.0), "setup": setup()}
 
@@ -246,9 +246,7 @@ def test_no_workers_are_recommended_where_none_help():
 def test_saturated_cpus_are_answered_by_the_operation_that_costs_most():
     """Fewer workers that are as fast gain nothing, and nobody is told to have them."""
     found = findings(TABLE["FD306"][0])[0]
-    assert found.remedy.startswith(
-        "cheaper transforms (albumentations Blur.apply takes 60% of reading)"
-    )
+    assert found.remedy.startswith("cheaper transforms (albumentations Blur takes 60% of reading)")
     assert found.gain.basis == "floor"
     (fewer,) = found.left_out
     assert (fewer.text, fewer.why) == ("LoaderOptions(num_workers=2)", "it gains 0.0%")
