@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_fastdata.caches.cached import caches_in
 from lightning_fastdata.host.usage import SpentTime
+from lightning_fastdata.insight.measure.host_metrics import MachineSeen
 from lightning_fastdata.insight.measure.metrics import PhaseSummary, StageSummary
 from lightning_fastdata.insight.measure.padding import Padding
 from lightning_fastdata.insight.measure.wall import WallTime, loop_time
@@ -123,6 +124,7 @@ def device_could_augment(device: str, facts: LoaderFacts, *, seen: bool = False)
 
 _NO_STEPS: Final = StageSummary(stage="train", steps=0, samples=0, duration_s=0.0)
 _NO_TIME: Final = WallTime(total_s=0.0, parts_s={})
+_NO_MACHINE: Final = MachineSeen()
 _NEARLY: Final = 0.9
 _MOST_COSTS: Final = 400
 """The model replays no more of the newest batches: more make it slower, hardly better."""
@@ -166,17 +168,8 @@ class Evidence:
     """Of the time, that in which a worker had a task: the mean over workers."""
     runqueue_share: float | None = None
     """Of the workers' busy time, that in which they were ready to run but had no CPU."""
-    queued_share: float | None = None
-    """Of the time of the training process, and of a worker, that in which they were ready to run,
-    but had no CPU; known of any loader."""
-    throttled_share: float | None = None
-    """Of the scheduler's periods, those in which the cgroup's CPU quota was used up."""
-    throttled_cpus: float | None = None
-    """CPUs, the mean over time, that had threads to run and were held back by the quota."""
-    other_cpus: float | None = None
-    """CPUs of the machine that other programs used, the mean over time."""
-    machine_cpus: float | None = None
-    """CPUs of the machine; more than there are for this training, maybe."""
+    machine: MachineSeen = _NO_MACHINE
+    """What the training had of its machine."""
     read_rates: ReadRates | None = None
     """What few of the workers read together, and what all do, while batches were waited for."""
     remote: RemoteSeen | None = None
@@ -208,12 +201,6 @@ class Evidence:
     """The device had nothing to do, although no batch was waited for."""
     padding: Padding | None = None
     """How much of the batches is padding."""
-    alloc_retries: int | None = None
-    """How often the device's allocator had to free its cache and try again."""
-    device_headroom_share: float | None = None
-    """Of the device's memory, what was never used."""
-    device_full_in_s: float | None = None
-    """Seconds until it is full, if what tensors hold between steps grows on; None: it does not."""
     memory: MemorySeen | None = None
     """Of the training process and its workers."""
     ranks: tuple[RankTiming, ...] = ()
@@ -242,11 +229,6 @@ class Evidence:
         """The device waits for data for 3 % of the step or more, and not for a mere hand-over."""
         share = self.stall_share or 0.0
         return share >= STALL_LOW and costs_much(self.stall_ms or 0.0, share)
-
-    def taken_cpus(self, cpus: float | None) -> float:
-        """CPUs, of so many for this training, that other programs use."""
-        measured = {"other_cpus": self.other_cpus, "machine_cpus": self.machine_cpus}
-        return 0.0 if cpus is None else _taken_cpus(cpus, **measured)
 
     @property
     def slow_rank(self) -> RankTiming | None:
@@ -283,6 +265,7 @@ def stage_evidence(
     setup: LoaderSetup | None = None,
     facts: LoaderFacts | None = None,
     *,
+    machine: MachineSeen = _NO_MACHINE,
     step_queued: float = 0.0,
     val: StageSummary | None = None,
     **measured: Any,
@@ -295,6 +278,7 @@ def stage_evidence(
             delivered; none of a foreign loader.
         setup: That loader as it was; None: no predictions are made.
         facts: What it says about itself; None: nothing.
+        machine: What the training had of its machine.
         step_queued: Part of the steps in which the training was ready but had no CPU.
         val: Its validation, in a loop whose wall time is not measured.
         measured: Further fields of :class:`Evidence`, such as the wall time.
@@ -302,7 +286,7 @@ def stage_evidence(
     if setup is not None:
         setup = replace(
             setup,
-            other_cpus=_taken_cpus(setup.cpus, **measured),
+            other_cpus=machine.taken_of(setup.cpus),
             worker_threads=worker_threads(stamps),
         )
     means = {name: _mean(getattr(summary, name)) for name in _PHASES}
@@ -311,6 +295,7 @@ def stage_evidence(
     known: dict[str, Any] = {
         **{f"{name}_ms": ms for name, ms in means.items()},
         "device": summary.device,
+        "machine": machine,
         "step_ms": None if step_ms is None else step_ms + (gap_ms or 0.0),
         "wall": loop_time(summary, val),
         "epochs": summary.cold_steps,
@@ -354,18 +339,6 @@ def recorded_costs(
 
 def _mean(phase: PhaseSummary | None) -> float | None:
     return None if phase is None else phase.mean_ms
-
-
-def _taken_cpus(
-    cpus: float,
-    other_cpus: float | None = None,
-    machine_cpus: float | None = None,
-    **_: Any,
-) -> float:
-    """Return how many of the CPUs for this training other programs use."""
-    if other_cpus is None or machine_cpus is None:
-        return 0.0
-    return min(cpus, max(0.0, cpus - (machine_cpus - other_cpus)))
 
 
 def stage_times(

@@ -160,7 +160,7 @@ def _fine(e: Evidence, code: str, advice: tuple[Advice, ...] = ()) -> Finding:
 def _more_workers(e: Evidence) -> Advice:
     facts, wanted = e.loader, _wanted_workers(e)
     free = f"{facts.usable_cpus} CPUs are usable"
-    taken = e.taken_cpus(facts.usable_cpus)
+    taken = e.machine.taken_of(facts.usable_cpus)
     if round(taken):
         free += f", of which other programs use {taken:.1f}"
     text = f"num_workers {facts.num_workers} -> {wanted}  ({free})"
@@ -180,7 +180,7 @@ def _wanted_workers(e: Evidence) -> int | None:
     """Return as many workers as the loaders' plan takes by itself."""
     cpus = e.loader.usable_cpus
     if cpus is not None:
-        cpus = max(1, cpus - round(e.taken_cpus(cpus)))
+        cpus = max(1, cpus - round(e.machine.taken_of(cpus)))
     if cpus is None or cpus <= 2 or e.summary.device == "cpu":
         return cpus
     return cpus - 1  # one for the training process

@@ -15,7 +15,12 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live import Status, WatchedRun
-from lightning_fastdata.insight.measure.host_metrics import fault_notes, fault_scalars, tune_scalars
+from lightning_fastdata.insight.measure.host_metrics import (
+    MachineSeen,
+    fault_notes,
+    fault_scalars,
+    tune_scalars,
+)
 from lightning_fastdata.insight.model.evidence import LoaderFacts, closed_options, read_loader
 from lightning_fastdata.insight.report.run_report import RunReport, verdict_line
 from lightning_fastdata.insight.verdicts.catalogue import judge
@@ -152,7 +157,7 @@ class RunJudge:
             loaders_anew=attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
             memory=self.memory,
             ranks=() if ranks is None else all_known(ranks.so_far),
-            **({} if host is None else host.evidence()),
+            machine=MachineSeen() if host is None else host.seen(),
         )
         return judge(train, facts, evidence)
 
