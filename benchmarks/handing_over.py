@@ -7,7 +7,7 @@ CPU time of the training process and of the workers for each batch, from which a
 batch sizes gives a part for each batch and one for each row; what the training process itself
 spends on reading and collating is taken off the workers'. The lowest of the rounds counts. Then the
 time that a worker more makes an epoch longer that starts its workers anew. Put the figures into
-``planning/worker_count.py`` (and the known work into ``planning/facts/probe.py``).
+``planning/plan_for.py`` (and the known work into ``planning/facts/probe.py``).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from lightning_fastdata.host.cpu import read_affinity
 from lightning_fastdata.insight.model.evidence import TrainingTimes
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.source import setup_of
-from lightning_fastdata.planning.worker_count import look_ahead_batches
+from lightning_fastdata.planning.plan_for import look_ahead_batches
 from lightning_fastdata.tuning.simulate import BatchCost, LoaderSetup, batch_costs
 
 BATCH, SETTLED, STEPS = 16, 20, 40

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_fastdata.prove import settings as proving
@@ -42,34 +43,20 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> RunSettings | None
 
 def lightning_callbacks() -> list[Any]:
     """Return the callbacks for a Trainer of ``lightning.pytorch``."""
-    asked = proving.read_settings()
-    if asked is not None:
-        from lightning_fastdata.plugin.bindings import ProvingCallback
-
-        _silence()
-        return [ProvingCallback(asked)]
-    settings = read_settings()
-    if settings is None:
-        return []
-    from lightning_fastdata.plugin.bindings import AddedCallback
-
-    return [AddedCallback(**asdict(settings))]
+    return _callbacks("lightning_fastdata.plugin.bindings")
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
     """Return the callbacks for a Trainer of ``pytorch_lightning``."""
-    asked = proving.read_settings()
-    if asked is not None:
-        from lightning_fastdata.pytorch_lightning import ProvingCallback
+    return _callbacks("lightning_fastdata.pytorch_lightning")
 
+
+def _callbacks(home: str) -> list[Any]:
+    to_prove, to_run = proving.read_settings(), read_settings()
+    if to_prove is not None:
         _silence()
-        return [ProvingCallback(asked)]
-    settings = read_settings()
-    if settings is None:
-        return []
-    from lightning_fastdata.pytorch_lightning import AddedCallback
-
-    return [AddedCallback(**asdict(settings))]
+        return [import_module(home).ProvingCallback(to_prove)]
+    return [] if to_run is None else [import_module(home).AddedCallback(**asdict(to_run))]
 
 
 def _silence() -> None:

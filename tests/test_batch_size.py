@@ -11,13 +11,11 @@ from misses import each
 from thoroughness import max_examples
 
 from lightning_fastdata.device.backend import is_out_of_memory
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.memory import reserve_bytes
 from lightning_fastdata.plugin.guard.prediction import (
     GuardDecision,
     Probe,
     decide,
-    next_probe_rows,
     predict_peak_bytes,
     probe_sizes,
 )
@@ -59,89 +57,7 @@ sizes = st.integers(3, 5000)
 # --- measuring ---------------------------------------------------------------------------------
 
 
-@given(devices, sizes)
-def test_probing_ends_after_few_sizes_and_never_above_the_asked_one(device, asked):
-    probes = probe_sizes(asked, device.measure)
-    rows = [probe.rows for probe in probes]
-    assert len(rows) == len(set(rows)) <= 4
-    assert all(1 <= each <= asked for each in rows)
-
-
-@given(devices, sizes)
-def test_two_sizes_ran_unless_the_device_is_full_at_three_rows(device, asked):
-    probes = probe_sizes(asked, device.measure)
-    ran = [probe for probe in probes if probe.peak_bytes is not None]
-    assert len(ran) == 2 or device.cost(3) > device.capacity
-    assert ran or device.cost(1) > device.capacity
-
-
-@each(("asked", "expected"), [(3, [2, 3]), (4, [2, 4]), (8, [2, 4]), (12, [3, 6]), (256, [4, 8])])
-def test_one_row_alone_is_never_tried_on_a_device_with_room(asked, expected):
-    roomy = Device(fixed=0, per_row=1, capacity=GIB)
-    assert [probe.rows for probe in probe_sizes(asked, roomy.measure)] == expected
-
-
-def test_a_size_out_of_memory_is_halved_down_to_one_row():
-    device = Device(fixed=0, per_row=GIB, capacity=GIB)
-    assert probe_sizes(64, device.measure) == (Probe(4, None), Probe(2, None), Probe(1, GIB))
-    full = Device(fixed=2 * GIB, per_row=1, capacity=GIB)
-    assert [probe.rows for probe in probe_sizes(64, full.measure)] == [4, 2, 1]
-    assert next_probe_rows(64, [Probe(4, 10), Probe(8, None)]) == 2
-    assert next_probe_rows(8, [Probe(2, 10), Probe(4, None)]) == 3
-    assert next_probe_rows(8, [Probe(2, 10), Probe(4, None), Probe(3, None)]) is None
-
-
 # --- predicting --------------------------------------------------------------------------------
-
-
-@given(devices, sizes)
-def test_the_prediction_is_exact_where_memory_is_a_straight_line(device, asked):
-    device.capacity = device.cost(asked)
-    probes = probe_sizes(asked, device.measure)
-    assert predict_peak_bytes(probes, asked) == device.cost(asked)
-
-
-@given(
-    fixed=st.integers(0, 4 * GIB),
-    per_row=st.integers(1, GIB),
-    knee=st.integers(8, 40),
-    capacity=st.integers(8 * GIB, 140 * GIB),
-)
-def test_the_reserve_covers_a_convex_curve_that_the_line_underestimates_by_three_percent(
-    fixed, per_row, knee, capacity
-):
-    device = Device(fixed=fixed, per_row=per_row, capacity=capacity, knee_rows=knee)
-    budget = capacity - reserve_bytes(capacity)
-    decision = decision_on(device, 100_000, "reduce", budget)
-    chosen = decision.batch_size
-    if decision.action == "reduce":
-        assert device.measure(chosen).peak_bytes is not None
-        probes = probe_sizes(100_000, device.measure)
-        low = device.cost(chosen) / predict_peak_bytes(probes, chosen)
-        assert low < 1.0301
-
-
-@given(st.lists(st.integers(1, 10**9), min_size=2, max_size=2), st.integers(1, 10**5))
-def test_the_prediction_never_falls_with_the_rows(peaks, rows):
-    probes = [Probe(4, peaks[0]), Probe(8, peaks[1])]
-    assert predict_peak_bytes(probes, rows) <= predict_peak_bytes(probes, rows + 1)
-
-
-def test_noise_that_makes_the_larger_probe_smaller_does_not_predict_a_falling_peak():
-    device = Device(fixed=GIB, per_row=0, capacity=2 * GIB, noise={4: MIB})
-    probes = probe_sizes(1000, device.measure)
-    assert predict_peak_bytes(probes, 1000) == GIB
-
-
-def test_one_size_that_ran_predicts_too_much_rather_than_too_little():
-    assert predict_peak_bytes([Probe(2, None), Probe(1, 100)], 5) == 500
-    assert predict_peak_bytes([Probe(4, 100)], 1) == 100
-    assert predict_peak_bytes([Probe(1, None)], 1) is None
-
-
-def test_the_order_of_probes_does_not_matter():
-    probes = [Probe(8, 180), Probe(16, None), Probe(4, 100), Probe(2, 60)]
-    assert predict_peak_bytes(probes, 10) == predict_peak_bytes(probes[::-1], 10) == 220
 
 
 def test_the_reserve_is_five_percent_but_at_least_half_a_gibibyte():
@@ -166,7 +82,7 @@ def run_through(device: Device, asked: int, policy: str, budget: int):
     return probes, now(probes)
 
 
-ACTED = ("keep", "accumulate", "reduce")
+ACTED = ("keep", "accumulate", "chosen")
 convex = st.builds(
     Device,
     fixed=st.integers(0, 4 * GIB),
@@ -177,7 +93,7 @@ convex = st.builds(
 )
 
 
-@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", "reduce"]))
+@given(convex, st.integers(3, 20_000), st.sampled_from(["accumulate", None]))
 @max_examples(300)
 def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, policy):
     budget = device.capacity - reserve_bytes(device.capacity)
@@ -195,7 +111,7 @@ def test_a_size_is_trained_with_only_if_as_large_a_one_has_run(device, asked, po
 def test_the_chosen_size_is_at_least_85_percent_of_the_largest_that_fits(device, asked):
     device.noise = {}
     budget = device.capacity - reserve_bytes(device.capacity)
-    _, decision = run_through(device, asked, "reduce", budget)
+    _, decision = run_through(device, asked, None, budget)
     fits = max((n for n in range(1, asked + 1) if device.cost(n) <= budget), default=0)
     if decision.action in ACTED:
         assert decision.batch_size >= 0.85 * fits - 1
@@ -203,24 +119,9 @@ def test_the_chosen_size_is_at_least_85_percent_of_the_largest_that_fits(device,
         assert fits <= 4
 
 
-def test_a_size_that_was_predicted_to_fit_and_does_not_is_looked_for_from_both_sides():
-    limit = 700
-
-    def measure(rows):  # something allocates much more from there on
-        return Probe(rows, 10 * rows if rows <= limit else None)
-
-    probes = probe_sizes(4096, measure, lambda probes: 4096)
-    rows = [probe.rows for probe in probes]
-    assert rows[:8] == [4, 8, 16, 32, 64, 128, 256, 512]
-    assert max(row for row in rows if row <= limit) >= 0.85 * limit
-    assert len(rows) <= 13
-    decision = decide(asked=4096, probes=probes, budget_bytes=10**9, policy="reduce")
-    assert 0.85 * limit <= decision.batch_size <= limit
-
-
 # --- deciding ----------------------------------------------------------------------------------
 
-policies = st.sampled_from(["accumulate", "reduce", "raise", "warn"])
+policies = st.sampled_from(["accumulate", None, "raise", "warn"])
 
 
 def decision_on(device: Device, asked: int, policy: str, budget: int, **more) -> GuardDecision:
@@ -236,7 +137,7 @@ def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
     probes = probe_sizes(asked, device.measure)
     decision = decision_on(device, asked, policy, budget, accumulate_now=accumulate_now)
     assert 1 <= decision.batch_size <= asked
-    if decision.action in ("keep", "accumulate", "reduce"):
+    if decision.action in ("keep", "accumulate", "chosen"):
         assert predict_peak_bytes(probes, decision.batch_size) <= budget
         assert not any(p.peak_bytes is None and p.rows <= decision.batch_size for p in probes)
     else:
@@ -252,7 +153,7 @@ def test_the_chosen_size_fits_by_prediction_and_is_never_above_the_asked_one(
 def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_it(
     device, asked, budget, accumulate_now
 ):
-    largest = decision_on(device, asked, "reduce", budget)
+    largest = decision_on(device, asked, None, budget)
     decision = decision_on(device, asked, "accumulate", budget, accumulate_now=accumulate_now)
     if decision.action != "accumulate":
         assert decision.action == ("raise" if largest.action == "raise" else "keep")
@@ -266,60 +167,6 @@ def test_accumulation_keeps_the_effective_batch_exactly_where_a_divisor_allows_i
     assert surplus == 0 if divisors else 0 < surplus < parts
     word = "still sees" if surplus == 0 else "instead of"
     assert word in decision.reason
-
-
-@given(devices, sizes, st.integers(0, 64 * GIB))
-def test_reduce_takes_the_largest_size_that_fits(device, asked, budget):
-    probes = probe_sizes(asked, device.measure)
-    decision = decision_on(device, asked, "reduce", budget)
-    if decision.action == "reduce":
-        above = decision.batch_size + 1
-        ran = max(p.rows for p in probes if p.peak_bytes is not None)
-        out = any(p.peak_bytes is None for p in probes) and above > ran
-        assert out or predict_peak_bytes(probes, above) > budget
-
-
-@given(devices, sizes, st.integers(0, 64 * GIB))
-def test_policies_agree_on_whether_the_batch_fits(device, asked, budget):
-    actions = {
-        policy: decision_on(device, asked, policy, budget).action
-        for policy in ("accumulate", "reduce", "raise", "warn")
-    }
-    kept = [action == "keep" for action in actions.values()]
-    assert all(kept) or not any(kept)
-    if not kept[0]:
-        assert actions["raise"] == "raise"
-        assert actions["warn"] == "warn"
-        assert actions["accumulate"] in ("accumulate", "raise")
-
-
-@given(devices, sizes, st.integers(0, 32 * GIB), st.integers(0, 32 * GIB))
-def test_another_tenant_that_takes_memory_never_makes_the_batch_larger(device, asked, free, taken):
-    before = decision_on(device, asked, "reduce", free + taken)
-    after = decision_on(device, asked, "reduce", free)
-    assert after.action == "raise" or after.batch_size <= before.batch_size
-
-
-@pytest.mark.parametrize("policy", ["accumulate", "reduce", "raise"])
-def test_a_device_too_small_for_one_row_raises_whatever_the_policy(policy):
-    full = Device(fixed=2 * GIB, per_row=GIB, capacity=GIB)
-    decision = decision_on(full, 32, policy, GIB)
-    assert decision.action == "raise"
-    assert "not even one row fits" in decision.reason
-
-
-def test_warn_lets_even_a_hopeless_batch_go_on():
-    full = Device(fixed=2 * GIB, per_row=GIB, capacity=GIB)
-    assert decision_on(full, 32, "warn", GIB).action == "warn"
-
-
-def test_off_and_no_measurement_are_skipped_and_change_nothing():
-    for decision in (
-        decide(asked=32, probes=[Probe(1, None)], budget_bytes=0, policy="off", accumulate_now=3),
-        decide(asked=32, probes=[], budget_bytes=0, policy="reduce", accumulate_now=3),
-    ):
-        assert decision.action == "skipped"
-        assert (decision.batch_size, decision.accumulate_grad_batches) == (32, 3)
 
 
 def test_a_dataset_smaller_than_the_batch_is_judged_by_its_own_rows():
@@ -353,13 +200,6 @@ def test_the_reason_tells_need_budget_and_what_changes():
     )
     small = Device(fixed=0, per_row=GIB, capacity=3 * GIB)
     assert "a step on 4 rows ran out of memory" in decision_on(small, 64, "raise", GIB).reason
-
-
-def test_impossible_options_are_refused_by_name():
-    with pytest.raises(OptionsError, match="'halve'"):
-        decide(asked=8, probes=[], budget_bytes=0, policy="halve")
-    with pytest.raises(OptionsError, match="at least 1"):
-        decide(asked=0, probes=[], budget_bytes=0, policy="reduce")
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -434,11 +274,6 @@ def test_errors_of_full_devices_are_known_by_their_words(words):
 @each("words", OF_OTHER_THINGS)
 def test_other_errors_are_not_taken_for_a_full_device(words):
     assert not is_out_of_memory(RuntimeError(words))
-
-
-@each("error", [MemoryError(), KeyboardInterrupt()])
-def test_errors_of_python_are_not_taken_for_a_full_device(error):
-    assert not is_out_of_memory(error)
 
 
 def test_a_real_host_allocation_that_cannot_succeed_is_known():

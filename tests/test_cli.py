@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 
 import pytest
 from misses import each
@@ -119,52 +117,6 @@ def reports(tmp_path):
     return paths
 
 
-def fastdata(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_program("-m", "lightning_fastdata", *arguments)
-
-
-def test_compare_ends_in_0_without_a_condition_that_holds(reports):
-    done = fastdata("compare", *reports, "--fail-if", "step_ms > +10%")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^ step_ms +50 +40 +-10 +-20.0%$", done.stdout, re.MULTILINE)
-    assert "ok    step_ms > +10%  it is -20.0%" in done.stdout
-
-
-def test_compare_ends_in_1_if_any_of_several_conditions_holds(reports, capsys):
-    conditions = ["--fail-if", "step_ms > +10%", "--fail-if", "stall_percent > 24"]
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *reports, *conditions, "--json"])
-    assert ended.value.code == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [one["holds"] for one in told["conditions"]] == [False, True]
-    # The conditions of one call are not those of the next.
-    main(["compare", *reports])
-    assert "ok" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--fail-if", "steptime > +10%"], "step_ms"),
-        (["--fail-if", "transfer_ms > 1"], "was not measured"),
-        (["--fail-if", "step_ms"], "cannot be read"),
-        (["--fail-if"], "expected one argument"),
-    ],
-)
-def test_compare_ends_in_2_on_what_cannot_be_decided(reports, arguments, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *reports, *arguments])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_compare_ends_in_2_without_a_file(reports, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", reports[0], "missing.json"])
-    assert ended.value.code == 2
-    assert "missing.json cannot be read: No such file" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["compair", "tune"])
 def test_an_unknown_command_is_answered_with_the_known_ones(name, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -172,3 +124,26 @@ def test_an_unknown_command_is_answered_with_the_known_ones(name, capsys):
     assert ended.value.code == 2
     known = "run, prove, top, report, compare, doctor, replay"
     assert f"choose from {known}" in capsys.readouterr().err.replace("'", "")
+
+
+@each(
+    ("arguments", "code", "said"),
+    [
+        (["--fail-if", "step_ms > +10%"], 0, "ok    step_ms > +10%  it is -20.0%"),
+        (["--fail-if", "step_ms > +10%", "--fail-if", "stall_percent > 24"], 1, "stall_percent"),
+        (["--fail-if", "steptime > +10%"], 2, "step_ms"),
+        (["--fail-if", "transfer_ms > 1"], 2, "was not measured"),
+        (["--fail-if", "step_ms"], 2, "cannot be read"),
+        (["--fail-if"], 2, "expected one argument"),
+        (["missing.json"], 2, "unrecognized arguments"),
+    ],
+)
+def test_compare_ends_in_0_1_or_2_by_its_conditions(reports, capsys, arguments, code, said):
+    ended = 0
+    try:
+        main(["compare", *reports, *arguments])
+    except SystemExit as exited:
+        ended = exited.code
+    told = capsys.readouterr()
+    assert ended == code
+    assert said in (told.err if code == 2 else told.out)

@@ -144,57 +144,10 @@ def test_the_first_block_is_ten_lines_that_need_nothing_before_them():
         assert "<!-- setup" not in before
 
 
-def test_the_first_block_runs_with_the_other_package_and_prints_the_summary(tmp_path):
-    pytest.importorskip("pytorch_lightning")
-    code = of_few_files(blocks_of(FIRST_PAGES[0])[0].code)
-    code = code.replace("from lightning_fastdata ", "from lightning_fastdata.pytorch_lightning ")
-    code = code.replace("from lightning.pytorch", "from pytorch_lightning")
-    (tmp_path / "first.py").write_text(code)
-    done = run_program(tmp_path / "first.py", cwd=tmp_path, threads=1)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert tells_a_summary(done.stdout)
-
-
-def test_the_site_begins_with_one_picture_three_lines_of_code_and_four_ways_on():
-    text = (ROOT / "docs/index.md").read_text().partition("```{toctree}")[0]
-    (shown,) = [code for language, code in ANY_FENCED.findall(text) if language == "python"]
-    assert len(shown.splitlines()) == 3
-    assert text.count("](report.png)") == text.count("![") == 1
-    assert len(re.findall(r"^- \*\*\[", text, re.MULTILINE)) == 4
-    assert not re.search(r"\[[\w/.-]+\.md\]", text)  # no names of files
-
-
-def test_no_argument_of_a_public_name_is_explained_by_another():
-    public = [getattr(lightning_fastdata, name) for name in lightning_fastdata.__all__]
-    said = {one: inspect.getdoc(one) or "" for one in public if callable(one)}
-    assert [one for one, text in said.items() if "As above" in text] == []
-
-
-def test_ci_runs_the_test_command_that_the_readme_names():
-    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci/run").read_text()
-    named = re.findall(r"`(make [a-z-]+)`", readme)
-    assert {"make demo", "make test"} <= set(named)
-    assert "make test" in ci.splitlines()
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert {command.removeprefix("make ") for command in named} <= set(targets)
-
-
 def test_a_wheel_is_called_as_it_is_called():
     name = f"lightning_fastdata-{lightning_fastdata.__version__}-py3-none-any.whl"
     called = [re.findall(r"[\w.-]+\.whl", page.read_text()) for page in PAGES]
     assert {found for each in called for found in each} == {name}
-
-
-def test_no_command_has_a_path_to_be_filled_in():
-    code = "\n".join(c for page in FIRST_PAGES for _, c in ANY_FENCED.findall(page.read_text()))
-    assert not re.search(r"path/to|/the/clone|<[a-z-]+>|YOUR", code)
-
-
-def test_the_changelog_of_a_first_release_speaks_of_this_release():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    if len(re.findall(r"^## \[", text, re.MULTILINE)) == 1:
-        earlier = r"no longer|any more|(?:earlier|development) version|^### (?:Mended|Fixed)"
-        assert re.findall(earlier, text, re.MULTILINE) == []
 
 
 # -- what code means -------------------------------------------------------------------------------

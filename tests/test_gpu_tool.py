@@ -32,19 +32,6 @@ def test_a_section_comes_as_far_as_the_device(name):
         tool.measure_of(name)(run)
 
 
-def test_a_section_takes_the_place_of_what_it_wrote_before():
-    report = ""
-    for name, told in [("races", "old"), ("running", "yes"), ("races", "new")]:
-        row = {"section": "a", "what": "b", "value": told, "unit": "", "note": "c | d"}
-        report = tool.put_part(report, name, tool.part_of(name, [row], "2026-01-02; H100"), "H100")
-    headings = [line for line in report.splitlines() if line.startswith("#")]
-    assert headings == ["# H100", "## running", "## races"]
-    assert "| a | b | new |  | c / d |" in report
-    assert "old" not in report
-    assert report.count("2026-01-02; H100") == 2
-    assert f"Decides {tool.SECTIONS['races'].decides}." in report
-
-
 def test_a_machine_without_a_gpu_is_told_so(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert tool.main(["races"]) == 2

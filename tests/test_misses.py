@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
-
 import pytest
-from misses import Misses, each
+from misses import each
 from thoroughness import LONG
 
 
@@ -44,25 +42,6 @@ def test_a_law_without_cases_fails_and_one_whose_cases_are_all_skipped_is_skippe
         skipped()
 
 
-def test_what_is_no_miss_ends_the_loop():
-    def interrupted():
-        with Misses() as misses:
-            misses.check(False, "first")
-            with misses.case("second"):
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-
-
-@each("number", [1, 2])
-@each("name", ["LAW"])
-def test_each_case_has_a_folder_and_an_environment_of_its_own(tmp_path, monkeypatch, number, name):
-    assert name not in os.environ
-    monkeypatch.setenv(name, str(number))
-    (tmp_path / "file").touch(exist_ok=False)
-
-
 def test_a_short_run_takes_as_many_cases_as_its_mark_says():
     tried = []
 
@@ -73,12 +52,3 @@ def test_a_short_run_takes_as_many_cases_as_its_mark_says():
 
     law()
     assert tried == (list(range(10)) if LONG else [2, 7])
-
-
-def test_a_check_that_does_not_hold_is_told():
-    def checks():
-        with Misses() as misses:
-            for number in range(3):
-                misses.check(number != 1, "number", number)
-
-    assert failed(checks) == "1 of 3 cases:\n\nnumber 1: is not so"

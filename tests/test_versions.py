@@ -71,13 +71,6 @@ def test_the_versions_are_those_that_the_project_declares():
     assert lightning == f"lightning>={told['lightning']},{bad}"
 
 
-def test_every_dependency_has_a_lowest_version():
-    project = tomllib.loads(PROJECT.read_text())["project"]
-    declared = [project["dependencies"], *project["optional-dependencies"].values()]
-    free = [one for each in declared for one in each if ">=" not in one]
-    assert {one.partition("[")[0] for one in free} == {"lightning-fastdata"}
-
-
 def test_the_lowest_versions_are_those_of_everything_that_can_be_had():
     project = tomllib.loads(PROJECT.read_text())["project"]
     pinned = {one.partition("==")[0] for one in lowest_versions()}

@@ -184,7 +184,7 @@ def main(arguments=None):
     install_missing(ROOT / "wheels")
     import torch
 
-    from lightning_fastdata.host.gpus import read_gpus
+    from lightning_fastdata.host.machine import read_gpus
 
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -27,8 +27,7 @@ _EVERY_S: Final = 1.0
 def doctor() -> None:
     """Print what this machine allows, and what of it limits data loading."""
     from lightning_fastdata.host.cpu import read_cpu_limit
-    from lightning_fastdata.host.gpus import read_gpus
-    from lightning_fastdata.host.machine import doctor_text, read_versions
+    from lightning_fastdata.host.machine import doctor_text, read_gpus, read_versions
     from lightning_fastdata.host.memory import read_host_memory
 
     cpu, memory, versions = read_cpu_limit(), read_host_memory(), read_versions()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,14 +16,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lightning_fastdata.errors import TransformError, VersionError
 from lightning_fastdata.host.cpu import CpuLimit, CpuThrottling, read_cpu_limit, read_cpu_throttling
-from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.host.memory import DeviceMemory, read_host_memory
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     import torch
 
-    from lightning_fastdata.host.memory import DeviceMemory, HostMemory
+    from lightning_fastdata.host.memory import HostMemory
 
 LEAST: Final = {"torch": (2, 6), "lightning": (2, 5, 3), "pytorch-lightning": (2, 5, 3)}
 """The first versions that will do, as in ``pyproject.toml``. An Albumentations that will not do is
@@ -31,6 +33,9 @@ MALICIOUS: Final = dict.fromkeys(("lightning", "pytorch-lightning"), ((2, 6, 2),
 _REPORTED: Final = (
     "lightning-fastdata", "torch", "torchvision", "lightning", "albumentations", "numpy",
 )  # fmt: skip
+_ASKED: Final = ("--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits")
+_MOST_S: Final = 20.0
+"""A driver that is not kept loaded takes seconds."""
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _ENOUGH_OPEN_FILES: Final = 65536
@@ -235,3 +240,52 @@ def _import_file(path: Path, holds: str) -> ModuleType:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def read_gpus(
+    count: Callable[[], int] | None = None,
+    run: Callable[[Sequence[str]], str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> list[tuple[str, DeviceMemory | None]]:
+    """Return name and memory of each GPU that torch may use; None: the driver does not tell.
+
+    The driver lists them: no CUDA context is opened, which takes hundreds of MiB on a GPU that may
+    be at work.
+
+    Args:
+        count: returns how many there are; None: as torch does, which asks the driver.
+        run: returns what a command prints, or raises OSError; None: as a process of its own.
+        environ: the environment, in which ``CUDA_VISIBLE_DEVICES`` may leave GPUs out.
+    """
+    gpus = (count or _count)()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [f"--id={visible}"] if visible else []
+    try:
+        told = (run or _run)(["nvidia-smi", *chosen, *_ASKED]) if gpus else ""
+    except OSError:
+        told = ""
+    lines = told.strip().splitlines()
+    if len(lines) == gpus:
+        return [_parsed(line) for line in lines]
+    return [(f"GPU {number}", None) for number in range(gpus)]
+
+
+def _parsed(line: str) -> tuple[str, DeviceMemory | None]:
+    name, free, total = (part.strip() for part in line.rsplit(",", 2))
+    # A GPU that shares memory with the CPU says "[N/A]".
+    known = free.isdecimal() and total.isdecimal()
+    return name, DeviceMemory(int(free) * _MIB, int(total) * _MIB) if known else None
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_S, check=True)
+    except subprocess.SubprocessError as error:
+        raise OSError(str(error)) from error
+    return done.stdout
+
+
+def _count() -> int:
+    from lightning_fastdata.device.backend import gpu_count  # loads torch
+
+    return gpu_count()

@@ -1,14 +1,28 @@
-"""What gives the batches of a FastDataLoader, and what the model and the tuner know of it."""
+"""What gives the batches of a FastDataLoader: torch's own loader, or an executor that is kept."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
+import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import torch
 from torch.utils.data import (
@@ -20,36 +34,56 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_fastdata.augment import WorkerTransform
+from lightning_fastdata.augment import StageTransform, WorkerTransform
 from lightning_fastdata.batches.bad_samples import SampleGuard
 from lightning_fastdata.batches.collate import collate_samples
 from lightning_fastdata.batches.keyed import keyed, reads_together
 from lightning_fastdata.batches.libraries import tell_rank
-from lightning_fastdata.batches.staged import FirstOfPairs, StagingCollate
+from lightning_fastdata.batches.pinning import PinThread, pinned_if_room
+from lightning_fastdata.batches.staged import FirstOfPairs, StagedBatch, StagingCollate
+from lightning_fastdata.device.backend import default_type, reads_page_locked
+from lightning_fastdata.errors import FastDataWarning, WorkerError
+from lightning_fastdata.executors.crew_trial import CrewTrial
+from lightning_fastdata.executors.fault_log import FaultLog
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.fork_hazards import forks
+from lightning_fastdata.executors.fork_hazards import forks, refuse_late_fork
 from lightning_fastdata.executors.gather.rows import rows_of
-from lightning_fastdata.executors.kinds import executor_for, kind_of, room_elsewhere
+from lightning_fastdata.executors.kinds import (
+    AnyExecutor,
+    Executor,
+    Resources,
+    StreamReader,
+    WatchedExecutor,
+    executor_for,
+    kind_of,
+    open_executor,
+    room_elsewhere,
+)
+from lightning_fastdata.executors.standby import Ways
+from lightning_fastdata.executors.stream_position import StreamPosition
+from lightning_fastdata.fingerprint import Fingerprint, Watched
+from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.host.system_calls import OpenFile, files_being_read, open_anew
-from lightning_fastdata.loading.kept_executor import KeptExecutor, SourceSettings
-from lightning_fastdata.order.epoch_order import Rank, rank_now
+from lightning_fastdata.order.epoch_order import Rank, dataset_length, rank_now
 from lightning_fastdata.order.indices import EpochIndices
 from lightning_fastdata.order.ranks import deciding
 from lightning_fastdata.order.samplers import is_drawn_at_start
-from lightning_fastdata.planning.worker_count import look_ahead_batches, most_workers
+from lightning_fastdata.planning.plan_for import LoaderPlan, look_ahead_batches, most_workers
 from lightning_fastdata.randomness.generators import OwnGenerators
-from lightning_fastdata.randomness.seeds import EpochCell
-from lightning_fastdata.stamps.batch_stamps import WaitWatch
+from lightning_fastdata.randomness.search import find_composes
+from lightning_fastdata.randomness.seeds import EpochCell, lasting
+from lightning_fastdata.stamps.batch_stamps import BatchStamps, WaitWatch
 from lightning_fastdata.stamps.stamped import ShowDataset, WatchedSampler, stamped
 from lightning_fastdata.tuning.simulate import LoaderSetup, Scheduling
 from lightning_fastdata.tuning.tuner import Tuner, log
-from lightning_fastdata.types import Batch
+from lightning_fastdata.types import Batch, Stage
 
 if TYPE_CHECKING:
+    from lightning_fastdata.executors.pool.stalls import ExecutorNow
     from lightning_fastdata.loading.loader import FastDataLoader
-    from lightning_fastdata.planning.plan_for import LoaderPlan
+    from lightning_fastdata.loading.position import Run
 
 Source: TypeAlias = "DataLoader[Any] | KeptExecutor"
 Loader: TypeAlias = "FastDataLoader[Any] | SourceSettings"
@@ -61,6 +95,461 @@ _PASSED_ON: Final = (
     "prefetch_factor", "pin_memory_device", "in_order",
 )  # fmt: skip
 """Settings that torch's own loader takes as they are."""
+_TOO_MANY: Final = (
+    "Length of IterableDataset was reported to be {reported} batches by len(loader), but {given} "
+    "have come. If it is read by several workers, have __iter__ split it by "
+    "torch.utils.data.get_worker_info(), or every worker reads all of it."
+)
+Keeps: TypeAlias = bool | Literal["unchanged"]
+"""Whether workers are kept between epochs; ``"unchanged"``: while what they read is as it was."""
+_LEAST_BUDGET_S: Final = 0.02
+"""What a new worker takes to start, about."""
+_SHARE_OF_EPOCH: Final = 0.01
+_PER_SAMPLE_S: Final = 1e-6
+"""A hundredth of what a quick sample takes, while no epoch was timed."""
+_CHANGED: Final = (
+    "what the dataset holds has changed since this epoch began, or cannot be compared with what it "
+    "was"
+)
+
+
+class _State(NamedTuple):
+    """What is read at one moment."""
+
+    read: Fingerprint
+    """Dataset and ``collate_fn``, which workers call."""
+    pipeline: Fingerprint
+    """Of ``augment=``, which is made anew for each epoch in which it has changed."""
+
+    @property
+    def own(self) -> tuple[bytes, bytes]:
+        """All but what other processes see change."""
+        return self.read.own, self.pipeline.own
+
+
+@runtime_checkable
+class _TellsState(Executor, Protocol):
+    """An executor whose side processes tell what they read."""
+
+    def ask_states(self, within_s: float) -> None: ...
+
+    def read_the_same(self, digest: bytes, within_s: float) -> bool: ...
+
+
+class SourceSettings(NamedTuple):
+    """The attributes of a FastDataLoader that its source rests on, under the same names.
+
+    A tuple, as two of these are compared by identity first: a dataset may have any ``==``.
+    """
+
+    dataset: torch.utils.data.Dataset[Any]
+    batch_size: int | None
+    sampler: Any
+    batch_sampler: Any
+    drop_last: bool
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any]
+    pin_memory: bool
+    timeout: float | Literal["auto"]
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    asked_prefetch_factor: int | None
+    keeps: Keeps
+    pin_memory_device: str
+    in_order: bool
+    seed: int
+    transform: StageTransform | None
+    on_device: bool
+    staged: Stage | None
+    executor: AnyExecutor
+    faults: FaultLog
+    chosen: bool
+    standby: bool
+    run: Run | None
+    """Its own draws are keyed, and so are those of the sampler."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class KeptExecutor:
+    """Iterable over epochs; starts its executor at the first one.
+
+    Side processes are seeded from the ``generator`` of the settings, which torch would draw its
+    base seed from at this place, so that the draws after it are the same: those of a stream as
+    torch does, others from that, the plan's seed and the epoch they start in.
+    """
+
+    name: AnyExecutor
+    """Not torch's own."""
+    plan: FetchPlan
+    settings: SourceSettings
+    indices: EpochIndices | None
+    """Gives the batches of indices of each epoch; None of a stream."""
+    epoch: Callable[[], int]
+    """Returns the number of the epoch that begins."""
+    staged: Stage | None
+    """Deliver :class:`StagedBatch` of this stage, without draws."""
+    reported_batches: Callable[[], int | None] | None
+    """Returns the length that the loader of a stream has reported, or None."""
+
+    def __post_init__(self) -> None:
+        self.workers = self.settings.num_workers
+        self.trial, self.ways = CrewTrial(self.workers), Ways()
+        self.aside = kind_of(self.name).side_processes
+        self.persistent = self.settings.keeps is True
+        self._state: _State | None = None
+        """What the workers read, as it was when they started; None: it cannot be compared."""
+        self._seen: _State | None = None
+        self._pipeline = Watched()
+        self.told = False
+        """The dataset was told the epoch that begins, which has changed it."""
+        self._began_s: float | None = None
+        self._respawned = 0
+        self.pin_on = _pinning_device() if self.settings.pin_memory else None
+        ahead = self.aside or kind_of(self.name).gathers
+        self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
+        self.records: deque[BatchStamps] | None = None
+        self._running: weakref.ref[EpochIterator] | None = None
+        self.base_seed: int | None = None
+        """What the side processes are seeded from; None: nothing was drawn for it yet."""
+        self._earlier_seed: int | None = None
+        self._in_stream: StreamPosition | None = None
+        self._last: Executor | None = None
+        """Of the epoch that began last, also when it is over."""
+        # Under this name Lightning looks for workers to stop when it is done.
+        self._iterator: Executor | None = None
+
+    def __iter__(self) -> EpochIterator:
+        if not self.persistent or self.base_seed is None:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.settings.generator)
+            self.base_seed = int(drawn)
+        if self._earlier_seed is not None:
+            self.base_seed, self._earlier_seed = self._earlier_seed, None
+        other = None if self._running is None else self._running()
+        unfinished = other is not None and other.executor is not None
+        if other is not None and unfinished and self.persistent:
+            other.end("another epoch of its loader has begun, which keeps its workers")
+            unfinished = False
+        keep = self._keeps_now(in_use=unfinished) and not unfinished
+        executor = self._iterator if keep else None
+        if executor is None:
+            plan = replace(self.plan, base_seed=self._seed_of_processes(self.base_seed))
+            given = Resources(
+                executor=self.name,
+                workers=self.workers,
+                pin_thread=self._pin_thread,
+                trial=self.trial,
+                ways=self.ways,
+            )
+            executor = open_executor(plan, given)
+            if self.records is not None:
+                executor.record(self.records)
+        try:
+            self._start_epoch(executor)
+        except BaseException:
+            self._iterator = None
+            executor.close()  # which would otherwise live as long as the traceback
+            raise
+        self._last = executor
+        if keep:
+            self._iterator = executor
+        self._respawned = getattr(executor, "respawned", 0)
+        reported = None if self.reported_batches is None else self.reported_batches()
+        over = self._ask_workers if keep else None
+        running = EpochIterator(executor, self.finish, reported, over=over)
+        self._running = weakref.ref(running)
+        return running
+
+    def look(self) -> None:
+        """Note whether what is read is as the workers have it; before the dataset is told an epoch.
+
+        What the dataset makes of that, each worker is told, too.
+        """
+        if self.aside and self._state is not None:
+            self._seen = self._read_state()
+
+    def _keeps_now(self, *, in_use: bool) -> bool:
+        """Return whether the executor of the epoch that begins may outlive it.
+
+        One that stays from the epoch before is let go where what it reads has changed since; while
+        it is ``in_use`` by an iterator of before, it ends with that.
+        """
+        if not self.aside:
+            return True  # Threads and reused memory cost nothing between epochs.
+        seen, then, self._seen = self._seen, self._state, None
+        same = seen is not None and seen == then
+        if self.persistent:  # shared memory and files are theirs to see, too
+            same = seen is not None and then is not None and seen.own == then.own
+        elif same and seen is not None and not in_use:
+            same = self._workers_read(seen)
+        if not same and self._iterator is not None and not self.persistent:
+            if not in_use:
+                self._iterator.close()
+            self._iterator = None
+        if same or self._iterator is None:
+            self._state = seen if same and not self.told else self._read_state()
+        else:
+            self._state = None  # the workers that are kept have what it was
+        self._began_s = clock.monotonic()
+        if self.settings.keeps == "unchanged":
+            return self._state is not None and self._reads_as_new()
+        return self.persistent
+
+    def _reads_as_new(self) -> bool:
+        """Return whether a worker that is kept reads a further epoch as a new one would.
+
+        A stream goes on with the random numbers of the worker, and ``worker_init_fn`` may change
+        what is read in each epoch.
+        """
+        return self.indices is not None and self.settings.worker_init_fn is None
+
+    def _read_state(self) -> _State | None:
+        """Return what workers that start now read; None: it cannot be compared in time."""
+        if self.indices is None:
+            return None  # New processes read each epoch of a stream, or those that the user keeps.
+        given = () if self.settings.transform is None else self.settings.transform.made_of()
+        read = self.plan.state(self._budget_s())
+        pipeline = self._pipeline.now(
+            given, self._budget_s(), lambda: lasting(find_composes(given))
+        )
+        return None if read is None or pipeline is None else _State(read, pipeline)
+
+    def _budget_s(self) -> float:
+        """Return how long to compare what is read, at most."""
+        epoch_s = (dataset_length(self.settings.dataset) or 0) * _PER_SAMPLE_S / _SHARE_OF_EPOCH
+        if self._began_s is not None:
+            epoch_s = clock.monotonic() - self._began_s
+        return max(_LEAST_BUDGET_S, _SHARE_OF_EPOCH * epoch_s)
+
+    def _ask_workers(self) -> None:
+        """Ask workers that may be kept what they read, now that an epoch is over."""
+        executor = self._iterator
+        if isinstance(executor, _TellsState) and self._state is not None and not self.persistent:
+            executor.ask_states(self._budget_s())
+
+    def _workers_read(self, seen: _State) -> bool:
+        """Return whether the workers would read the next epoch as new ones would.
+
+        What they have read may have changed their own copies: a counter, a cache, an open file.
+        """
+        executor = self._iterator
+        if not isinstance(executor, _TellsState):
+            return True
+        return executor.read_the_same(seen.read.own, self._budget_s())
+
+    def _seed_of_processes(self, base_seed: int) -> int:
+        if self.plan.seed is None:
+            return base_seed
+        # A worker_init_fn may draw from what the process was seeded with: another epoch, seed or
+        # global seed has to give other numbers.
+        text = f"{self.plan.seed},{self.epoch()},{base_seed}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+    def _start_epoch(self, executor: Executor) -> None:
+        if self.indices is not None:
+            executor.start_epoch(iter(self.indices), self.epoch())
+        elif isinstance(executor, StreamReader):
+            resume, self._in_stream = self._in_stream, None
+            executor.start_epoch(repeat(self.settings.batch_size), self.epoch(), resume=resume)
+
+    def stream_position(self, batches: int, *, over: bool) -> dict[str, Any] | None:
+        """Return where the stream is after so many batches of this epoch, as plain data.
+
+        ``over``: they were all, and it is where the next epoch begins. None: it is no stream, or
+        none is being read, or the next epoch begins in new processes.
+
+        Raises:
+            OptionsError: So many were not handed out, or too long ago.
+        """
+        executor = self._last
+        if not isinstance(executor, StreamReader) or (over and not self.keep):
+            return None
+        position = executor.position(batches)
+        if position is not None and over:
+            position = position.next_epoch()
+        return None if position is None else position.as_dict()
+
+    @property
+    def keep(self) -> bool:
+        """Whether what reads a stream outlives its epoch."""
+        return self.persistent or not self.aside
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether what comes next of this epoch is read as things are by then."""
+        return bool(getattr(self._last, "reads_later", True))
+
+    @property
+    def draws_anew(self) -> bool:
+        """Whether a stream draws from global generators whose states nobody saves."""
+        kept = self.persistent and self.aside
+        return isinstance(self._last, StreamReader) and self._last.stream_drew and not kept
+
+    def go_on_from(self, base_seed: int | None, stream: dict[str, Any] | None) -> None:
+        """Begin the next epoch as a run that goes on did.
+
+        Args:
+            base_seed: What its side processes were seeded from; None: not known.
+            stream: The position in a stream; None: its beginning, or it is none.
+        """
+        self._in_stream = None if stream is None else StreamPosition.from_dict(stream)
+        if base_seed is not None and self.persistent:
+            self.base_seed = base_seed  # nothing is drawn for it, as in the run that goes on
+        self._earlier_seed = base_seed
+
+    def resize(self, workers: int, look_ahead: int | None) -> None:
+        """Read with so many side processes from now on, and be so many batches ahead.
+
+        Raises:
+            WorkerError: They cannot be had, or would not read what those read that are there.
+        """
+        if workers > self.workers:
+            refuse_late_fork(self.plan)
+            self._refuse_other_state()
+        self.workers = workers
+        self.settings = self.settings._replace(num_workers=workers)
+        self.plan = self.plan if look_ahead is None else replace(self.plan, look_ahead=look_ahead)
+        for executor in self._at_work():
+            executor.resize(workers, look_ahead)
+
+    def _refuse_other_state(self) -> None:
+        """Raise an error if workers that start now would not read what the others do."""
+        if self.aside and self._at_work() and self.settings.keeps and self._has_changed():
+            raise WorkerError(f"they would not read what the others do: {_CHANGED}")
+
+    def _has_changed(self) -> bool:
+        """Return whether what the workers of this epoch read may have changed since they began."""
+        now, then = self._read_state(), self._state
+        return now is None or then is None or now.own != then.own
+
+    def _tell_other_state(self) -> None:
+        """Warn where a worker that took a dead one's place may read something else."""
+        respawned: int = getattr(self._last, "respawned", 0)
+        if respawned > self._respawned and self._has_changed():
+            warnings.warn(
+                f"A worker that died was replaced, and the new one may read other samples: "
+                f"{_CHANGED}.",
+                FastDataWarning,
+                stacklevel=2,
+            )
+        self._respawned = respawned
+
+    def _at_work(self) -> list[Executor]:
+        running = None if self._running is None else self._running()
+        executors = (self._iterator, None if running is None else running.executor)
+        return list({id(each): each for each in executors if each is not None}.values())
+
+    def record(self, records: deque[BatchStamps] | None) -> None:
+        """Append the stamps of each batch from now on; None: no more."""
+        self.records = records
+        for executor in self._at_work():
+            executor.record(records)
+
+    def now(self) -> list[ExecutorNow]:
+        """Return what is under way in side processes; any thread may ask."""
+        return [each.now() for each in self._at_work() if isinstance(each, WatchedExecutor)]
+
+    def finish(self, batch: Batch) -> Batch:
+        """Return the batch as it is delivered."""
+        if self.aside and self.indices is not None:
+            self._tell_other_state()
+        if self.staged is not None:
+            batch = StagedBatch(batch, None, self.staged)
+        if self.pin_on is None or self._pin_thread is not None:
+            return batch
+        return pinned_if_room(batch, self.pin_on)
+
+    def close(self) -> None:
+        """Stop the executor; the next epoch starts a new one."""
+        running = None if self._running is None else self._running()
+        if running is not None and running.executor is not None:
+            running.executor.close()
+            running.end("its loader was closed")
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+
+class EpochIterator:
+    """The batches of one epoch; without an executor none, or the error that keeps them away."""
+
+    def __init__(
+        self,
+        executor: Executor | None = None,
+        finish: Callable[[Batch], Batch] | None = None,
+        reported_batches: int | None = None,
+        *,
+        over: Callable[[], object] | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        self.executor = executor
+        self.error = error
+        self._finish = finish
+        self._reported = reported_batches
+        self._given = 0
+        if executor is not None and over is None:  # it ends with this iterator
+            over = weakref.finalize(self, executor.close)
+        self._over = over
+
+    def __iter__(self) -> EpochIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.error is not None:
+            raise self.error
+        if self.executor is None:
+            raise StopIteration
+        try:
+            batch = next(self.executor)
+        except StopIteration:
+            self.executor = None
+            if self._over is not None:
+                self._over()
+            raise
+        self._given += 1
+        if self._reported is not None and self._given > self._reported:
+            text = _TOO_MANY.format(reported=self._reported, given=self._given)
+            warnings.warn(text, stacklevel=2)
+        return batch if self._finish is None else self._finish(batch)
+
+    def ready(self) -> bool | None:
+        """Return whether the next batch, or the end, comes without waiting.
+
+        None: this process makes it when it is asked for.
+        """
+        if self.executor is None:
+            return True
+        ready: Callable[[], bool | None] | None = getattr(self.executor, "ready", None)
+        return None if ready is None else ready()
+
+    def under_way(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return how many batches were begun, and which were not handed over; None: not known."""
+        known: Callable[[], tuple[int, tuple[int, ...]]] | None
+        known = getattr(self.executor, "under_way", None)
+        return None if known is None else known()
+
+    def end(self, why: str) -> None:
+        """Give no more batches."""
+        self.executor = None
+        self.error = WorkerError(f"This iterator has ended: {why}. Iterate the loader anew.")
+
+    def __reduce__(self) -> tuple[Callable[[], EpochIterator], tuple[()]]:
+        # Lightning copies its trainer with the iterators in it; processes cannot be copied.
+        return partial(EpochIterator, error=self.error), ()
+
+
+def _pinning_device() -> str | None:
+    kind = default_type()
+    if reads_page_locked(kind):
+        return kind
+    warnings.warn(
+        "pin_memory=True, but there is no accelerator that copies from page-locked memory; "
+        "batches come in ordinary memory. Set pin_memory=False.",
+        FastDataWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def makes_batches(loader: Loader) -> bool:
@@ -170,10 +659,10 @@ def _open_executor(
     executor = executor_for(settings.executor, stream=streamed, workers=settings.num_workers)
     default = collate_fn is collate_samples
     default = default and makes_batches(settings)
-    in_rows = kind_of(executor).needs_shared_memory and default and not streamed
+    in_rows = kind_of(executor).side_processes and default and not streamed
     gathered = in_rows and rows_of(dataset) is not None
     default = default and not gathered
-    splits = kind_of(executor).splits_batches and default
+    splits = default and not kind_of(executor).elsewhere
     ahead = settings.num_workers * (settings.prefetch_factor or 2)
     if not streamed:
         split = splits and not reads_together(settings.dataset)
@@ -296,7 +785,7 @@ def splits_batches(loader: Loader) -> bool:
     transform = loader.transform
     drawn = transform is not None and transform.in_worker(on_device=loader.on_device) is not None
     default = loader.collate_fn in (default_collate, collate_samples) and not drawn
-    whole = not kind_of(loader.executor).splits_batches or reads_together(loader.dataset)
+    whole = kind_of(loader.executor).elsewhere or reads_together(loader.dataset)
     return default and makes_batches(loader) and not whole
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lightning_fastdata.batches.bad_samples import BadSamples
-from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.slots import shared_slots_supported
 from lightning_fastdata.device.backend import default_type, reads_page_locked
 from lightning_fastdata.errors import FastDataWarning, OptionsError
@@ -27,23 +26,11 @@ from lightning_fastdata.executors.kinds import (
     unsuited,
 )
 from lightning_fastdata.host.cpu import read_cpu_limit
-from lightning_fastdata.host.memory import read_host_memory
+from lightning_fastdata.host.memory import read_host_memory, size_text
 from lightning_fastdata.order.epoch_order import dataset_length
 from lightning_fastdata.order.samplers import is_drawn_at_start
 from lightning_fastdata.planning.facts.inspection import DatasetFacts, Questions, inspect_dataset
 from lightning_fastdata.planning.options import LoaderOptions, check_among
-from lightning_fastdata.planning.worker_count import (
-    EPOCHS,
-    MOST_WAITING,
-    SET,
-    alone_ms,
-    count_workers,
-    look_ahead_batches,
-    soonest_workers,
-    starting_ms,
-    torch_prefetch,
-    waits,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +38,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lightning_fastdata.batches.bad_samples import BadSamplePolicy
+    from lightning_fastdata.executors.kinds import ExecutorKind
     from lightning_fastdata.host.cpu import CpuLimit
     from lightning_fastdata.host.memory import HostMemory
     from lightning_fastdata.planning.facts.probe import SampleCost
@@ -66,6 +54,7 @@ _PIN: Final = "page-locked memory speeds up copies to GPUs with memory of their 
 _KEEP: Final = "kept while what they read stays as it is; else they start anew, as torch has it"
 _NOT_KEPT: Final = "they start anew in each epoch, as torch has it"
 _ANEW: Final = "as torch has it: workers that start anew see what was changed in the dataset"
+_NO_SHARED: Final = "; this system has no memory files for side processes"
 _AS_IT_IS: Final = (None, "left as Python has it")
 _UNSURE_MS: Final = 3  # that reading a batch here takes at most, where that may be quicker
 _SURE: Final = 0.35
@@ -73,6 +62,33 @@ _BOTH: Final = "; the training process reads, too, as long as nothing changes wh
 _AT_START_S: Final = 0.25  # that an epoch may take which is read at once when it begins
 _ROWS: Final = "its batches are rows of numbers, copied with one call per column"
 _NO_FORK: Final = "a forked process could not read the dataset, and one that was started so could"
+SET: Final = "set by you"
+MOST_WAITING: Final = 64
+_FIRST_ACTORS: Final = 8  # each takes seconds to start, and a CPU that others may want
+_SHORTEST_WAIT_MS: Final = 0.2  # a sample that is handed out and taken back waits for about as long
+_HANDOVER_MS: Final = 0.1  # CPU time for the messages of a sample, its key, its copy into the batch
+_LOOK_AHEAD_BATCHES: Final = 8  # under way together; enough to cover one slow batch
+# CPU time measured by benchmarks/handing_over.py where ``SampleCost.pace`` is 1: the training
+# process gives out a batch and takes it in, a side process handles it besides reading and
+# collating, a generator is seeded for a sample that draws from one.
+_GIVE_MS, _GIVE_ROW_MS = 0.17, 0.0006
+_TAKE_MS, _TAKE_ROW_MS = 0.16, 0.0016
+_KEY_MS: Final = 0.006
+_EPOCHS: Final = 10  # of a training, where workers are kept
+_FORK_MS: Final = 60  # to start a process and to end it; measured as those above
+_FRESH_MS: Final = 2500  # the same of one that imports torch anew
+_SURELY_LESS: Final = 0.9  # of the time of an epoch, by fewer workers
+_FEWEST_OF_STREAM: Final = 4
+_OF_MEMORY: Final = 0.8
+"""Of what is left, what workers may take."""
+_FORKED_BYTES: Final = 48 * 2**20  # a forked process shares its parent's pages
+_FRESH_BYTES: Final = 400 * 2**20  # a process that imports torch anew
+_ONE_STREAM: Final = (
+    "num_workers is 1 of {count} possible, because several workers may each read the whole stream, "
+    "so that samples would come several times: {why}. If the dataset divides itself among them "
+    "(torch.utils.data.get_worker_info), set num_workers={count}, or split=True; otherwise set "
+    "split=False, and this message goes away."
+)
 Value: TypeAlias = int | float | str | None
 
 
@@ -106,6 +122,16 @@ class LoaderSpec:
     def is_stream(self) -> bool:
         """Whether the dataset has no index."""
         return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def length(self) -> int | None:
+        """Samples in the dataset; None: not known."""
+        return dataset_length(self.dataset)
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in an epoch; None: not known."""
+        return None if self.length is None else math.ceil(self.length / (self.batch_size or 1))
 
     @property
     def default_collation(self) -> bool:
@@ -159,34 +185,16 @@ TORCH: Final = ExecutorChoice("torch", KINDS["torch"].what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """What the plan of a loader rests on besides its options. None: not known."""
+class Machine:
+    """What the plan of a loader rests on besides the loader and its dataset."""
 
-    stage: Stage
     cpu: CpuLimit  # of this rank
     memory: HostMemory  # of this host, shared by its ranks
     accelerator: str  # "cpu", "cuda", "mps" or another device type
-    batch_size: int  # samples in a batch of this rank
-    dataset_length: int | None  # samples that this rank reads in an epoch
-    iterable: bool  # the dataset is a stream (``IterableDataset``)
-    stream: StreamSplit | None = None  # whether a stream shares itself out among workers
-    batched_fetch: bool  # the dataset gives a whole batch in one call (``__getitems__``)
-    in_memory: bool = False  # samples are tensors in RAM, and nothing is computed for each
-    cost: SampleCost | None = None  # of a sample
-    split: bool = False  # the samples of one batch may be read by several workers
-    choice: ExecutorChoice = TORCH
-    start_method: str | None = None  # if the options leave it open; None: Python's default
+    start_method: str = "fork"  # Python's default for processes
+    shared_memory: bool = True  # there are the memory files that side processes need (Linux)
     actors: int | None = None  # that a cluster has room for, where they are to read
-    instead_of_fork: str | None = None  # to start processes by, as forked ones were seen to fail
-    start_ms: float = 0.0  # of an epoch, to start one worker
-    worker_bytes: int | None = None  # that a worker comes to have of its own
     platform: str = sys.platform
-
-    @property
-    def batches(self) -> int | None:
-        """Batches in an epoch."""
-        length = self.dataset_length
-        return None if length is None else math.ceil(length / self.batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,89 +280,53 @@ def plan_for(
     """
     if facts is None:
         facts = inspect_dataset(spec, Questions(cost=spec.needs_cost))
-    if accelerator is None:
-        accelerator = default_type()
-    options, dataset, cost = spec.options, spec.dataset, facts.cost
-    stream = facts.stream
-    if stream is not None and stream.here and options.num_workers not in ("auto", 0):
-        raise OptionsError(
-            f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
-            "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
-        )
-    cpu = read_cpu_limit(local_ranks=local_ranks)
-    choice = TORCH
-    method = spec.start_method or facts.start_method or multiprocessing.get_start_method()
-    if options.multiprocessing_context != "auto":
-        method = options.multiprocessing_context
-    kept = spec.keeps and spec.stage in ("train", "val")
-    if options.persistent_workers != "auto":
-        kept = options.persistent_workers
-    start_ms = starting_ms(cost, forked=method == "fork", kept=kept)
-    if spec.needs_cost:
-        choice = choose_executor(
-            spec,
-            facts,
-            cpus=cpu.usable_cpus,
-            shared_memory=shared_slots_supported(),
-            method=method,
-            start_ms=start_ms,
-        )
-    if stream is not None and stream.here:
-        choice = ExecutorChoice("inline", stream.why, alone=True)
-    asked, actors = options.executor, None
-    if asked != "auto" and options.num_workers == "auto" and not spec.is_stream:
+    asked, actors = spec.options.executor, None
+    if asked != "auto" and spec.options.num_workers == "auto" and not spec.is_stream:
         actors = room_elsewhere(asked, local_ranks)
-    situation = Situation(
-        stage=spec.stage,
-        cpu=cpu,
+    machine = Machine(
+        cpu=read_cpu_limit(local_ranks=local_ranks),
         memory=read_host_memory(),
-        accelerator=accelerator,
-        batch_size=spec.batch_size or 1,
-        dataset_length=dataset_length(dataset),
-        iterable=spec.is_stream,
-        stream=stream,
-        batched_fetch=fetches_in_batches(dataset) or isinstance(dataset, TensorDataset),
-        in_memory=isinstance(dataset, TensorDataset),
-        cost=cost,
-        split=facts.split,
-        choice=choice,
+        accelerator=default_type() if accelerator is None else accelerator,
+        start_method=multiprocessing.get_start_method(),
+        shared_memory=shared_slots_supported(),
         actors=actors,
-        start_method=facts.start_method or multiprocessing.get_start_method(),
-        instead_of_fork=facts.start_method,
-        start_ms=start_ms,
-        worker_bytes=facts.worker_bytes,
     )
-    draws = bool(spec.pipelines) or facts.draws or (None if cost is None else False)
-    plan = plan_loader(options, situation)
-    only_here = facts.here is not None or choice.kept
-    standby = choice.standby and options.num_workers == "auto" and plan.num_workers > 0
-    return replace(plan, warnings=facts.warnings, draws=draws, only_here=only_here, standby=standby)
+    return plan_loader(spec, facts, machine)
 
 
-def choose_executor(
-    spec: LoaderSpec,
-    facts: DatasetFacts,
-    *,
-    cpus: int = 2,
-    shared_memory: bool = True,
-    method: str = "fork",
-    start_ms: float = 0.0,
-) -> ExecutorChoice:
+def _start_method(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> str:
+    """Return how workers are started."""
+    if spec.options.multiprocessing_context != "auto":
+        return spec.options.multiprocessing_context
+    return spec.start_method or facts.start_method or machine.start_method
+
+
+def _starting_ms(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> float:
+    """Return the milliseconds of each epoch that go into starting one worker."""
+    kept = spec.keeps and spec.stage in ("train", "val")
+    if spec.options.persistent_workers != "auto":
+        kept = spec.options.persistent_workers
+    return starting_ms(facts.cost, forked=_start_method(spec, facts, machine) == "fork", kept=kept)
+
+
+def choose_executor(spec: LoaderSpec, facts: DatasetFacts, machine: Machine) -> ExecutorChoice:
     """Return the executor that suits a dataset, and why. Pure.
 
     ``num_workers=0`` is a wish to fetch in the training process, a higher number one for workers,
-    also where the samples that were read are cheap: others may not be. ``shared_memory``: the
-    system has the memory that side processes need (Linux), which are started by a ``method``.
-    ``start_ms``: what starting one of them takes of each epoch.
+    also where the samples that were read are cheap: others may not be.
 
     Where the number of workers is left open, an epoch is to be read as things are when it begins,
     as workers read it. The training process itself can do that with what it can read, or copy, at
     once when the epoch begins.
     """
-    workers, batch_size = spec.options.num_workers, spec.batch_size or 1
+    workers = spec.options.num_workers
+    if facts.stream is not None and facts.stream.here:
+        return ExecutorChoice("inline", facts.stream.why, alone=True)
+    if not spec.needs_cost:
+        return TORCH
     keyed = facts.draws or bool(spec.pipelines)
-    forked = method == "fork" and shared_memory
-    aside: ExecutorName = "workers" if shared_memory else "torch"
+    forked = _start_method(spec, facts, machine) == "fork" and machine.shared_memory
+    aside: ExecutorName = "workers" if machine.shared_memory else "torch"
     if spec.is_stream and workers != 0:
         return ExecutorChoice(aside, "each process reads its own stream")
     if workers == 0:
@@ -366,21 +338,36 @@ def choose_executor(
         return _cheap(spec, facts, "gather", _ROWS, forked=forked, copied_bytes=facts.own_bytes)
     if facts.here is not None and workers == "auto":
         return ExecutorChoice("inline", facts.here, alone=True)
-    lacks = "" if shared_memory else "; this system has no memory files for side processes"
+    lacks = "" if machine.shared_memory else _NO_SHARED
     if isinstance(workers, int):
         return ExecutorChoice(aside, f"num_workers={workers} asks for them{lacks}")
     if facts.cost is None:
         return ExecutorChoice(aside, f"what a sample costs is not known{lacks}")
     if spec.transformed:  # which is not part of what was measured
         return ExecutorChoice(aside, f"an Albumentations pipeline runs on each sample{lacks}")
-    alone = alone_ms(facts.cost, batch_size, keyed=keyed)
-    length = dataset_length(spec.dataset)
+    return _by_cost(spec, facts, machine, facts.cost, keyed=keyed, forked=forked)
+
+
+def _by_cost(
+    spec: LoaderSpec,
+    facts: DatasetFacts,
+    machine: Machine,
+    cost: SampleCost,
+    *,
+    keyed: bool,
+    forked: bool,
+) -> ExecutorChoice:
+    """Return the executor by which an epoch of samples of this cost is over sooner, and why."""
+    batch_size, cpus = spec.batch_size or 1, machine.cpu.usable_cpus
+    aside: ExecutorName = "workers" if machine.shared_memory else "torch"
+    lacks = "" if machine.shared_memory else _NO_SHARED
+    alone, start_ms = alone_ms(cost, batch_size, keyed=keyed), _starting_ms(spec, facts, machine)
     _, shared = soonest_workers(
-        facts.cost,
+        cost,
         batch_size,
         cpus=cpus,
-        most=MOST_WAITING if waits(facts.cost) else cpus,
-        batches=None if length is None else math.ceil(length / batch_size),
+        most=MOST_WAITING if waits(cost) else cpus,
+        batches=spec.batches,
         start_ms=start_ms,
         keyed=keyed,
     )
@@ -388,7 +375,7 @@ def choose_executor(
     # Workers would begin each epoch anew, with nothing kept.
     if again is not None and spec.options.persistent_workers is not True:
         again_ms = alone_ms(again, batch_size, keyed=keyed)
-        if (alone + (EPOCHS - 1) * again_ms) / EPOCHS < shared:
+        if (alone + (_EPOCHS - 1) * again_ms) / _EPOCHS < shared:
             return ExecutorChoice(
                 "inline",
                 f"the dataset keeps what it has read: a batch takes {alone:.2g} ms here at first, "
@@ -399,20 +386,20 @@ def choose_executor(
             )
     said = f"a batch takes {alone:.2g} ms here and some {shared:.2g} ms by side processes"
     said += ", with their start" if start_ms else ""
-    if waits(facts.cost):
-        said += f"; a sample waits {facts.cost.wait_ms:.2g} of its {facts.cost.wall_ms:.2g} ms"
+    if waits(cost):
+        said += f"; a sample waits {cost.wait_ms:.2g} of its {cost.wall_ms:.2g} ms"
     if shared < _WORTH_IT * alone:
-        unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(facts.cost)
+        unsure = alone < _UNSURE_MS and shared > _SURE * alone and not waits(cost)
         standby = unsure and forked and _may_stand_by(spec, facts)
         return ExecutorChoice(aside, said + (_BOTH if standby else lacks), standby=standby)
-    samples = math.inf if length is None else length
+    samples = math.inf if spec.length is None else spec.length
     return _cheap(
         spec,
         facts,
         "inline",
         said,
         forked=forked,
-        read_bytes=samples * (facts.cost.size_bytes or 0),
+        read_bytes=samples * (cost.size_bytes or 0),
         read_s=samples / batch_size * alone / 1000,
     )
 
@@ -469,90 +456,109 @@ def _drawn_at_start(spec: LoaderSpec) -> bool:
     return source is None or is_drawn_at_start(source)
 
 
-def plan_loader(options: LoaderOptions, situation: Situation) -> LoaderPlan:
+def plan_loader(
+    spec: LoaderSpec, facts: DatasetFacts, machine: Machine, chosen: ExecutorChoice | None = None
+) -> LoaderPlan:
     """Decide every setting of a loader. Reads nothing: the same arguments give the same plan.
 
-    What the user set always wins, and gets a limit message where it cannot work.
+    What the user set always wins, and gets a limit message where it cannot work. ``chosen`` is the
+    executor that suits the dataset; None: that of :func:`choose_executor`.
 
     Raises:
-        OptionsError: ``batch_size`` is below 1, or the system has no such start method.
+        OptionsError: The system has no such start method, or workers were set for a stream that
+            they could not read.
     """
-    batch_size, platform, chosen = situation.batch_size, situation.platform, situation.choice
-    if batch_size < 1:
-        raise OptionsError(f"batch_size is {batch_size!r}; a batch has 1 sample or more.")
-    if platform == "win32":
+    options, stream = spec.options, facts.stream
+    if stream is not None and stream.here and options.num_workers not in ("auto", 0):
+        raise OptionsError(
+            f"{spec.name} has num_workers={options.num_workers}, but {stream.why}: they would "
+            "wait for ever. Leave num_workers out; Ray's own settings say how many tasks read."
+        )
+    if machine.platform == "win32":
         check_among("multiprocessing_context", options.multiprocessing_context, ("auto", "spawn"))
+    if chosen is None:
+        chosen = choose_executor(spec, facts, machine)
     executor = chosen.executor if options.executor == "auto" else options.executor
     kind = kind_of(executor)
-    ours = not (kind.is_torch or situation.iterable)
-    count, why, limits = count_workers(options, kind, situation, ours=ours)
+    ours = not (kind.is_torch or spec.is_stream)
+    count, why, limits = count_workers(spec, facts, machine, chosen, kind)
     if not kind.elsewhere:
-        limits = [*_overstepped(options, situation), *limits]
+        limits = [*_overstepped(options, facts.cost, machine), *limits]
     prefetch: int | None
     if ours:
         prefetch = None if options.prefetch_factor == "auto" else options.prefetch_factor
         ahead = look_ahead_batches(
             count,
             prefetch=prefetch,
-            batch_size=batch_size,
-            split=situation.split and kind.splits_batches,
+            batch_size=spec.batch_size or 1,
+            split=facts.split and not kind.elsewhere,
         )
         prefetch_why = f"{ahead} batches ahead in all, as memory allows"
     else:
         prefetch, prefetch_why = torch_prefetch(count, options)
-    kept = count > 0 and situation.stage in ("train", "val") and ours
-    forks = situation.instead_of_fork is None
-    untuned = _why_untuned(options, situation, executor, count)
+    kept = count > 0 and spec.stage in ("train", "val") and ours
+    untuned = _why_untuned(spec, machine, chosen, executor, count)
     tuning = f"not tuned: {untuned}" if untuned else "tuned as the steps show what pays"
+    no_split = None, "only a stream has to divide itself among workers"
+    start = (facts.start_method, _NO_FORK) if facts.start_method else _AS_IT_IS
     auto: dict[str, tuple[Value, str]] = {
         "num_workers": (count, f"{why}; {tuning}"),
-        "pin_memory": (reads_page_locked(situation.accelerator), _PIN),
+        "pin_memory": (reads_page_locked(machine.accelerator), _PIN),
         "persistent_workers": ("unchanged", _KEEP) if kept else (False, _NOT_KEPT),
         "prefetch_factor": (prefetch, prefetch_why) if count else (None, "not used: no workers"),
-        "multiprocessing_context": _AS_IT_IS if forks else (situation.instead_of_fork, _NO_FORK),
+        "multiprocessing_context": start,
         "timeout": (None, "60 s without progress, or 20 times as long as tasks take"),
         "in_order": (True, "as the sampler gives them"),
         "executor": (chosen.executor, chosen.why),
         "on_bad_sample": ("raise", "an error names the sample, and the training ends"),
         "probe": (True, "a few samples tell what suits them"),
-        "split": _split(situation),
+        "split": no_split if stream is None else (stream.splits, stream.why),
     }
-    limits += unsuited(options.executor, iterable=situation.iterable, workers=count)
+    limits += unsuited(options.executor, iterable=spec.is_stream, workers=count)
     choices = tuple(_setting(options, name, *auto[name]) for name in auto)
     decided: dict[str, Any] = {setting.option: setting.value for setting in choices}
-    return LoaderPlan(**decided, choices=choices, tuned=not untuned, limits=tuple(limits))
-
-
-def _split(situation: Situation) -> tuple[Value, str]:
-    """Return whether a stream shares itself out among workers, and why."""
-    if situation.stream is None:
-        return None, "only a stream has to divide itself among workers"
-    return situation.stream.splits, situation.stream.why
+    no_draws = None if facts.cost is None else False
+    return LoaderPlan(
+        **decided,
+        choices=choices,
+        tuned=not untuned,
+        limits=tuple(limits),
+        warnings=facts.warnings,
+        draws=bool(spec.pipelines) or facts.draws or no_draws,
+        standby=chosen.standby and options.num_workers == "auto" and count > 0,
+        only_here=facts.here is not None or chosen.kept,
+    )
 
 
 def _why_untuned(
-    options: LoaderOptions, situation: Situation, executor: AnyExecutor, workers: int
+    spec: LoaderSpec,
+    machine: Machine,
+    chosen: ExecutorChoice,
+    executor: AnyExecutor,
+    workers: int,
 ) -> str | None:
     """Return why the number of workers stays as it is while they read; None: it is changed."""
-    if options.num_workers != "auto":
+    if spec.options.num_workers != "auto":
         return "num_workers is set by you"
-    if situation.stage not in ("train", "val"):
+    if spec.stage not in ("train", "val"):
         return "it is read once, and tuned loaders learn from epoch to epoch"
-    if situation.iterable:
+    if spec.is_stream:
         return "which worker reads what of a stream rests on how many there are"
-    if situation.choice.standby:
+    if chosen.standby:
         return "whether workers pay at all is measured as the training begins"
     if not workers:
         return "what the training process has opened by then, workers may not share"
-    if not kind_of(executor).resizes:
+    if not kind_of(executor).side_processes:
         return f"executor={executor!r} has no workers that come and go"
-    if not shared_slots_supported():
+    if not machine.shared_memory:
         return "this system has no memory files for side processes"
     return None
 
 
-def _overstepped(options: LoaderOptions, situation: Situation) -> Iterator[str]:
-    workers, cpu, cost = options.num_workers, situation.cpu, situation.cost
+def _overstepped(
+    options: LoaderOptions, cost: SampleCost | None, machine: Machine
+) -> Iterator[str]:
+    workers, cpu = options.num_workers, machine.cpu
     if workers != "auto" and workers > cpu.usable_cpus and not waits(cost):
         yield (
             f"num_workers={workers} is more than the CPUs there are ({cpu.reason}). It "
@@ -566,8 +572,8 @@ def _overstepped(options: LoaderOptions, situation: Situation) -> Iterator[str]:
             f'{cost.wall_ms:.3g} ms and leaves the CPUs idle. Set num_workers="auto", or more '
             "workers than CPUs."
         )
-    if options.pin_memory is True and not reads_page_locked(situation.accelerator):
-        yield f'pin_memory=True has no use on {situation.accelerator!r}. Set it to "auto".'
+    if options.pin_memory is True and not reads_page_locked(machine.accelerator):
+        yield f'pin_memory=True has no use on {machine.accelerator!r}. Set it to "auto".'
 
 
 def _setting(options: LoaderOptions, option: str, auto: Value, why: str) -> Setting:
@@ -600,3 +606,272 @@ def plan_asked(
     for warning in plan.warnings:
         warnings.warn(f"{spec.name}: {warning}", FastDataWarning, stacklevel=4)
     return plan
+
+
+def waits(cost: SampleCost | None) -> bool:
+    """Return whether a sample waits for most of its time, so that CPUs would stand idle."""
+    return cost is not None and cost.wait_ms >= _SHORTEST_WAIT_MS and cost.wait_ms >= cost.cpu_ms
+
+
+def alone_ms(cost: SampleCost, batch_size: int, *, keyed: bool = False) -> float:
+    """Return the milliseconds in which the training process makes one batch itself.
+
+    ``keyed``: the samples draw, so that generators are seeded for each.
+    """
+    return batch_size * (cost.wall_ms + cost.collate_ms + cost.pace * keyed * _KEY_MS)
+
+
+def by_workers_ms(
+    cost: SampleCost, batch_size: int, *, cpus: int, keyed: bool = False, workers: int | None = None
+) -> float:
+    """Return the milliseconds from batch to batch if side processes make them.
+
+    The slowest decides: the training process, which gives and takes batches one by one, the
+    ``cpus``, which all processes share, or the ``workers``. None: as many as there would be.
+    """
+    gives = _gives_ms(cost, batch_size)
+    each = cost.cpu_ms + cost.collate_ms + cost.pace * (keyed * _KEY_MS + _TAKE_ROW_MS)
+    makes = cost.pace * _TAKE_MS + batch_size * each
+    waits_ms = batch_size * cost.wait_ms
+    if workers is None:
+        workers = MOST_WAITING if waits(cost) else cpus
+    return max(gives, (gives + makes) / cpus, (makes + waits_ms) / workers)
+
+
+def starting_ms(cost: SampleCost | None, *, forked: bool, kept: bool) -> float:
+    """Return the milliseconds of each epoch that go into starting one worker.
+
+    One that is ``kept`` is started once in a training. It computes, so that it takes as many times
+    as long as others let it wait for a CPU.
+    """
+    once_ms = (_FORK_MS if forked else _FRESH_MS) * (
+        1.0 if cost is None else cost.pace * cost.crowded
+    )
+    return once_ms / _EPOCHS if kept else once_ms
+
+
+def soonest_workers(
+    cost: SampleCost,
+    batch_size: int,
+    *,
+    cpus: int,
+    most: int,
+    batches: int | None,
+    start_ms: float,
+    keyed: bool = False,
+) -> tuple[int, float]:
+    """Return by how many workers, ``most`` at most, an epoch is over soonest, starting included.
+
+    And the milliseconds that this takes for each batch. ``start_ms`` is of each worker in each
+    epoch, which has so many ``batches``; None: not known, and starting is not counted.
+    """
+
+    def batch_ms(workers: int) -> float:
+        made = by_workers_ms(cost, batch_size, cpus=cpus, keyed=keyed, workers=workers)
+        return made + workers * start_ms / (batches or math.inf)
+
+    fewest = min(range(1, most + 1), key=batch_ms)
+    # Figures of few samples are rough, and what waits now and then is helped by more.
+    count = fewest if batch_ms(fewest) < _SURELY_LESS * batch_ms(most) else most
+    return count, batch_ms(count)
+
+
+def enough_workers(cost: SampleCost, batch_size: int) -> int:
+    """Return how many workers make batches as fast as the training process can take them."""
+    return max(1, math.ceil(alone_ms(cost, batch_size) / _gives_ms(cost, batch_size)))
+
+
+def _gives_ms(cost: SampleCost, batch_size: int) -> float:
+    return cost.pace * (_GIVE_MS + batch_size * _GIVE_ROW_MS)
+
+
+def workers_for(cpu: CpuLimit, *, on_cpu: bool, batches: int | None) -> tuple[int, str]:
+    """Return how many workers keep the CPUs of this rank busy with samples that compute, and why.
+
+    Those of training that stay alive during validation sleep when they are ahead, so that
+    validation has as many. ``on_cpu``: the model computes on the CPUs, too.
+    """
+    count, why = cpu.usable_cpus, "the training process mostly waits for the device"
+    if on_cpu:
+        # A worker that is ahead sleeps, and one that is late has the CPU that the model waits on.
+        why = "one for each CPU, which the model takes back as long as batches are ready"
+    elif count > 2:
+        count, why = count - 1, "one CPU is left for the training process"
+    if batches is not None and batches < count:
+        return batches, f"no more than there are batches ({batches})"
+    return count, f"{why} ({cpu.reason})"
+
+
+def actors_for(stage: Stage, room: int, *, batches: int | None) -> tuple[int, str]:
+    """Return with how many actors a loader begins, and why; those of training are tuned then.
+
+    ``room``: For so many the cluster has free CPUs, without one for the training process.
+    """
+    count, why = min(room, _FIRST_ACTORS), f"the cluster has CPUs for {room}"
+    count = max(1, count // 2) if stage == "val" else count
+    if batches is not None and batches < count:
+        return max(1, batches), f"no more than there are batches ({batches})"
+    return count, why
+
+
+def workers_of_stream(
+    computing: int, why: str, stream: StreamSplit | None
+) -> tuple[int, str, list[str]]:
+    """Return how many workers read a stream, why, and what to report where it is not known.
+
+    There would be ``computing`` of them, more than one, if it had an index. Here they are four at
+    least: streams often wait, and none can be tried beforehand without losing samples.
+    """
+    if stream is None or not stream.splits:
+        unseen = "it was not looked at" if stream is None else stream.why
+        limit = _ONE_STREAM.format(count=computing, why=unseen)
+        return 1, f"several might each read the whole stream: {unseen}", [limit]
+    count, most = max(computing, _FEWEST_OF_STREAM), stream.most_workers
+    if most is not None and most < count:
+        return max(1, most), f"no more than it has shards: {stream.why}", []
+    why = why if count == computing else f"{count} at least, as streams often wait"
+    return count, f"{why}; {stream.why}", []
+
+
+def workers_that_wait(
+    computing: int,
+    cost: SampleCost,
+    *,
+    tasks: int | None,
+    memory: HostMemory,
+    ranks: int,
+    forked: bool,
+) -> tuple[int, str]:
+    """Return how many workers keep the CPUs busy although each of them waits, and why.
+
+    A worker that computes for c and waits for w keeps a CPU busy for c / (c + w) of the time, so
+    that 1 + w / c of them fill it; c is the sample's ``cpu_ms`` and 0.1 ms for handing it over.
+    ``tasks`` are the samples or batches of an epoch, whichever is handed to a worker.
+    """
+    wanted = math.ceil(computing * (1 + cost.wait_ms / (cost.cpu_ms + _HANDOVER_MS)))
+    why = f"a sample waits {cost.wait_ms:.3g} of its {cost.wall_ms:.3g} ms"
+    bound, bound_why = most_workers(memory, ranks=ranks, forked=forked, tasks=tasks)
+    if wanted > bound:
+        return bound, f"{why}; {bound_why}"
+    return wanted, f"{why}, so that {computing} CPUs feed {wanted}"
+
+
+def most_workers(
+    memory: HostMemory, *, ranks: int, forked: bool, tasks: int | None
+) -> tuple[int, str]:
+    """Return how many workers there may be at most, at least 1, and why no more.
+
+    ``tasks`` are the samples or batches of an epoch, whichever is handed to a worker; None: not
+    known. ``ranks`` share the host.
+    """
+    each = _FORKED_BYTES if forked else _FRESH_BYTES
+    bounds = [
+        (MOST_WAITING, f"no more than {MOST_WAITING}"),
+        (memory.available_bytes // (4 * ranks * each), "bounded by RAM"),
+    ]
+    if memory.open_files_soft is not None:
+        bounds.append((memory.open_files_soft // (8 * ranks), "bounded by the open-file limit"))
+    if tasks is not None:
+        bounds.append((tasks, f"no more than there are to fetch ({tasks})"))
+    bound, why = min(bounds)
+    return max(1, bound), why
+
+
+def count_workers(
+    spec: LoaderSpec,
+    facts: DatasetFacts,
+    machine: Machine,
+    chosen: ExecutorChoice,
+    kind: ExecutorKind,
+) -> tuple[int, str, list[str]]:
+    """Return how many workers there are, why, and what bounds them."""
+    options, cpu, batches = spec.options, machine.cpu, spec.batches
+    ours = not (kind.is_torch or spec.is_stream)
+    if options.num_workers != "auto":
+        return options.num_workers, SET, []
+    if facts.stream is not None and facts.stream.here:
+        return 0, facts.stream.why, []
+    if kind.workers is not None and not spec.is_stream:
+        return *kind.workers, []
+    if machine.actors is not None:
+        return *actors_for(spec.stage, machine.actors, batches=batches), []
+    in_memory = isinstance(spec.dataset, TensorDataset) and not ours
+    if (chosen.alone or in_memory or chosen.few) and (options.executor == "auto" or kind.is_torch):
+        cheap = "fetching a batch costs less than handing it over"
+        # One that is aside reads things as they were when the epoch began.
+        return (1, f"{cheap}: more have no use", []) if chosen.few else (0, cheap, [])
+    count, why = workers_for(cpu, on_cpu=machine.accelerator == "cpu", batches=batches)
+    if spec.is_stream and count > 1 and options.split is False:
+        return 1, "several would each read the whole stream (split=False)", []
+    if spec.is_stream and count > 1:
+        return workers_of_stream(count, why, facts.stream)
+    cost = facts.cost if ours else None
+    if cost is not None and count and waits(cost):
+        count, why = workers_that_wait(
+            count,
+            cost,
+            tasks=spec.length if facts.split else batches,
+            memory=machine.memory,
+            ranks=cpu.ranks_on_host,
+            forked=_start_method(spec, facts, machine) == "fork",
+        )
+    elif cost is not None and enough_workers(cost, spec.batch_size or 1) < count:
+        why = "the training process could not take the batches of more"
+        count = enough_workers(cost, spec.batch_size or 1)
+    if cost is not None and count > 1:
+        soonest, _ = soonest_workers(
+            cost,
+            spec.batch_size or 1,
+            cpus=cpu.usable_cpus,
+            most=count,
+            batches=batches,
+            start_ms=_starting_ms(spec, facts, machine),
+        )
+        if soonest < count:
+            why += f"; to start more takes longer than they save in {batches} batches"
+            count = soonest
+    return within_memory(count, why, facts.worker_bytes, machine)
+
+
+def within_memory(
+    count: int, why: str, each: int | None, machine: Machine
+) -> tuple[int, str, list[str]]:
+    """Return how many of so many workers memory has room for, why, and what bounds them.
+
+    Each takes the bytes that a process took that tried the dataset; None: not known. Beyond what is
+    left the kernel kills.
+    """
+    left = machine.memory.available_bytes
+    room = int(_OF_MEMORY * left) // machine.cpu.ranks_on_host
+    if not each or count * each <= room:
+        return count, why, []
+    fewer = max(1, room // each)
+    why = f"a worker comes to take {size_text(each)}, and {size_text(left)} are left"
+    if fewer == count:
+        return count, why, []
+    limit = (
+        f"num_workers is {fewer} instead of {count}, as {why}: the kernel kills workers where "
+        "memory runs out. If they copy a list of the dataset, share(dataset) has it held once."
+    )
+    return fewer, why, [limit]
+
+
+def look_ahead_batches(workers: int, *, prefetch: int | None, batch_size: int, split: bool) -> int:
+    """Return how many batches are under way at once.
+
+    ``prefetch`` batches for each worker if the user set that. ``split``: the samples of one batch
+    are given to several workers.
+    """
+    if prefetch is not None:
+        return max(_LOOK_AHEAD_BATCHES, workers * prefetch)
+    if split:
+        return _LOOK_AHEAD_BATCHES + math.ceil(workers / batch_size)
+    return max(_LOOK_AHEAD_BATCHES, workers * 2)
+
+
+def torch_prefetch(workers: int, options: LoaderOptions) -> tuple[int, str]:
+    """Return how many batches each worker of torch's loader is ahead, and why."""
+    if options.prefetch_factor != "auto":
+        return options.prefetch_factor, SET
+    prefetch = max(2, min(4, math.ceil(_LOOK_AHEAD_BATCHES / max(1, workers))))
+    return prefetch, f"{workers * prefetch} batches ahead in all, to cover a slow one"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from unittest import mock
 
-from lightning_fastdata.device import lookahead
+from lightning_fastdata.device import prefetch
 
 
 @contextmanager
 def made_ahead():
     """Have what this process makes be sent ahead, as if workers had made it."""
-    with mock.patch.object(lookahead, "is_ready", return_value=True):
+    with mock.patch.object(prefetch, "is_ready", return_value=True):
         yield
 
 

@@ -19,8 +19,7 @@ from thoroughness import max_examples
 from lightning_fastdata import prefetch
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device import backend
-from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
-from lightning_fastdata.device.prefetch import drawn_under
+from lightning_fastdata.device.prefetch import BATCHES_AHEAD, SideLane, drawn_under
 from lightning_fastdata.insight.measure.metrics import EventClock
 from lightning_fastdata.plugin.guard.snapshots import snapshot_random_states
 

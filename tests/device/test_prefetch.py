@@ -25,13 +25,13 @@ from rig.late_cuda import late_cuda
 from rig.late_trainings import Announced, check_lane, consume, doubled, read, reused_batches
 from thoroughness import max_examples
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_fastdata import FastDataLoader, prefetch
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import StagedBatch, leaves, move, shows_its_memory
 from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.lookahead import OneAhead, SideLane, is_ready
+from lightning_fastdata.device.prefetch import OneAhead, SideLane
 from lightning_fastdata.errors import OptionsError, TransformError
 
 torch.set_num_threads(1)
@@ -78,22 +78,6 @@ def test_batches_cross_a_lane_unharmed_in_any_order_of_the_devices_work(seed):
     check_lane("random", seed)
 
 
-def made_on_device(count):
-    """Yield batches that the consumer's stream makes."""
-    for number in range(count):
-        yield [torch.full((8,), number).pin_memory().to("cuda", non_blocking=True)]
-
-
-@max_examples(30)
-@given(seed=st.integers(0, 2**32))
-def test_batches_made_on_the_consumers_stream_are_read_after_they_are_made(seed):
-    with late_cuda("random", seed):
-        lane = SideLane(DeviceStreams(CUDA))
-        crossings = (lane.send(batch, doubled) for batch in made_on_device(6))
-        seen = read(consume(crossing.land() for crossing in crossings))
-    assert seen == [[[2 * number] * 8] * 3 for number in range(6)]
-
-
 def test_a_transform_runs_while_the_step_before_its_batch_computes():
     with late_cuda("late") as cuda:
         batches = iter(prefetch(reused_batches(cuda, 4), "cuda", doubled))
@@ -105,26 +89,6 @@ def test_a_transform_runs_while_the_step_before_its_batch_computes():
         side.synchronize()
         assert cuda.copied == 3
         assert cuda.notes == 0
-
-
-@pytest.mark.parametrize("look_ahead", [True, False])
-def test_a_host_that_runs_ahead_takes_no_more_than_a_few_batches_of_memory(look_ahead):
-    peaks_bytes = []
-    for count in (10, 40):
-        with late_cuda("late") as cuda:
-            lane = SideLane(DeviceStreams(CUDA))
-            sources = reused_batches(cuda, count, rows=1000)
-            if look_ahead:
-                batches = prefetch(sources, "cuda")
-            else:
-                crossings = (lane.send(batch, moved) for batch in sources)
-                batches = (crossing.land() for crossing in crossings)
-            for (tensor,) in batches:
-                tensor.add(0)  # a step whose result is let go of
-                del tensor
-            peaks_bytes.append(cuda.peak_bytes)
-    # Two batches, and what the steps with them made.
-    assert peaks_bytes[0] == peaks_bytes[1] <= 3 * 8000
 
 
 def moved(batch):
@@ -220,46 +184,6 @@ def test_an_error_of_the_transform_comes_at_its_batch_and_is_no_end():
     assert outcomes(prefetch(loader, "cpu", refuses)) == expected
 
 
-class Slow(Dataset):
-    """Sample 1 is there when the caller says so."""
-
-    def __init__(self, go):
-        self.go = go
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, i):
-        if i == 1:
-            assert self.go.wait(60)
-        return torch.tensor(i)
-
-
-@pytest.mark.parametrize("executor", ["torch", "workers"])
-def test_row_45_a_ready_batch_is_not_held_up_by_the_next(executor):
-    go = torch.multiprocessing.get_context("fork").Event()
-    loader = FastDataLoader(
-        Slow(go), 1, num_workers=1, executor=executor, multiprocessing_context="fork"
-    )
-    batches = iter(eager(loader))
-    assert next(batches).tolist() == [0]
-    go.set()
-    assert [batch.tolist() for batch in batches] == [[1], [2]]
-
-
-@pytest.mark.parametrize("executor", ["torch", "workers"])
-def test_a_batch_that_is_there_is_seen_to_be_there(executor):
-    loader = FastDataLoader(
-        Breaks(), 1, sampler=[0, 1, 2], num_workers=1, executor=executor, timeout=60
-    )
-    batches = iter(loader)
-    next(batches)
-    assert is_ready(batches) is not None
-    while not is_ready(batches):
-        pass
-    assert next(batches).tolist() == [1]
-
-
 class Counts:
     """Remembers how many batches were asked for."""
 
@@ -275,19 +199,6 @@ class Counts:
 
     def ready(self):
         return self.is_there
-
-
-def test_what_nobody_says_is_ready_is_asked_for_behind_the_step_before_it():
-    seen = []
-
-    def source():
-        for number in range(4):
-            seen.append(("made", number))
-            yield torch.tensor(number)
-
-    for batch in eager(source()):
-        seen.append(("step", int(batch)))
-    assert seen == [(what, number) for number in range(4) for what in ("made", "step")]
 
 
 class Drawing(Dataset):
@@ -307,16 +218,6 @@ def test_a_dataset_that_draws_beside_the_training_gives_the_same_either_way():
     for (ours, our_draw), (theirs, their_draw) in zip(*seen, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(our_draw, their_draw)
-
-
-@pytest.mark.parametrize("ready", [True, False])
-def test_one_batch_is_asked_for_ahead_and_only_if_it_is_ready(ready):
-    source = Counts(ready)
-    batches = OneAhead(source, lambda batch: batch, lambda batch: batch)
-    assert [next(batches) for _ in range(3)] == [1, 2, 3]
-    assert source.asked == (4 if ready else 3)
-    batches.close()
-    assert list(batches) == []
 
 
 def test_an_iterator_can_be_copied_and_its_copy_has_ended():
@@ -437,15 +338,6 @@ def test_a_loaders_own_pipeline_is_carried_out_as_albumentations_would(executor)
                 same(ours, oracle)
 
 
-def test_a_second_transform_runs_behind_the_loaders_own():
-    plain = prefetch(images_loader(on_device=True), "cpu")
-    both = prefetch(
-        images_loader(on_device=True), "cpu", lambda b: {**b, "image": b["image"].float() + 0.5}
-    )
-    for ours, first in zip(both, plain, strict=True):
-        assert torch.equal(ours["image"], first["image"].float() + 0.5)
-
-
 def test_a_pipeline_given_to_prefetch_draws_by_sample():
     loader = DataLoader(Images(), 4, collate_fn=stacked)
     one, other = (list(prefetch(loader, "cpu", recipe(), seed=seed)) for seed in (1, 1))
@@ -486,17 +378,6 @@ def test_batches_are_bitwise_the_same_ahead_and_not(count, size, epochs):
         assert not torch.equal(before[0], after[0])
 
 
-def test_the_trainings_own_draws_do_not_depend_on_the_transforms():
-    def draws(batches):
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)
-        return [(float(torch.rand(())), random.random(), np.random.rand()) for _ in batches]
-
-    loader = DataLoader(torch.arange(8), 2)
-    assert draws(prefetch(loader, "cpu", noisy)) == draws(eager(loader, noisy)) == draws(loader)
-
-
 # The interface
 
 
@@ -514,19 +395,6 @@ def test_it_stands_for_the_loader_and_passes_the_epoch_on():
     same(first, list(batches))
     with pytest.raises(AttributeError):
         _ = batches.no_such_thing
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(5))
-
-
-def test_loaders_without_a_length_have_none_here():
-    batches = prefetch(DataLoader(Stream(), 2), "cpu")
-    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
-    with pytest.raises(TypeError):
-        len(batches)
-    assert [batch.tolist() for batch in prefetch(iter([torch.ones(1)]), "cpu")] == [[1.0]]
 
 
 def test_bad_arguments_are_refused():

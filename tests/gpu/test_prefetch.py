@@ -12,7 +12,7 @@ from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions, pr
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.lookahead import SideLane
+from lightning_fastdata.device.prefetch import SideLane
 
 pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 NUMBERS = 2**20

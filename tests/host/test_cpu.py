@@ -5,23 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from misses import each
 
-from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import (
     cpu_limit,
-    parse_cfs_quota,
-    parse_cgroup_membership,
-    parse_cgroup_mounts,
     parse_cpu_max,
     parse_cpu_stat,
     ranks_on_host,
-    read_affinity,
     read_cgroup_folders,
     read_cpu_limit,
     read_cpu_throttling,
@@ -62,14 +57,6 @@ def test_cpu_max_is_quota_over_period(text: str, cpus: float | None) -> None:
     assert parse_cpu_max(text) == cpus
 
 
-@pytest.mark.parametrize(
-    ("quota", "period", "cpus"),
-    [("-1\n", "100000\n", None), ("250000\n", "100000\n", 2.5), ("", "", None), ("5", "0", None)],
-)
-def test_cfs_quota_is_quota_over_period(quota: str, period: str, cpus: float | None) -> None:
-    assert parse_cfs_quota(quota, period) == cpus
-
-
 def test_throttled_time_is_microseconds_in_both_versions() -> None:
     v2 = parse_cpu_stat("usage_usec 9\nnr_periods 40\nnr_throttled 10\nthrottled_usec 250000\n")
     v1 = parse_cpu_stat("nr_periods 40\nnr_throttled 10\nthrottled_time 250000000\n")
@@ -77,21 +64,6 @@ def test_throttled_time_is_microseconds_in_both_versions() -> None:
     assert v2 is not None
     assert (v2.periods, v2.throttled_periods, v2.throttled_us) == (40, 10, 250_000)
     assert parse_cpu_stat("usage_usec 9\nuser_usec 5\n") is None
-
-
-def test_a_cgroup_path_may_contain_colons() -> None:
-    membership = parse_cgroup_membership("4:cpu,cpuacct:/docker/a:b\n1:name=systemd:/\n0::/x\n")
-    assert membership["cpu"] == membership["cpuacct"] == PurePosixPath("/docker/a:b")
-    assert membership[""] == PurePosixPath("/x")
-
-
-def test_mounts_with_tags_and_escaped_spaces_are_read() -> None:
-    (mount,) = parse_cgroup_mounts(
-        "22 27 0:21 / /proc rw - proc proc rw\n"
-        "35 25 0:30 / /my\\040cgroups rw shared:9 master:2 - cgroup2 cgroup2 rw\n"
-    )
-    assert mount.mount_point == PurePosixPath("/my cgroups")
-    assert not mount.controllers
 
 
 @each(
@@ -181,12 +153,6 @@ def test_ranks_together_never_get_more_than_affinity_and_quota(
     assert f"{limit.usable_cpus} CPU" in limit.reason
 
 
-def test_this_machine_never_offers_more_than_its_affinity() -> None:
-    limit = read_cpu_limit(environ={})
-    assert limit.affinity_cpus == len(os.sched_getaffinity(0))
-    assert 1 <= limit.usable_cpus <= limit.affinity_cpus
-
-
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
 def test_a_process_bound_to_one_cpu_gets_one() -> None:
     cpu = min(os.sched_getaffinity(0))
@@ -198,10 +164,6 @@ def test_a_process_bound_to_one_cpu_gets_one() -> None:
         text=True,
     )
     assert out.stdout.strip() == "1"
-
-
-def test_affinity_is_never_zero() -> None:
-    assert read_affinity() >= 1
 
 
 @each(
@@ -256,11 +218,6 @@ def test_the_callers_number_of_ranks_wins(tmp_path: Path) -> None:
     assert (limit.ranks_on_host, limit.usable_cpus) == (2, 4)
 
 
-def test_a_host_without_ranks_is_refused() -> None:
-    with pytest.raises(OptionsError, match="local_ranks is 0"):
-        read_cpu_limit(local_ranks=0)
-
-
 def test_throttling_is_read_from_the_cgroup_that_has_the_quota(tmp_path: Path) -> None:
     root = host(
         tmp_path,
@@ -275,7 +232,3 @@ def test_throttling_is_read_from_the_cgroup_that_has_the_quota(tmp_path: Path) -
     throttling = read_cpu_throttling(root=root)
     assert throttling is not None
     assert (throttling.throttled_periods, throttling.throttled_us) == (3, 77)
-
-
-def test_a_machine_without_cgroups_has_no_throttling(tmp_path: Path) -> None:
-    assert read_cpu_throttling(root=tmp_path) is None

@@ -34,14 +34,6 @@ def test_busy_ticks_of_the_machine_and_of_processes_are_added_up(name, tmp_path)
     assert found.cpus == 2
 
 
-@pytest.mark.parametrize("machine", ["", "cpu  1 2 3\n", "btime 7\n"])
-def test_a_system_that_does_not_tell_gives_nothing(machine, tmp_path):
-    (tmp_path / "proc" / "77").mkdir(parents=True)
-    (tmp_path / "proc" / "stat").write_text(machine)
-    (tmp_path / "proc" / "77" / "stat").write_text(of_process(used=(1, 1, 1, 1)))
-    assert read_cpu_use([77], root=tmp_path) is None
-
-
 def _compute(seconds):
     until = time.process_time() + seconds
     while time.process_time() < until:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fastdata.cli import main
-from lightning_fastdata.host.gpus import read_gpus
+from lightning_fastdata.host.machine import read_gpus
 from lightning_fastdata.host.memory import DeviceMemory
 
 MIB = 2**20
@@ -29,12 +29,6 @@ def test_name_and_memory_of_each_gpu_are_those_that_the_driver_lists():
         ("NVIDIA GB10", None),
     ]
     assert [command[:2] for command in asked] == [["nvidia-smi", "--id=3,GPU-7"]]
-
-
-def test_where_torch_finds_no_gpu_nothing_is_asked():
-    asked = []
-    assert read_gpus(lambda: 0, listing(LISTED, asked), {}) == []
-    assert asked == []
 
 
 def fails(command):

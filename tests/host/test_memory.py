@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_fastdata.host.memory import (
-    cgroup_available,
-    parse_memory_limit,
     read_host_memory,
 )
 
@@ -39,27 +35,6 @@ def test_meminfo_counts_in_kibibytes(tmp_path: Path) -> None:
     assert memory.ram_available_bytes == 24192520 * 1024
     memory = read_host_memory(root=write(tmp_path, {"proc/meminfo": "MemTotal:  5 kB\n"}))
     assert memory.ram_available_bytes > 5 * 1024
-
-
-@pytest.mark.parametrize(
-    ("text", "limit"),
-    [("max\n", None), ("1073741824\n", 2**30), ("9223372036854771712\n", None), ("", None)],
-)
-def test_a_memory_limit_may_be_absent(text: str, limit: int | None) -> None:
-    assert parse_memory_limit(text) == limit
-
-
-@given(limit=st.integers(0, 2**50), usage=st.integers(0, 2**50), cached=st.integers(0, 2**50))
-def test_a_cgroup_offers_between_nothing_and_its_limit(limit: int, usage: int, cached: int) -> None:
-    stat = f"anon 5\ninactive_file {cached}\n"
-    available = cgroup_available(limit_bytes=limit, usage_bytes=usage, stat=stat)
-    assert 0 <= available <= limit
-    assert available >= cgroup_available(limit_bytes=limit, usage_bytes=usage, stat="anon 5\n")
-
-
-def test_cached_files_count_as_available() -> None:
-    stat = "inactive_file 5\ntotal_inactive_file 30\n"
-    assert cgroup_available(limit_bytes=100, usage_bytes=80, stat=stat) == 50
 
 
 def test_the_tightest_memory_limit_above_the_process_holds(tmp_path: Path) -> None:

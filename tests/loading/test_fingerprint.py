@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import functools
 import itertools
 import multiprocessing
 import sys
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from front_door.test_changing_world import KINDS, Rows, beside_an_open_file
+from front_door.test_changing_world import Rows
 from misses import each
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
@@ -23,59 +20,6 @@ from lightning_fastdata.host import clock
 
 OF_NOBODY = object()
 """A global that is no plain data."""
-
-
-@each("kind", [kind for kind in KINDS if kind is not beside_an_open_file])
-def test_each_kind_of_change_is_seen_and_nothing_else(kind, tmp_path) -> None:
-    given, change = kind(tmp_path)
-    read = [given["dataset"], given.get("collate_fn"), given.get("sampler")]
-    before = fingerprint(*read)
-    assert before is not None
-    assert fingerprint(*read) == before
-    change()
-    assert fingerprint(*read) != before
-
-
-class Colour(enum.Enum):
-    RED = 1
-    BLUE = 2
-
-
-@dataclasses.dataclass
-class Config:
-    sizes: list[int]
-    colour: Colour = Colour.RED
-
-
-class Slots:
-    __slots__ = ("deep",)
-
-    def __init__(self) -> None:
-        self.deep = {1: {2, 3}}
-
-
-@each(
-    ("value", "change"),
-    [
-        (Config([1]), lambda v: setattr(v, "colour", Colour.BLUE)),
-        (Config([1]), lambda v: v.sizes.append(2)),
-        (Slots(), lambda v: v.deep[1].add(4)),
-        (np.array(["a", "b"], dtype=object), lambda v: v.__setitem__(0, "c")),
-        (np.zeros((4, 4))[::2, 1], lambda v: v.__iadd__(1)),
-        (torch.zeros(4, 4).T[1:], lambda v: v.mul_(0).add_(1)),
-        (torch.zeros(3, dtype=torch.bfloat16), lambda v: v.add_(1)),
-        (torch.nn.Linear(2, 2), lambda v: v.weight.data.add_(1)),
-        (np.random.default_rng(3), lambda v: v.random()),
-        (functools.partial(int, base=[2]), lambda v: v.keywords["base"].append(3)),
-    ],
-)
-def test_what_a_dataset_may_hold_is_compared(value: Any, change: Any) -> None:
-    data = Rows(lambda *_: 0, value=value)
-    before = fingerprint(data)
-    assert before is not None
-    assert fingerprint(data) == before
-    change(value)
-    assert fingerprint(data) != before
 
 
 HELPERS = """

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from dataclasses import dataclass
 
 import albumentations as A
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from thoroughness import max_examples
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     IterableDataset,
     Subset,
@@ -23,37 +18,12 @@ from torch.utils.data import (
 
 from lightning_fastdata.errors import TransformError
 from lightning_fastdata.loading.loader import FastDataLoader
-from lightning_fastdata.order.samplers import ShuffleSampler
-
-Pair = namedtuple("Pair", ["x", "y"])
 
 
 @dataclass
 class Sample:
     x: torch.Tensor
     y: int
-
-
-class Structured(Dataset):
-    """Samples of a chosen structure, whose content is their index."""
-
-    def __init__(self, kind, length=17):
-        self.kind, self.length = kind, length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, i):
-        x = torch.full((3,), i)
-        return {
-            "tensor": x,
-            "tuple": (x, i),
-            "list": [x, {"deep": (float(i), x)}],
-            "dict": {"x": x, "name": f"s{i}"},
-            "namedtuple": Pair(x, i),
-            "numpy": np.full((2, 2), i, np.uint8),
-            "number": i,
-        }[self.kind]
 
 
 class Augmented(Dataset):
@@ -83,31 +53,6 @@ class Stream(IterableDataset):
         yield from range(start, self.length, step)
 
 
-def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return type(b) is type(a) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and all(map(equal, a, b))
-    return a == b
-
-
-@max_examples(25)
-@given(
-    kind=st.sampled_from(["tensor", "tuple", "list", "dict", "namedtuple", "numpy", "number"]),
-    length=st.integers(1, 20),
-    batch_size=st.one_of(st.none(), st.integers(1, 7)),
-    drop_last=st.booleans(),
-)
-def test_batches_equal_those_of_torch(kind, length, batch_size, drop_last):
-    dataset = Structured(kind, length)
-    arguments = {"batch_size": batch_size, "drop_last": drop_last and batch_size is not None}
-    ours, torchs = FastDataLoader(dataset, **arguments), DataLoader(dataset, **arguments)
-    assert len(ours) == len(torchs)
-    assert all(equal(a, b) for a, b in zip(torchs, ours, strict=True))
-
-
 def test_dataclass_samples_become_a_dataclass_batch():
     class Typed(Dataset):
         def __len__(self):
@@ -127,12 +72,6 @@ def draws(epoch=0, **arguments):
     for batch in FastDataLoader(Augmented(), epoch=lambda: epoch, seed=7, **arguments):
         values += batch.tolist()
     return values
-
-
-def test_without_us_two_workers_draw_the_same_albumentations_stream():
-    """The defect of Albumentations 2.0.8 that keyed seeding repairs."""
-    values = [float(b) for b in DataLoader(Augmented(), batch_size=None, num_workers=2)]
-    assert values[0::2] == values[1::2]
 
 
 def test_draws_depend_on_the_sample_and_not_on_workers_or_batch_size():
@@ -201,28 +140,6 @@ def test_a_worker_init_fn_reaches_the_users_dataset(executor):
         Opened(), batch_size=4, num_workers=1, worker_init_fn=open_file, executor=executor
     )
     assert next(iter(loader)).tolist() == [220, 221, 222, 223]
-
-
-def test_the_dataset_attribute_is_the_users_own():
-    dataset = Augmented()
-    assert FastDataLoader(dataset).dataset is dataset
-
-
-def test_the_order_depends_on_seed_and_epoch_alone():
-    data = range(50)
-    sampler, again, other = (
-        ShuffleSampler(data, 1),
-        ShuffleSampler(data, 1),
-        ShuffleSampler(data, 2),
-    )
-    torch.manual_seed(0)
-    first = list(sampler)
-    torch.manual_seed(99)
-    assert first == list(again) != list(other)
-    sampler.set_epoch(1)
-    second = list(sampler)
-    assert sorted(first) == sorted(second) == list(data)
-    assert first != second
 
 
 def test_shutting_down_through_lightnings_protocol_stops_the_workers():

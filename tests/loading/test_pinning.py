@@ -11,7 +11,7 @@ from rig.late_cuda import late_cuda
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lightning_fastdata import FastDataLoader, prefetch
-from lightning_fastdata.device.lookahead import is_ready
+from lightning_fastdata.device.prefetch import is_ready
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.executors import standby
 
@@ -194,16 +194,6 @@ def test_what_is_read_while_workers_stand_by_is_pinned_when_it_is_its_turn(monke
             seen.append(("step", number))
         loader.close()
     assert seen == [(what, number) for number in range(BATCHES) for what in ("pinned", "step")]
-
-
-def test_rows_that_are_gathered_are_pinned_before_they_are_asked_for():
-    begun = [threading.Event() for _ in range(BATCHES)]
-    with watched_pins(lambda batch: begun[batch].set()):
-        loader = loader_of(columns(), "gather")
-        batches = iter(loader)
-        next(batches)
-        assert all(each.wait(LONG_S) for each in begun)
-        loader.close()
 
 
 @MADE_ASIDE

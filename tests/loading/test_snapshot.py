@@ -312,42 +312,6 @@ class Unset:
     __slots__ = ("deep", "flat")
 
 
-class Shadowed(Slotted):
-    @property
-    def deep(self):
-        return 0
-
-
-def shadowed():
-    value = Shadowed.__new__(Shadowed)
-    Slotted.deep.__set__(value, 1)
-    value.flat = 1
-    return value
-
-
-class Untold:
-    def __getattribute__(self, name):
-        return {} if name == "__dict__" else object.__getattribute__(self, name)
-
-
-class Equal(type):
-    """Whose classes are equal to any other."""
-
-    def __eq__(cls, other):
-        return True
-
-    def __hash__(cls):
-        return 1
-
-
-class OneOfEqual(metaclass=Equal):
-    pass
-
-
-class AnotherOfEqual(metaclass=Equal):
-    pass
-
-
 def of_a_metaclass():
     class Kind(type):
         factor = 1
@@ -450,13 +414,6 @@ THINGS: dict[str, tuple[Callable[[], Any], dict[str, Callable[[Any], object]], b
     ),
     "own path": (lambda: Named("a"), {"attribute": lambda v: setattr(v, "tag", 1)}, True),
     "empty slots": (Unset, {"filled": lambda v: setattr(v, "flat", 2)}, True),
-    "slot behind a property": (shadowed, {"it": lambda v: Slotted.deep.__set__(v, 2)}, True),
-    "untold": (Untold, {"attribute": lambda v: setattr(v, "deep", 1)}, True),
-    "of equal classes": (
-        OneOfEqual,
-        {"class": lambda v: setattr(v, "__class__", AnotherOfEqual)},
-        True,
-    ),
     "metaclass": (
         of_a_metaclass,
         {"attribute": lambda v: setattr(type(v), "factor", 2)},

@@ -289,6 +289,26 @@ def test_batches_of_an_own_type_travel_and_are_pinned_by_their_own_method(execut
         assert all(batch.pinned for batch in FastDataLoader(Made(float), **how, pin_memory=True))
 
 
+class Batched(Made):
+    """Gives the samples of a batch in one call, and notes how it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda i: pytest.fail("asked for a single sample"))
+        self.calls: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.calls.append(list(indices))
+        return [torch.tensor(i) for i in indices]
+
+
+@each("executor", ENGINE)
+def test_batched_fetching_is_honoured_also_through_a_subset(executor: str) -> None:
+    dataset = Subset(Batched(), [5, 1, 7, 2])
+    batches = list(FastDataLoader(dataset, 2, num_workers=1, executor=executor))
+    assert [b.tolist() for b in batches] == [[5, 1], [7, 2]]
+    assert dataset.dataset.calls == ([[5, 1], [7, 2]] if executor == "inline" else [])
+
+
 class Counting(IterableDataset):
     def __init__(self, length: int) -> None:
         self.length = length

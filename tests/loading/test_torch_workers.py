@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-from open_files import open_files
 from processes import until
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from virtual_time import HurriedClock
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_fastdata.errors import FastDataError, FastDataWarning
-from lightning_fastdata.host import clock
 from lightning_fastdata.loading.loader import FastDataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -79,24 +73,6 @@ def test_worker_info_is_that_of_torch_and_there_is_none_in_the_caller(
         Made(lambda i: get_worker_info() is None), batch_size=None, executor="inline"
     )
     assert all(alone)
-
-
-class Seeds(IterableDataset):
-    def __iter__(self) -> Any:
-        info = get_worker_info()
-        yield info.seed, torch.initial_seed(), int(torch.randint(2**40, ()))
-
-
-@pytest.mark.parametrize("seeded", [False, True])
-def test_workers_of_a_stream_have_the_seeds_of_torch(seeded: bool) -> None:
-    found = []
-    for kind, how in ((FastDataLoader, {"executor": "workers"}), (DataLoader, {})):
-        torch.manual_seed(5)
-        order = torch.Generator().manual_seed(9) if seeded else None
-        loader = kind(Seeds(), batch_size=None, num_workers=2, generator=order, **how)
-        found.append([list(loader), list(loader)])
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
 
 
 class Picky(Exception):
@@ -187,34 +163,6 @@ def test_an_iterator_that_is_dropped_midway_ends_its_processes(executor, persist
     assert gone(started)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", SIDE)
-def test_persistent_workers_stay_the_same_processes(executor: str) -> None:
-    loader = FastDataLoader(
-        Made(lambda i: os.getpid(), 20),
-        batch_size=4,
-        num_workers=2,
-        persistent_workers=True,
-        executor=executor,
-    )
-    epochs = [{int(pid) for batch in loader for pid in batch} for _ in range(3)]
-    assert set.union(*epochs) <= children()
-    assert len(set.union(*epochs)) <= 2
-    loader.close()
-
-
-def inner_sum(index: int) -> float:
-    nested = FastDataLoader(Made(float, 6), batch_size=3, executor="inline")
-    return sum(float(batch.sum()) for batch in nested) + index
-
-
-@pytest.mark.parametrize("executor", ENGINE)
-def test_a_dataset_may_use_a_loader_of_its_own(executor: str) -> None:
-    loader = FastDataLoader(Made(inner_sum, 5), batch_size=5, num_workers=1, executor=executor)
-    (batch,) = loader
-    assert batch.tolist() == [15, 16, 17, 18, 19]
-
-
 def with_daemons(index: int) -> float:
     return sum(1 for _ in FastDataLoader(Made(float, 6), num_workers=1, executor="workers"))
 
@@ -238,56 +186,6 @@ def test_several_loaders_run_side_by_side(executor: str) -> None:
         assert [batch.tolist() for batch in batches] == expected
 
 
-def first_gate(index: int) -> int:
-    """Wait with sample 0 until another sample has been delivered."""
-    if index == 0:
-        until(Path(os.environ["FASTDATA_TEST_GATE"]).exists)
-    return index
-
-
-@pytest.mark.parametrize("executor", SIDE)
-def test_out_of_order_a_ready_batch_is_not_held_back_and_none_is_lost(
-    executor, tmp_path, monkeypatch
-) -> None:
-    gate = tmp_path / "gate"
-    monkeypatch.setenv("FASTDATA_TEST_GATE", str(gate))
-    loader = FastDataLoader(
-        Made(first_gate, 41), 3, num_workers=2, in_order=False, executor=executor, timeout=60
-    )
-    running = iter(loader)
-    first = next(running).tolist()
-    assert 0 not in first
-    gate.touch()
-    rest = [batch.tolist() for batch in running]
-    expected = [batch.tolist() for batch in DataLoader(Made(int, 41), 3)]
-    assert sorted([first, *rest]) == expected
-
-
-def test_in_order_batches_wait_for_the_slow_one(tmp_path, monkeypatch) -> None:
-    gate = tmp_path / "gate"
-    monkeypatch.setenv("FASTDATA_TEST_GATE", str(gate))
-    loader = FastDataLoader(Made(first_gate, 20), 2, num_workers=2, executor="workers")
-    threading.Timer(0.3, gate.touch).start()
-    assert [batch.tolist() for batch in loader] == [[i, i + 1] for i in range(0, 20, 2)]
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", SIDE)
-def test_a_timeout_is_an_error_of_ours_that_is_also_the_runtime_error_of_torch(
-    executor, tmp_path, monkeypatch
-) -> None:
-    gate = tmp_path / "gate"
-    monkeypatch.setenv("FASTDATA_TEST_GATE", str(gate))
-    loader = FastDataLoader(Made(first_gate), num_workers=1, timeout=30, executor=executor)
-    batches = iter(loader)
-    error = pytest.raises(RuntimeError, match="30 s")  # whichever comes first of what it may be
-    late = pytest.warns(FastDataWarning, match="15 s|30 s")
-    with error as caught, late, clock.installed(HurriedClock()):
-        next(batches)
-    assert isinstance(caught.value, FastDataError)
-    gate.touch()
-
-
 @pytest.mark.parametrize("executor", SIDE)
 def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn(executor: str) -> None:
     allowed = sorted(os.sched_getaffinity(0))
@@ -299,23 +197,3 @@ def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn(executor: str) -> Non
     )
     assert all(loader)
     assert sorted(os.sched_getaffinity(0)) == allowed
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("executor", ["inline", "gather", "workers"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_loaders_that_come_and_go_leave_no_open_file(executor: str, persistent: bool) -> None:
-    before, counts = open_files(), []
-    for _ in range(6):
-        loader = FastDataLoader(
-            torch.utils.data.TensorDataset(torch.rand(16, 20_000)),
-            batch_size=4,
-            num_workers=1,
-            persistent_workers=persistent,
-            executor=executor,
-        )
-        batches = list(loader)
-        assert len(batches) == 4
-        del loader, batches
-        counts.append(len(open_files() - before))
-    assert counts[-1] <= counts[1]

@@ -10,63 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 from misses import each
+from planning.planned import GIB, cpus, memory, plan
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.executors.ray import Ray, options_of_actors
-from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
-from lightning_fastdata.host.memory import HostMemory
+from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import ExecutorChoice, LoaderPlan, Situation, plan_loader
+from lightning_fastdata.planning.plan_for import ExecutorChoice, LoaderPlan
 from lightning_fastdata.types import STAGES
 
-GIB = 2**30
 NAMES = [field.name for field in fields(LoaderOptions)]
 WITH_DEFAULTS = [field.name for field in fields(LoaderOptions) if field.default != "auto"]
-
-
-def cpus(count: int, ranks: int = 1) -> CpuLimit:
-    return cpu_limit(
-        affinity_cpus=count * ranks,
-        quota_cpus=None,
-        quota_source=None,
-        ranks=ranks,
-        bound_to_rank=False,
-    )
-
-
-def memory(
-    *,
-    ram: int = 64 * GIB,
-    cgroup: int | None = None,
-    shm: int | None = 32 * GIB,
-    soft: int | None = 65536,
-) -> HostMemory:
-    return HostMemory(
-        ram_available_bytes=ram,
-        cgroup_available_bytes=cgroup,
-        shm_free_bytes=shm,
-        open_files_soft=soft,
-        open_files_hard=soft,
-    )
-
-
-def plan(options: LoaderOptions | None = None, **changes: Any) -> LoaderPlan:
-    """A plan for a roomy GPU machine, apart from the changes."""
-    arguments: dict[str, Any] = {
-        "stage": "train",
-        "cpu": cpus(8),
-        "memory": memory(),
-        "accelerator": "cuda",
-        "batch_size": 64,
-        "dataset_length": 50_000,
-        "iterable": False,
-        "batched_fetch": False,
-        "platform": "linux",
-    }
-    return plan_loader(options or LoaderOptions(), Situation(**{**arguments, **changes}))
 
 
 def why(made: LoaderPlan, option: str) -> str:
@@ -99,7 +56,6 @@ any_situation = st.fixed_dictionaries(
         "batch_size": st.integers(1, 512),
         "dataset_length": st.none() | st.integers(0, 2**20),
         "iterable": st.booleans(),
-        "batched_fetch": st.booleans(),
         "in_memory": st.booleans(),
     }
 )
@@ -161,7 +117,10 @@ def test_validation_has_what_training_has_and_is_tuned_as_it(
     count: int, accelerator: str, workers: Any
 ) -> None:
     options = LoaderOptions(num_workers=workers)
-    engine = {"choice": ExecutorChoice("workers", "images"), "split": True}
+    engine = {
+        "choice": ExecutorChoice("workers", "images"),
+        "facts": DatasetFacts(split=True),
+    }
     train, val, test = (
         plan(options, **engine, cpu=cpus(count), accelerator=accelerator, stage=stage)
         for stage in ("train", "val", "test")
@@ -182,8 +141,7 @@ def test_validation_has_what_training_has_and_is_tuned_as_it(
         pytest.param({"cpu": cpus(1), "stage": "val"}, 1, id="at least one"),
         pytest.param({"dataset_length": 129}, 3, id="no more than batches"),
         pytest.param({"dataset_length": 0}, 0, id="an empty dataset"),
-        pytest.param({"batched_fetch": True, "in_memory": True}, 0, id="tensors in memory"),
-        pytest.param({"batched_fetch": True}, 7, id="batched fetch from a disk"),
+        pytest.param({"in_memory": True}, 0, id="tensors in memory"),
     ],
 )
 def test_workers_follow_what_else_needs_the_cpus(changes: dict[str, Any], workers: int) -> None:
@@ -257,10 +215,6 @@ def test_an_impossible_value_is_named_and_quoted(option: str, value: object) -> 
     assert str(error.value).startswith(f"{option} is {value!r}; allowed are ")
 
 
-def test_each_loader_option_is_one_of_eleven() -> None:
-    assert len(NAMES) == 11
-
-
 @each(
     ("executor", "taken"),
     [
@@ -306,20 +260,6 @@ def test_what_the_system_lacks_is_refused() -> None:
         plan(LoaderOptions(multiprocessing_context="fork"), platform="win32")
 
 
-def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(OptionsError, match="batch_size is 0"):
-        plan(batch_size=0)
-
-
-def test_the_table_is_aligned() -> None:
-    made = plan(LoaderOptions(num_workers=3))
-    table = made.explain().splitlines()
-    column = table[0].index("why")
-    assert len(table) == 1 + len(NAMES)
-    assert all(line[column - 1] == " " != line[column] for line in table)
-    assert table[1].split()[:3] == ["num_workers", "3", "you"]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_options_come_from_a_command_line_and_from_yaml() -> None:
     parser = ArgumentParser(exit_on_error=False)
@@ -350,41 +290,26 @@ def test_torch_takes_the_arguments_of_every_plan(
     assert loader.num_workers == kwargs["num_workers"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        LoaderOptions(num_workers=0, persistent_workers=True, prefetch_factor=3, timeout=5),
-        LoaderOptions(num_workers=0, multiprocessing_context="spawn", in_order=False),
-        LoaderOptions(num_workers=2, timeout=60),
-        LoaderOptions(num_workers=1, multiprocessing_context="fork", prefetch_factor=1),
-        LoaderOptions(),
-    ],
-    ids=repr,
-)
-def test_torchs_loader_reads_every_sample_with_a_plan(options: LoaderOptions) -> None:
-    made = plan(options, accelerator="cpu", cpu=cpus(2), batch_size=4, dataset_length=10)
-    data = TensorDataset(torch.arange(10))
-    loader = DataLoader(data, batch_size=4, **made.dataloader_kwargs())  # type: ignore[arg-type]
-    for _ in range(2):
-        assert torch.cat([batch for (batch,) in loader]).tolist() == list(range(10))
-
-
-def test_a_forkserver_plan_reads_every_sample() -> None:
-    made = plan(LoaderOptions(num_workers=1, multiprocessing_context="forkserver"))
-    loader = DataLoader(TensorDataset(torch.arange(6)), **made.dataloader_kwargs())  # type: ignore[arg-type]
-    assert [int(batch) for (batch,) in loader] == list(range(6))
-
-
 def test_there_are_no_more_workers_than_memory_has_room_for_and_it_is_said():
-    roomy = plan(accelerator="cpu", worker_bytes=2 * GIB, memory=memory(ram=100 * GIB))
+    roomy = plan(
+        accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), memory=memory(ram=100 * GIB)
+    )
     assert (roomy.num_workers, roomy.limits) == (8, ())
-    tight = plan(accelerator="cpu", worker_bytes=2 * GIB, memory=memory(cgroup=10 * GIB))
+    tight = plan(
+        accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), memory=memory(cgroup=10 * GIB)
+    )
     assert tight.num_workers == 4
     assert "a worker comes to take 2.00 GiB, and 10.00 GiB are left" in why(tight, "num_workers")
     assert "num_workers is 4 instead of 8" in tight.limits[0]
-    ranks = plan(accelerator="cpu", worker_bytes=2 * GIB, cpu=cpus(8, ranks=2))
+    ranks = plan(accelerator="cpu", facts=DatasetFacts(worker_bytes=2 * GIB), cpu=cpus(8, ranks=2))
     assert ranks.num_workers == min(8, int(0.8 * memory().available_bytes) // 2 // (2 * GIB))
-    none = plan(accelerator="cpu", worker_bytes=20 * GIB, memory=memory(cgroup=10 * GIB))
+    none = plan(
+        accelerator="cpu", facts=DatasetFacts(worker_bytes=20 * GIB), memory=memory(cgroup=10 * GIB)
+    )
     assert none.num_workers == 1
-    asked = plan(LoaderOptions(num_workers=8), worker_bytes=20 * GIB, memory=memory(ram=GIB))
+    asked = plan(
+        LoaderOptions(num_workers=8),
+        facts=DatasetFacts(worker_bytes=20 * GIB),
+        memory=memory(ram=GIB),
+    )
     assert asked.num_workers == 8

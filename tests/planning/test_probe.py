@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
-import random
 import sys
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from misses import each
+from planning.planned import GIB, Stream, cost, cpus, machine, memory, plan
 from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -29,45 +23,20 @@ from torch.utils.data import (
 
 from lightning_fastdata.executors.kinds import KINDS
 from lightning_fastdata.host import clock
-from lightning_fastdata.host.cpu import CpuLimit, cpu_limit
-from lightning_fastdata.host.memory import HostMemory
-from lightning_fastdata.host.usage import Clocks, queued_s
+from lightning_fastdata.host.usage import Clocks
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.planning.facts import probe
-from lightning_fastdata.planning.facts.inspection import (
-    DatasetFacts,
-    Questions,
-    inspect_dataset,
-    may_start_processes,
-)
-from lightning_fastdata.planning.facts.probe import (
-    SampleCost,
-    drawn_indices,
-    further_samples,
-    measure_samples,
-    probe_indices,
-    spread_indices,
-)
+from lightning_fastdata.planning.facts.inspection import DatasetFacts, may_start_processes
+from lightning_fastdata.planning.facts.probe import measure_samples, probe_indices
 from lightning_fastdata.planning.options import LoaderOptions
 from lightning_fastdata.planning.plan_for import (
     ExecutorChoice,
     LoaderSpec,
-    Situation,
     choose_executor,
-    plan_loader,
-)
-from lightning_fastdata.planning.worker_count import (
-    alone_ms,
-    by_workers_ms,
-    enough_workers,
     look_ahead_batches,
     waits,
-    workers_for,
     workers_that_wait,
 )
-from lightning_fastdata.randomness.global_generators import DrawWatch
-
-GIB = 2**30
 
 
 class Planted(Dataset):
@@ -119,36 +88,6 @@ class Times(clock.Clock):
     @property
     def clocks(self):
         return Clocks(self.now, lambda: self.cpu_s, zero)
-
-
-def draw():
-    random.random(), np.random.rand(), torch.rand(1)
-
-
-def cost(*, wall_ms, cpu_ms, collate_ms=0.0, size_bytes=100):
-    return SampleCost(
-        wall_ms=wall_ms,
-        cpu_ms=cpu_ms,
-        size_bytes=size_bytes,
-        samples=8,
-        collate_ms=collate_ms,
-    )
-
-
-def cpus(count):
-    return cpu_limit(
-        affinity_cpus=count, quota_cpus=None, quota_source=None, ranks=1, bound_to_rank=False
-    )
-
-
-def memory(ram=64 * GIB, soft=65536):
-    return HostMemory(
-        ram_available_bytes=ram,
-        cgroup_available_bytes=None,
-        shm_free_bytes=None,
-        open_files_soft=soft,
-        open_files_hard=soft,
-    )
 
 
 # What is measured
@@ -203,23 +142,6 @@ def test_no_sample_is_begun_after_the_budget():
     assert len(slow.read) == 1
     assert once is not None
     assert (once.samples, once.wall_ms) == (1, pytest.approx(9000))
-
-
-def test_of_samples_that_take_long_and_alike_fifteen_tell_enough():
-    def read(took_ms, *, work="compute", batch_size=64):
-        """Return how many samples are measured behind the first one, and what one takes."""
-        times = Times()
-        count = itertools.count()
-        data = Planted(lambda: getattr(times, work)(took_ms(next(count)) / 1e3), length=5000)
-        measured = measure_samples(data, batch_size=batch_size, clocks=times.clocks)
-        return measured.samples, measured.wall_ms
-
-    for work in ("compute", "advance"):
-        assert read(lambda _: 2.0, work=work) == (14, pytest.approx(2))
-    # The handing over of batches counts, or some samples take much longer: it goes on.
-    assert read(lambda _: 0.2)[0] > 200
-    assert read(lambda _: 2.0, batch_size=2)[0] > 50
-    assert read(lambda at: 9.0 if at > 6 else 1.0)[0] > 25
 
 
 def test_connections_that_the_first_batch_opens_are_no_reason_for_more_workers():
@@ -301,22 +223,6 @@ def test_a_collation_that_fails_costs_nothing_and_is_told_later():
     assert measured.collate_ms == 0
 
 
-@given(length=st.integers(0, 10_000), count=st.integers(1, 64))
-def test_indices_are_different_ones_of_the_dataset(length, count):
-    indices = spread_indices(length, count)
-    assert len(set(indices)) == len(indices) == min(length, count)
-    assert all(0 <= index < length for index in indices)
-
-
-@given(length=st.integers(0, 10_000), count=st.integers(1, 64))
-def test_the_samples_that_are_measured_are_different_ones_from_all_over(length, count):
-    indices = drawn_indices(length, count)
-    assert len(set(indices)) == len(indices) == min(length, count)
-    assert all(0 <= index < length for index in indices)
-    parts = {index * len(indices) // length for index in indices}
-    assert len(parts) >= len(indices) // 2
-
-
 NAMES = ["a", "b", "c", "d"]
 
 
@@ -366,60 +272,6 @@ def test_what_cannot_be_read_has_no_cost():
     assert measure_samples(Planted(nothing, length=0)) is None
 
 
-def test_further_samples_are_read_one_by_one_and_leave_no_trace():
-    dataset, watch = Planted(lambda: random.random() + np.random.random()), DrawWatch()
-    samples = further_samples(dataset, 7)
-    assert dataset.read == []
-    assert next(samples)[1] == 2
-    assert dataset.read == [2]
-    assert [index for _, index in samples] == [8, 14, 20, 25, 31, 37]
-    assert not watch.drew()
-
-
-def test_further_samples_end_at_the_budget_or_where_one_cannot_be_read():
-    ticks = iter([0.0, 0.0, 0.1, 0.2])
-    dataset = Planted(lambda: None)
-    assert len(list(further_samples(dataset, 7, budget_s=0.2, clock_s=lambda: next(ticks)))) == 2
-
-    def fail():
-        raise OSError("gone")
-
-    assert list(further_samples(Planted(fail), 7)) == []
-    assert list(further_samples(Planted(fail, length=0), 7)) == []
-
-
-def test_the_size_of_a_sample_is_that_of_its_tensors():
-    measured = measure_samples(Planted(nothing))
-    assert measured is not None
-    assert measured.size_bytes == 4 * 4 + 8
-
-
-def test_queueing_is_read_from_the_kernel_or_is_nothing(tmp_path):
-    file = tmp_path / "schedstat"
-    file.write_text("21001 60109 1\n")
-    assert queued_s(file) == pytest.approx(60109e-9)
-    file.write_text("")
-    assert queued_s(file) == queued_s(tmp_path / "absent") == 0
-
-
-@pytest.mark.parametrize("work", [nothing, draw])
-def test_looking_leaves_the_random_state_as_it_was(work):
-    watch = DrawWatch()
-    spec = LoaderSpec(dataset=Planted(work), name="planted", options=LoaderOptions(), batch_size=1)
-    facts = inspect_dataset(spec, Questions(cost=True))
-    assert not watch.drew()
-    assert facts.draws == (work is draw)
-
-
-def test_a_foreign_dataset_is_read_by_no_other_thread():
-    import threading
-
-    threads = set()
-    data = Planted(lambda: threads.add(threading.get_ident()))
-    assert measure_samples(data) is not None
-    assert threads == {threading.get_ident()}
-
-
 # What follows from it
 
 
@@ -462,20 +314,6 @@ def test_samples_that_wait_get_the_workers_that_fill_the_cpus(
     assert words in why
 
 
-@given(
-    computing=st.integers(1, 64),
-    cpu_ms=st.floats(0, 100),
-    wait_ms=st.floats(0, 1000),
-    more_ms=st.floats(0, 1000),
-)
-def test_longer_waits_never_get_fewer_workers(computing, cpu_ms, wait_ms, more_ms):
-    about = {"tasks": None, "memory": memory(), "ranks": 1, "forked": True}
-    short = cost(wall_ms=cpu_ms + wait_ms, cpu_ms=cpu_ms)
-    long = cost(wall_ms=cpu_ms + wait_ms + more_ms, cpu_ms=cpu_ms)
-    few, many = (workers_that_wait(computing, c, **about)[0] for c in (short, long))
-    assert computing <= few <= many <= 64
-
-
 @each(
     ("workers", "about", "batches"),
     [
@@ -495,22 +333,12 @@ def test_look_ahead_keeps_every_worker_busy(workers, about, batches):
 
 
 def planned(options=None, **changes):
-    arguments = {
-        "stage": "train",
-        "cpu": cpus(2),
-        "memory": memory(),
-        "accelerator": "cpu",
-        "batch_size": 32,
-        "dataset_length": 512,
-        "iterable": False,
-        "batched_fetch": False,
-        "choice": ExecutorChoice("workers", "as planted"),
-        "cost": cost(wall_ms=5.5, cpu_ms=0.4),
-        "split": True,
-        "platform": "linux",
-    }
-    options = options or LoaderOptions(executor="auto")
-    return plan_loader(options, Situation(**{**arguments, **changes}))
+    """A plan for a machine of two CPUs, whose samples wait."""
+    found = {name: changes.pop(name) for name in ("cost", "split") if name in changes}
+    facts = DatasetFacts(**{"cost": cost(wall_ms=5.5, cpu_ms=0.4), "split": True, **found})
+    about = {"cpu": cpus(2), "accelerator": "cpu", "batch_size": 32, "dataset_length": 512}
+    about["choice"] = ExecutorChoice("workers", "as planted")
+    return plan(options, facts=facts, **{**about, **changes})
 
 
 def test_the_plan_says_that_a_sample_waits():
@@ -551,24 +379,19 @@ def test_the_users_workers_win_and_hear_of_samples_that_wait():
     assert "more than the CPUs" in computing.limits[0]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        raise AssertionError("it is read")
-
-
-def chosen(*, workers="auto", batch_size=32, cpus=2, shared_memory=True, **found):
-    """The executor for a dataset of which this was found out."""
+def chosen(*, workers="auto", batch_size=32, on=2, shared_memory=True, **found):
+    """The executor for a dataset of which this was found out, on so many CPUs."""
     of_spec = ("pipelines", "transformed", "collate_fn", "sampler")
     about = {name: found.pop(name) for name in of_spec if name in found}
     spec = LoaderSpec(
-        dataset=Stream() if found.pop("stream", False) else Planted(nothing),
+        dataset=Stream() if found.pop("stream", False) else range(4000),
         name="planted",
         options=LoaderOptions(num_workers=workers),
         batch_size=batch_size,
         **about,
     )
     facts = DatasetFacts(**{"cost": cost(wall_ms=5, cpu_ms=5), "split": True, **found})
-    return choose_executor(spec, facts, cpus=cpus, shared_memory=shared_memory)
+    return choose_executor(spec, facts, machine(cpu=cpus(on), shared_memory=shared_memory))
 
 
 @each(
@@ -606,8 +429,8 @@ KEPT = {"changes": True, "cost_again": cost(wall_ms=0.01, cpu_ms=0.01)}
     ("found", "name"),
     [
         (KEPT, "inline"),
-        ({**KEPT, "cpus": 4}, "inline"),
-        ({**KEPT, "cpus": 16}, "workers"),  # all epochs are over sooner, with nothing kept
+        ({**KEPT, "on": 4}, "inline"),
+        ({**KEPT, "on": 16}, "workers"),  # all epochs are over sooner, with nothing kept
         ({**KEPT, "workers": 2}, "workers"),
         ({**KEPT, "cost_again": cost(wall_ms=4, cpu_ms=4)}, "workers"),
         ({"changes": True}, "workers"),
@@ -645,30 +468,11 @@ def test_the_training_process_reads_beside_workers_what_is_cheap_and_as_they_wou
     assert chosen(**{"cost": LARGE, **changes}).standby == standby
 
 
-@given(
-    wall_ms=st.floats(0, 100),
-    share=st.floats(0, 1),
-    more_ms=st.floats(0, 100),
-    batch_size=st.integers(1, 4096),
-    cpus=st.integers(1, 64),
-)
-def test_dearer_samples_and_more_cpus_never_lead_back_to_the_training_process(
-    wall_ms, share, more_ms, batch_size, cpus
-):
-    def aside(ms, cpus):
-        measured = cost(wall_ms=ms, cpu_ms=ms)
-        return not chosen(cost=measured, batch_size=batch_size, cpus=cpus).alone
-
-    if aside(wall_ms, cpus):
-        assert aside(wall_ms + more_ms, cpus)
-        assert aside(wall_ms, cpus + 1)
-
-
 def test_one_cpu_is_shared_with_nobody_unless_samples_wait():
     for ms in (0.01, 1, 100):
-        choice = chosen(cost=cost(wall_ms=ms, cpu_ms=ms), cpus=1)
+        choice = chosen(cost=cost(wall_ms=ms, cpu_ms=ms), on=1)
         assert choice.alone or choice.few
-    assert not chosen(cost=cost(wall_ms=50, cpu_ms=0.1), cpus=1).alone
+    assert not chosen(cost=cost(wall_ms=50, cpu_ms=0.1), on=1).alone
 
 
 @each(("ms", "alone"), [(0.001, True), (0.01, True), (0.2, False), (1.0, False), (50.0, False)])
@@ -676,39 +480,11 @@ def test_a_clear_case_is_decided_as_anybody_would(ms, alone):
     assert chosen(cost=cost(wall_ms=ms, cpu_ms=ms)).alone == alone
 
 
-@pytest.mark.parametrize("batch_size", [512, 32_768])
-def test_rows_of_a_table_are_not_worth_a_second_process(batch_size):
-    row = cost(wall_ms=0.002, cpu_ms=0.002, collate_ms=0.001)
-    assert chosen(cost=row, batch_size=batch_size).alone
-    # A machine that is busy is slow in everything, in handing over too.
-    busy = replace(row, wall_ms=0.02, cpu_ms=0.02, collate_ms=0.01, pace=10.0)
-    assert chosen(cost=busy, batch_size=batch_size).alone
-
-
-@given(ms=st.floats(0, 100), batch_size=st.integers(1, 4096))
-def test_so_many_workers_are_enough_that_the_training_process_has_no_time_for_more(ms, batch_size):
-    measured = cost(wall_ms=ms, cpu_ms=ms)
-    enough = enough_workers(measured, batch_size)
-    made_ms = alone_ms(measured, batch_size) / enough
-    assert enough >= 1
-    assert made_ms <= by_workers_ms(cost(wall_ms=0, cpu_ms=0), batch_size, cpus=64) + 1e-9
-
-
 def test_cheap_samples_get_no_more_workers_than_are_enough():
     many = planned(cost=cost(wall_ms=0.02, cpu_ms=0.02), cpu=cpus(64), dataset_length=10**6)
     assert 1 <= many.num_workers < 16
     dear = planned(cost=cost(wall_ms=20, cpu_ms=20), cpu=cpus(64), dataset_length=10**6)
     assert dear.num_workers == 64
-
-
-def test_where_the_training_process_reads_for_itself_there_are_no_workers():
-    made = planned(choice=ExecutorChoice("torch", "cheap", alone=True))
-    assert (made.executor, made.num_workers) == ("torch", 0)
-    asked = planned(
-        LoaderOptions(executor="auto", num_workers=3),
-        choice=ExecutorChoice("workers", "asked for"),
-    )
-    assert asked.num_workers == 3
 
 
 # The loader alone
@@ -720,8 +496,7 @@ def test_a_loader_finds_by_itself_that_its_samples_wait():
     with clock.installed(times):  # in the process that tries it, too
         loader = FastDataLoader(data, 2, num_workers="auto", multiprocessing_context="fork")
     assert loader.executor == "workers"
-    computing = workers_for(read_limit(), on_cpu=True, batches=3)[0]
-    assert loader.num_workers == 6 > computing
+    assert loader.num_workers == 6
     assert loader.plan is not None
     assert "waits" in loader.plan.explain()
     try:
@@ -729,12 +504,6 @@ def test_a_loader_finds_by_itself_that_its_samples_wait():
             assert torch.cat([index for _, index in loader]).tolist() == list(range(6))
     finally:
         loader.close()
-
-
-def read_limit() -> CpuLimit:
-    from lightning_fastdata.host.cpu import read_cpu_limit
-
-    return read_cpu_limit()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -12,8 +12,7 @@ from thoroughness import max_examples
 from lightning_fastdata.planning.facts.inspection import DatasetFacts
 from lightning_fastdata.planning.facts.probe import SampleCost
 from lightning_fastdata.planning.options import LoaderOptions
-from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for
-from lightning_fastdata.planning.worker_count import soonest_workers
+from lightning_fastdata.planning.plan_for import LoaderSpec, plan_for, soonest_workers
 
 costs = st.builds(
     lambda cpu, wait: SampleCost(wall_ms=cpu + wait, cpu_ms=cpu, size_bytes=8, samples=9),

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from misses import each
-from PIL import Image
+from planning.planned import cpus, machine
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.executors.gather.columns import ColumnDataset, TokenWindows
 from lightning_fastdata.host.usage import Clocks
-from lightning_fastdata.images.folder import FastImageFolder
 from lightning_fastdata.planning.facts.inspection import Questions, inspect_dataset
 from lightning_fastdata.planning.facts.probe import measure_samples
 from lightning_fastdata.planning.plan_for import LoaderSpec, choose_executor
@@ -89,13 +88,9 @@ def read(spec, **clocks):
 
 def suited(dataset, *, step_s=0.01, **about):
     spec = spec_of(dataset, **about)
-    return choose_executor(spec, read(spec, clock_s=Clock(step_s), cpu_s=Clock(step_s)))
-
-
-def folder(tmp_path):
-    (tmp_path / "one").mkdir()
-    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "one" / "0.jpg")
-    return FastImageFolder(tmp_path, size=8)
+    return choose_executor(
+        spec, read(spec, clock_s=Clock(step_s), cpu_s=Clock(step_s)), machine(cpu=cpus(2))
+    )
 
 
 @each(
@@ -127,31 +122,6 @@ def test_each_kind_of_dataset_has_its_executor(dataset, about, name):
     chosen = suited(dataset, **about)
     assert chosen.executor == name
     assert chosen.why
-
-
-@pytest.mark.parametrize("queue_s", [0.0, 0.5])
-def test_images_are_decoded_by_workers_however_busy_the_cpus_are(tmp_path, queue_s):
-    spec = spec_of(folder(tmp_path), batch_size=64)
-    facts = read(spec, clock_s=Clock(0.6), cpu_s=Clock(0.01), queue_s=Clock(queue_s))
-    assert choose_executor(spec, facts).executor == "workers"
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Drawing(lambda: (random.random(), np.random.rand(), torch.rand(1))),
-        TensorDataset(torch.zeros(4)),
-    ],
-)
-def test_looking_leaves_the_random_state_alone(dataset):
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    expected = random.random(), np.random.rand(), torch.rand(1).item()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    spec = replace(spec_of(dataset, collate_fn=list), options=LoaderOptions())
-    facts = inspect_dataset(spec, Questions(cost=True))
-    assert facts.cost is not None
-    assert facts.draws == isinstance(dataset, Drawing)
-    assert expected == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
 @pytest.mark.parametrize("executor", ["torch", "auto", "inline", "gather", "workers"])

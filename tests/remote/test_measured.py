@@ -19,7 +19,7 @@ from remote.clusters import wait_until
 from torch.utils.data import Dataset, Subset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
-from lightning_fastdata.executors.ray.cluster_seen import (
+from lightning_fastdata.ext.ray.cluster_seen import (
     ClusterWatch,
     room_for_actors,
 )

@@ -35,7 +35,7 @@ from lightning_fastdata import (
 from lightning_fastdata.augment.transform import as_batch_transform
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device.backend import DeviceStreams
-from lightning_fastdata.device.lookahead import BATCHES_AHEAD, SideLane
+from lightning_fastdata.device.prefetch import BATCHES_AHEAD, SideLane
 from rig.late_cuda import HostWait, LateCuda, late_cuda
 
 torch.set_num_threads(1)
@@ -122,8 +122,6 @@ class Seen:
     """Copies to the device, by the kind of memory that they read from."""
     order: list[int]
     """The numbers of the streams whose work was carried out, piece by piece."""
-    compiled: list[tuple[dict[str, Any], int]]
-    """What kernels were to be compiled early, each time with the copies to the device by then."""
 
 
 # The laws
@@ -260,7 +258,7 @@ def train(case: Case, schedule: str, seed: int = 0) -> Seen:
             )
             for labels, first, last, sent, copied, passed in record
         ]
-    return Seen(steps, cuda.torn, waits, cuda.copies, cuda.order, cuda.compiled)
+    return Seen(steps, cuda.torn, waits, cuda.copies, cuda.order)
 
 
 def _step(batch: Any, cuda: LateCuda, record: list[tuple[Any, ...]]) -> None:

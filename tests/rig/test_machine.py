@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from lightning_fastdata.host import clock
-from rig.machine import DeadlockError, Machine, VirtualBarrier, VirtualLock, die, sleep, work
+from rig.machine import Machine, VirtualLock, sleep, work
 
 MS = 1_000_000
 
@@ -42,12 +41,6 @@ def test_threads_have_as_many_cpus_as_there_are_and_wait_in_turn_for_them():
     assert [thread.queued_ns for thread in threads] == [4 * MS] * 2 + [8 * MS] * 2
 
 
-def test_who_sleeps_needs_no_cpu():
-    ended, threads = run(Machine(1), *[lambda: sleep(0.01)] * 3, lambda: work(0.01))
-    assert ended == [10] * 4
-    assert [thread.queued_ns for thread in threads] == [0] * 4
-
-
 def test_a_nicer_program_has_less_of_a_cpu():
     _, threads = run(Machine(1), lambda: work(1.0), lambda: work(0.3), niceness=(0, 5))
     assert threads[1].queued_ns / threads[1].cpu_ns == pytest.approx(1.25**5, rel=0.02)
@@ -76,19 +69,6 @@ def test_a_lock_lets_one_in_at_a_time_whoever_waits_longest_first():
     assert order == ["a", "b", "a", "b"]
 
 
-def test_a_barrier_lets_all_on_when_the_last_has_come():
-    barrier = VirtualBarrier(2)
-
-    def program(seconds):
-        def target():
-            sleep(seconds)
-            barrier.wait()
-
-        return target
-
-    assert run(Machine(), program(0.002), program(0.009))[0] == [9, 9]
-
-
 def test_who_is_killed_does_nothing_any_more_and_leaves_locks_and_cpus():
     machine, lock, done = Machine(1), VirtualLock(), []
 
@@ -112,39 +92,3 @@ def test_who_is_killed_does_nothing_any_more_and_leaves_locks_and_cpus():
         assert machine.now_ns - killed_ns == 5 * MS
     assert (process.exitcode, thread.cpu_ns) == (-signal.SIGKILL, 10 * MS)
     assert done == [killed_ns]
-
-
-def test_a_process_may_kill_itself():
-    machine, done = Machine(), []
-
-    def dies():
-        try:
-            die(signal.SIGSEGV)
-        finally:
-            done.append(clock.monotonic_ns())
-
-    with machine.installed():
-        process = machine.process()
-        machine.start(process, dies)
-        sleep(0.001)
-    assert process.exitcode == -signal.SIGSEGV
-    assert len(done) == 1
-
-
-def test_what_is_waited_for_in_vain_is_told():
-    machine = Machine()
-    with machine.installed():
-        sleep(0.005)
-        with pytest.raises(DeadlockError, match=r"after 1\.005 s"):
-            machine.wait()
-
-
-def test_what_fails_in_a_program_is_told_where_the_machine_is_driven():
-    def fails():
-        raise ValueError("of a program")
-
-    machine = Machine()
-    with machine.installed():
-        machine.start(machine.process(), fails)
-        with pytest.raises(ValueError, match="of a program"):
-            sleep(0.005)

@@ -36,23 +36,11 @@ def test_actors_make_a_batch_each_side_by_side(actors) -> None:
     assert found.step_ms == pytest.approx(100 / actors, rel=0.03)
 
 
-def test_taking_a_batch_costs_the_training_however_many_actors_there_are() -> None:
-    found = simulate([cost(blocked=10.0, step=20.0, taking=5.0)], setup(32))
-    assert found.step_ms == pytest.approx(25.0, rel=0.01)
-    assert found.wait_ms == pytest.approx(5.0, rel=0.01)
-
-
 def test_actors_elsewhere_take_no_cpu_of_the_training() -> None:
     costs = [cost(cpu=40.0, step=10.0)]
     far, near = (simulate(costs, setup(4, scheduling=how)).step_ms for how in ("actors", "queue"))
     assert far == pytest.approx(11.0, rel=0.05)
     assert near > 20.0
-
-
-def test_actors_elsewhere_are_not_slowed_by_other_programs_of_this_machine() -> None:
-    costs = [cost(cpu=40.0, step=10.0)]
-    crowded = setup(1, cpus=1.0, step_cpus=1.0, other_cpus=1.0)
-    assert simulate(costs, crowded).step_ms == pytest.approx(40.0, rel=0.05)
 
 
 def stamps(count: int = 24, *, way_ms: float = 20.0) -> list[BatchStamps]:
@@ -73,10 +61,6 @@ def test_recorded_batches_tell_what_taking_them_costs_and_their_way() -> None:
     costs = batch_costs(stamps())
     assert {each.taking_ns for each in costs} == {2 * MS}
     assert {each.handover_ns for each in costs} == {20 * MS}
-
-
-def test_what_was_recorded_is_predicted_for_the_same_number_of_actors() -> None:
-    assert simulate(batch_costs(stamps()), setup(1)).step_ms == pytest.approx(30.0, rel=0.03)
 
 
 @pytest.mark.parametrize("how", ["queue", "actors"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -125,22 +124,6 @@ def test_with_cpus_for_everybody_the_model_is_a_recursion_over_times(
 
 @few
 @given(
-    work=st.floats(0.1, 100), step=st.floats(0.1, 50), workers=st.integers(1, 8),
-    scheduling=st.sampled_from(SCHEDULINGS), in_order=st.booleans(),
-)  # fmt: skip
-def test_constant_batches_take_the_longer_of_step_and_work_over_workers(
-    work, step, workers, scheduling, in_order
-):
-    how = setup(workers, ahead=3 * workers + 8, scheduling=scheduling, in_order=in_order)
-    expected = max(step, work / workers)
-    # Batches of workers in step come in bunches, one of which may be on the edge of 200 steps.
-    assert simulate([cost(blocked=work, step=step)], how).step_ms == pytest.approx(
-        expected, rel=(workers + 1) / 200 + 1e-6
-    )
-
-
-@few
-@given(
     cpu=st.floats(1, 100), workers=st.integers(1, 8), cpus=st.floats(1, 8),
     scheduling=st.sampled_from(SCHEDULINGS),
 )  # fmt: skip
@@ -172,34 +155,6 @@ def test_no_setup_is_faster_than_its_work_or_slower_than_one_thing_after_the_oth
 
 
 @few
-@given(
-    blocked=st.floats(0, 100), step=st.floats(0.1, 30), scheduling=st.sampled_from(SCHEDULINGS),
-    handover=st.floats(0, 2),
-)  # fmt: skip
-def test_more_workers_are_never_slower_if_nothing_needs_a_cpu(blocked, step, scheduling, handover):
-    costs = [cost(blocked=blocked, step=step, handover=handover)]
-    took = [
-        simulate(costs, setup(workers, ahead=24, scheduling=scheduling, step_cpus=0.0)).step_ms
-        for workers in (1, 2, 3, 4, 6, 8)
-    ]
-    assert all(more <= fewer * 1.02 for fewer, more in pairwise(took))
-
-
-@few
-@given(costs=cost_lists(), how=setups, power=st.integers(-4, 6))
-def test_the_unit_of_time_does_not_matter(costs, how, power):
-    # Only whoever shares out samples knows how long a message takes.
-    how = replace(how, scheduling="queue") if how.scheduling == "sample" else how
-    times = [name for name in BatchCost.__slots__ if name.endswith("_ns")]
-    scale = 2.0**power
-    other = [
-        replace(each, **{name: getattr(each, name) * scale for name in times}) for each in costs
-    ]
-    expected = simulate(costs, how).step_ms * scale
-    assert simulate(other, how).step_ms == pytest.approx(expected, rel=1e-3)
-
-
-@few
 @given(costs=cost_lists())
 def test_without_workers_everything_is_done_in_turn(costs):
     found = simulate(costs, setup(0, ahead=1))
@@ -207,17 +162,6 @@ def test_without_workers_everything_is_done_in_turn(costs):
     assert found.wait_ms == pytest.approx(work, abs=1e-6)
     assert found.step_ms == pytest.approx(
         work + sum(each.step_ns for each in costs) / MS / len(costs)
-    )
-
-
-@few
-@given(costs=cost_lists(), how=setups)
-def test_batches_that_cost_nothing_are_never_waited_for(costs, how):
-    free = scaled(costs, cpu=0.0, blocked=0.0, collate=0.0, handover=0.0)
-    assert all(work_ms(each) == 0 for each in free)
-    found = simulate(free, replace(how, step_cpus=min(how.step_cpus, how.cpus)))
-    assert found.step_ms == pytest.approx(
-        sum(each.step_ns for each in costs) / MS / len(costs), rel=1e-3
     )
 
 
@@ -235,14 +179,6 @@ def test_out_of_order_slow_samples_hold_up_their_own_batch_only(scheduling):
     assert simulate(scaled(costs, slow_samples=False), how).step_ms < 1.02 * 10.0
 
 
-def test_out_of_order_torch_gives_to_the_worker_that_has_room():
-    """Otherwise the batches behind a slow one would wait for its worker, as they do in order."""
-    costs = [cost(blocked=200.0, step=1.0), *[cost(blocked=10.0, step=1.0)] * 9]
-    how = setup(2, ahead=4, scheduling="batch", in_order=False)
-    assert simulate(costs, how).step_ms == pytest.approx(290 / 10 / 2, rel=0.1)
-    assert simulate(costs, replace(how, in_order=True)).step_ms > 1.2 * 290 / 10 / 2
-
-
 @few
 @given(
     costs=cost_lists(),
@@ -258,15 +194,6 @@ def test_scaling_scales_each_cost_and_nothing_else(costs, factors):
         assert after.slowest_ns <= after.cpu_ns + after.blocked_ns + 1e-3
         assert (after.samples, after.step_ns) == (before.samples, before.step_ns)
     assert scaled(found) == found
-
-
-@few
-@given(costs=cost_lists())
-def test_without_slow_samples_no_batch_costs_more(costs):
-    for before, after in zip(costs, scaled(costs, slow_samples=False), strict=True):
-        assert work_ms(after) <= work_ms(before) * (1 + 1e-9)
-        read = after.cpu_ns + after.blocked_ns
-        assert after.slowest_ns <= max(read / after.samples, before.slowest_ns) * (1 + 1e-9)
 
 
 # Sharing CPUs
@@ -287,10 +214,6 @@ def test_what_shares_the_cpus_fills_them_and_no_more(jobs, share, own, cpus):
     assert used == pytest.approx(min(wanted, cpus), rel=1e-6, abs=1e-6)
     if own_slow > 1 + 1e-9 and jobs:
         assert slow == pytest.approx(own_slow, rel=1e-6)
-
-
-def test_the_training_and_its_workers_share_the_cpus_alike():
-    assert slowdowns(8, 1.0, 1.0, 2.0) == pytest.approx((4.5, 4.5))
 
 
 # What is recorded
@@ -356,21 +279,6 @@ def test_what_a_task_costs_is_told_apart_from_what_its_samples_cost():
     first, *_ = batch_costs([batch(0, 20, *read), batch(30, 50, *read)])
     assert first.task_ns == 2 * MS
     assert (first.cpu_ns, first.blocked_ns) == (12 * MS, 0.0)
-
-
-@few
-@given(work=st.floats(40, 100), overhead=st.floats(0, 2), workers=st.integers(1, 4))
-def test_each_task_costs_what_a_task_costs(work, overhead, workers):
-    whole = cost(cpu=work, step=0.01)
-    costly = replace(whole, task_ns=overhead * MS)
-    how = setup(workers, ahead=8, scheduling="sample", step_cpus=0.0)
-    # Of 2.5 ms or more a sample is a task where a batch is needed soon; others are halved at least.
-    fewest, most = ((work + tasks * overhead) / workers for tasks in (2, 16))
-    near = 1 + (workers + 1) / 200
-    assert fewest / near <= simulate([costly], how).step_ms <= most * near
-    expected = (work + overhead) / workers
-    how = replace(how, scheduling="queue")
-    assert simulate([costly], how).step_ms == pytest.approx(expected, rel=(workers + 1) / 200)
 
 
 @given(queued=st.floats(0, 1))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning_fastdata.batches.staged import StagedBatch, move
-from lightning_fastdata.device.lookahead import BATCHES_AHEAD, Crossing, OneAhead, SideLane
+from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.plugin.data.arguments import check_choice
 from lightning_fastdata.plugin.placing.stage_transforms import carry_out_draws, transfer
