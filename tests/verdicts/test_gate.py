@@ -9,7 +9,6 @@ import gc
 import json
 import re
 import sys
-import warnings
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,9 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
-from misses import Misses
 from rig.virtual_crew import on_machine
-from thoroughness import LONG
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule, LoaderOptions
@@ -53,7 +50,6 @@ from verdicts.workloads import Samples
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from auto_workloads import WORKLOADS
 from trainings.followed import unlawful
 
 OPTIONS = ("num_workers", "prefetch_factor", "in_order", "executor", "persistent_workers", "cache",
@@ -124,27 +120,6 @@ def test_what_the_report_tells_is_lawful_and_what_was_left_out_is_in_it(code):
     for found in written["verdict"]["findings"]:
         assert "advice" not in found
         assert all(each["text"] and each["why"] for each in found["left_out"])
-
-
-def test_advice_on_the_workloads_of_automatic_loaders_is_lawful(tmp_path):
-    """Whatever is measured of them: no option is told that the plan has decided."""
-    with Misses() as misses, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for work in WORKLOADS if LONG else WORKLOADS[::14]:
-            module = FastDataModule.from_datasets(
-                work.make(tmp_path, 8 * work.batch_size), batch_size=work.batch_size,
-                collate_fn=work.collate_fn,
-            )  # fmt: skip
-            with misses.case(work.name):
-                loader = module.train_dataloader()
-                closed = closed_options(loader)
-                loader.close()
-                assert {"num_workers", "executor"} <= set(closed)
-                for code in CODES:
-                    seen = replace(TABLE[code][0], closed=closed)
-                    told = judge(stage(), LoaderFacts(num_workers=loader.num_workers), seen)
-                    report = RunReport(stages=(stage(),), verdict=told).as_dict()
-                    assert unlawful(report["verdict"], closed) == []
 
 
 # What is closed

@@ -104,6 +104,10 @@ class MachineSeen:
         return min(cpus, max(0.0, cpus - (self.machine_cpus - self.other_cpus)))
 
 
+NO_MACHINE: Final = MachineSeen()
+"""Nothing is known of it."""
+
+
 def queued_share(seen: Mapping[int, tuple[float, float]], own: int) -> float | None:
     """Return the part of its time in which what a step goes through had no CPU; None: not seen.
 

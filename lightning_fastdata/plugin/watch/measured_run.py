@@ -16,7 +16,7 @@ from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.live import Status, WatchedRun
 from lightning_fastdata.insight.measure.host_metrics import (
-    MachineSeen,
+    NO_MACHINE,
     fault_notes,
     fault_scalars,
     tune_scalars,
@@ -147,6 +147,10 @@ class RunJudge:
             train,
             facts,
             cpus=float(self._usable_cpus),
+            machine=NO_MACHINE if host is None else host.seen(),
+        )
+        evidence = replace(
+            evidence,
             val_loader=None if slowest is None else slowest.label,
             val_workers=getattr(of_val, "num_workers", None),
             wall=wall,
@@ -157,7 +161,6 @@ class RunJudge:
             loaders_anew=attributes_of(trainer).reload_dataloaders_every_n_epochs > 0,
             memory=self.memory,
             ranks=() if ranks is None else all_known(ranks.so_far),
-            machine=MachineSeen() if host is None else host.seen(),
         )
         return judge(train, facts, evidence)
 
