@@ -91,7 +91,7 @@ def test_shares_of_the_device_phases_add_up_to_one():
             "data-bound",
         ),
         ({}, {"num_workers": 3, "usable_cpus": 4, "augment_on": "device"}, "FD104", "data-bound"),
-        ({}, {}, "FD105", "data-bound"),
+        ({}, {}, "FD104", "data-bound"),
     ],
 )
 def test_each_measured_situation_has_its_code(measured, facts, code, kind):

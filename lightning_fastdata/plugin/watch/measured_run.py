@@ -28,13 +28,13 @@ from lightning_fastdata.insight.verdicts.memory import memory_notes
 from lightning_fastdata.insight.waits.causes import costliest
 from lightning_fastdata.insight.waits.ranks import all_known, slowest
 from lightning_fastdata.loading.loader import FastDataLoader
+from lightning_fastdata.order.mixture import Mixture
 from lightning_fastdata.plugin.loggers import boards
 from lightning_fastdata.plugin.loggers.boards import chosen, custom_scalar_layout
 from lightning_fastdata.plugin.loggers.report_files import ReportFiles
 from lightning_fastdata.plugin.seams.internals import attributes_of
 from lightning_fastdata.plugin.seams.loaders import flattened, keyed, tuned_loaders
 from lightning_fastdata.plugin.seams.trainer import own_datamodule, written_hook
-from lightning_fastdata.plugin.watch.mixtures import MixtureScalars
 from lightning_fastdata.plugin.watch.recording import LATER_EPOCHS
 
 if TYPE_CHECKING:
@@ -280,6 +280,33 @@ class LiveRun:
         with suppress(RuntimeError):  # what holds them has changed meanwhile
             return tuple(each for each in flattened(loaders) if isinstance(each, FastDataLoader))
         return ()
+
+
+class MixtureScalars:
+    """What a training had of each part of its mixtures, which is known without a sample."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, dict[str, int]] = {}
+
+    def since(self, loaders: object) -> dict[str, float]:
+        """Return the percentage of each part since the last call, and its epochs until now."""
+        found: dict[str, float] = {}
+        labels = [f"{key.label}/" for key, _ in keyed(loaders)] or [""]
+        for label, loader in zip(labels, flattened(loaders), strict=True):
+            mixture = getattr(loader, "dataset", None)
+            if not isinstance(mixture, Mixture) or not isinstance(loader, FastDataLoader):
+                continue
+            place = loader.progress()
+            counts, before = mixture.counts(*place), self._before.get(label, {})
+            new = {name: count - before.get(name, 0) for name, count in counts.items()}
+            total = sum(new.values())
+            for name, epochs in mixture.epochs(*place).items():
+                if total > 0:
+                    found[f"data_mix/{label}{name}_percent"] = 100 * new[name] / total
+                if epochs is not None:
+                    found[f"data_mix/{label}{name}_epochs"] = epochs
+            self._before[label] = counts
+        return found
 
 
 class MeasuredRun:
