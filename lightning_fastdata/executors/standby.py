@@ -42,7 +42,7 @@ _WITHIN_S: Final = 0.03
 """What takes longer to compare is not known. Python may collect its garbage meanwhile."""
 _CHEAP_S: Final = 0.003
 """What takes longer each time is read by side processes alone."""
-_TIMES: Final = 40
+_TIMES: Final = 120
 """So many times as long as a comparison is read before the next one."""
 _LEAST_S, _MOST_S = 0.001, 0.05
 """Bounds of that."""
