@@ -51,13 +51,12 @@ def pytorch_lightning_callbacks() -> list[Any]:
     return _callbacks("lightning_fastdata.pytorch_lightning")
 
 
-def _callbacks(module: str) -> list[Any]:
-    """Return what was asked for, as a callback of the class tree of a module; or none."""
-    proves, runs = proving.read_settings(), read_settings()
-    if proves is not None:
+def _callbacks(home: str) -> list[Any]:
+    to_prove, to_run = proving.read_settings(), read_settings()
+    if to_prove is not None:
         _silence()
-        return [import_module(module).ProvingCallback(proves)]
-    return [] if runs is None else [import_module(module).AddedCallback(**asdict(runs))]
+        return [import_module(home).ProvingCallback(to_prove)]
+    return [] if to_run is None else [import_module(home).AddedCallback(**asdict(to_run))]
 
 
 def _silence() -> None:
