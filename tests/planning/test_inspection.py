@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -329,12 +328,6 @@ def starts_a_process():
     child.join()
 
 
-def starts_an_executor():
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, mp_context=context) as executor:
-        executor.submit(abs, 1).result()
-
-
 def starts_one_and_says_it_otherwise():
     try:
         starts_a_process()
@@ -375,8 +368,6 @@ def no_second_try(monkeypatch):
     "dataset",
     [
         lambda: Rows(starts_a_pool),
-        lambda: Rows(starts_a_process),
-        lambda: Rows(starts_an_executor),
         lambda: Rows(starts_one_and_says_it_otherwise),
         lambda: Rows(uses_cuda),
     ],
